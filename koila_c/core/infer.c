@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* infer.c - applies a row's rules to a call, in order: shape, dtype, what follows from them (in-place
- * targets, device, requires_grad), place. It knows no op; it adds the op's name to an error. */
+/* infer.c - applies the rules of a row to a call: shape, dtype, then target of a write, device and requires_grad, then
+ * place. It contains nothing about particular ops, and adds the op's name to an error. */
 #include "infer.h"
 
 #include <stdio.h>
@@ -33,8 +33,8 @@ kl_infer_fini(KlInferred *result)
     *result = (KlInferred){0};
 }
 
-/* The outputs' device: that of the first input that is not a 0-dim value on the CPU. Two devices that
- * take part in earnest have no rule. */
+/* Find the outputs' device: that of the first input that is not a 0-dim value on the CPU. Decline a call whose other
+ * inputs are on several devices. */
 static KlStatus
 find_device(const KlCall *call, KlInferred *result)
 {
@@ -80,7 +80,7 @@ prepare(const KlCall *call, KlInferred *result, KlError *error)
     for (int8_t dim = 0; dim < KL_DIMS_MAX; dim++) {
         result->dim_map[dim] = dim;
     }
-    /* What binding could not read may be a tensor that has no meta: no rule may pass over it. */
+    /* An argument that the binding could not read may contain a tensor, so no rule may ignore it. */
     for (uint32_t i = 0; i < call->n_args; i++) {
         if (call->args[i].kind == KL_ARG_OTHER) {
             return KL_DECLINED;
@@ -89,8 +89,8 @@ prepare(const KlCall *call, KlInferred *result, KlError *error)
     return call->n_inputs == 0 ? KL_DECLINED : find_device(call, result);
 }
 
-/* An in-place op's rules describe the op that makes a new tensor: its result must fit into the first
- * input, which is then the output. */
+/* Make the first input the output of an in-place op. Its rules describe the out-of-place op, whose result must fit into
+ * that input. */
 static KlStatus
 settle_inplace(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -117,7 +117,7 @@ settle_inplace(const KlCall *call, KlInferred *result, KlError *error)
     return KL_OK;
 }
 
-/* The call adds a node to torch's graph, if an output can have a gradient at all. */
+/* Whether torch's call would add a node to the autograd graph. */
 static bool
 has_gradient(const KlCall *call, const KlInferred *result)
 {
@@ -129,8 +129,8 @@ has_gradient(const KlCall *call, const KlInferred *result)
     return has_grad && call->is_grad_enabled && !call->row->keeps.has_no_gradient;
 }
 
-/* Whether a call that rows lent no more than a shape or a dtype is differentiated: every chunk would make the
- * same value, whose gradient comes from all of them. */
+/* Whether a result that requires grad has no rows in any output: each chunk would make the same value, and its gradient
+ * would have to be summed over all chunks. */
 static bool
 has_whole_gradient(const KlInferred *result)
 {
@@ -144,7 +144,7 @@ has_whole_gradient(const KlInferred *result)
     return has_gradient;
 }
 
-/* A view of a value that requires grad does too, also where grad mode is off: torch asks its base. */
+/* Set requires_grad of the outputs. A view of a value that requires grad requires it even in no_grad mode, as in torch. */
 static KlStatus
 settle_grads(const KlCall *call, KlInferred *result)
 {
@@ -169,7 +169,7 @@ settle_grads(const KlCall *call, KlInferred *result)
     return KL_OK;
 }
 
-/* What a place rule starts from: the inputs of `call` as they are, along `axis`. */
+/* Set the state from which a place rule starts: mode ROWS along `axis`, each input at its own place. */
 static void
 begin_split(const KlCall *call, KlAxisId axis, KlInferred *result)
 {
@@ -182,11 +182,11 @@ begin_split(const KlCall *call, KlAxisId axis, KlInferred *result)
     }
 }
 
-enum { GATHERED_MAX = 8 }; /* inputs of a call of which some may be gathered */
+enum { GATHERED_MAX = 8 }; /* a call with more inputs gathers none */
 
-/* Run a call along the rows of input `kept`, with the others given whole: *gathered*, for the rule sees them as
- * plain tensors. What the rule would cut must lie as its own rows do, unless it is there whole: then it is cut.
- * Whether it can be so. */
+/* Try to place a call along the rows of input `kept` only: the rule sees all other inputs as plain tensors, which each
+ * chunk reads whole (*gathered*). If the rule slices such an input, its rows must be at the same place, unless it
+ * exists before the bodies. Return whether the call can be placed so. */
 static bool
 is_gathering(const KlCall *call, uint32_t kept, KlInferred *result)
 {
@@ -223,7 +223,8 @@ is_gathering(const KlCall *call, uint32_t kept, KlInferred *result)
     return has_rows;
 }
 
-/* Whether a call can be given others than input `kept` whole: what is there whole is no other than a plain tensor. */
+/* Whether a call may gather all inputs but `kept`. Any call may gather values that exist before the bodies, since these
+ * are like plain tensors; other values only calls that write in place, or that make new tensors and write nothing. */
 static bool
 can_gather_others(const KlCall *call, uint32_t kept, const KlInferred *result)
 {
@@ -239,8 +240,8 @@ can_gather_others(const KlCall *call, uint32_t kept, const KlInferred *result)
     return true;
 }
 
-/* Rows meet rows in a call that cannot go along all of them: it goes along those of one input, of which the rows
- * come outermost in the result, and gathers the others. Whether there is such an input. */
+/* Place a call whose inputs have rows that it cannot all follow: follow one input, and gather the others. Of the possible
+ * inputs, choose the one whose rows are outermost in the result. Return whether there is one. */
 static bool
 gather_others(const KlCall *call, KlInferred *result)
 {
@@ -266,7 +267,7 @@ gather_others(const KlCall *call, KlInferred *result)
     return best != KL_ID_NONE && is_gathering(call, best, result);
 }
 
-/* One rule for all inputs with rows, along their one axis. */
+/* Place a call by its rule, with all inputs that have rows. */
 static KlStatus
 place_all_rows(const KlCall *call, KlAxisId axis, bool is_mixed, KlInferred *result, KlError *error)
 {
@@ -328,7 +329,7 @@ settle_rows(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* Of an order either the call does what is right in each chunk, or the order is none any more. */
+/* Place a call. If it reads an order, it must be right in each chunk; else decline it: the order must be broken first. */
 static KlStatus
 settle_places(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -399,7 +400,7 @@ kl_infer_saves(const KlCall *call, const KlInferred *result, KlSaves *saves)
         is_saved = is_saved || result->outs[i].requires_grad;
     }
     call->row->saves(call, result, saves);
-    if (!is_saved) { /* it makes what it would keep all the same: scores, statistics, indices */
+    if (!is_saved) { /* the call computes these tensors in any case: scores, statistics, indices */
         saves->bytes_workspace += saves->bytes_extra;
         saves->inputs = saves->outputs = 0;
         saves->bytes_extra = saves->bytes_fixed = saves->bytes_backward = 0;

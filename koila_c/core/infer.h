@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* infer.h - apply a row's rules to a call: shapes, dtypes, requires_grad, places and mode of a node. */
+/* infer.h - infers the outputs of a call from its row: shapes, dtypes, requires_grad, places, and how it is split. */
 #ifndef KL_INFER_H
 #define KL_INFER_H
 
@@ -10,13 +10,13 @@
  * requires_grad of each output follows from grad mode, the inputs and the output's dtype. */
 KlStatus kl_infer_call(const KlCall *call, KlInferred *result, KlError *error);
 
-/* Make room for `n` outputs and set n_outs; new metas are zeroed and WHOLE. */
+/* Set n_outs to `n` and allocate the outputs, zeroed and WHOLE. */
 KlStatus kl_infer_reserve_outs(KlInferred *result, uint32_t n, KlError *error);
 
-/* What torch keeps for the backward of an inferred call. */
+/* Fill `saves` with the tensors that autograd saves for an inferred call. */
 void kl_infer_saves(const KlCall *call, const KlInferred *result, KlSaves *saves);
 
-/* Release what `result` owns. */
+/* Free the arrays of `result`. */
 void kl_infer_fini(KlInferred *result);
 
 #endif

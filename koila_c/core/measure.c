@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* measure.c - walks the schedule of a step and lists what it needs at each moment. */
+/* measure.c - walks the instructions of a step and lists the bytes that it needs at each moment. */
 #include "measure.h"
 
 #include <math.h>
@@ -10,8 +10,8 @@
 
 /* -- moments ------------------------------------------------------------------------------------------ */
 
-/* Bytes by rows that a piece of a chunk takes: its rows, or its entries of the second axis, are a share of the
- * chunk's, rounded up. */
+/* Return the bytes of a piece of a chunk, given those of the chunk: a piece has 1 / n_pieces of the rows, or of the
+ * second axis, rounded up. */
 static KlBytes
 of_piece(const Step *step, KlBytes bytes)
 {
@@ -22,7 +22,7 @@ of_piece(const Step *step, KlBytes bytes)
                      .per_row = bytes.per_row / step->n_pieces + (across > 0 ? more / across : 0)};
 }
 
-/* What the moments from `first` on need beside their run is held. */
+/* Add to the moments from `first` on, which count only their own run, the bytes that are held outside it. */
 static void
 add_held(Step *step, size_t first)
 {
@@ -57,7 +57,7 @@ note(Step *step, KlMoment moment)
     }
 }
 
-/* At the end, when the last node that is needed has run. */
+/* Add a moment at the end of the step, with `more` bytes, at the last node that runs. */
 static void
 note_end(Step *step, double more)
 {
@@ -70,8 +70,8 @@ note_end(Step *step, double more)
     }
 }
 
-/* What a body reads whole is put together from the chunks, which lie in that from then on; not those in whose
- * memory other values are. */
+/* Count the gathered inputs of a body: their chunks are copied into one tensor of all rows and are views of it from then
+ * on. Chunks that share their storage with other values stay beside it. */
 static void
 put_together(Step *step, const KlRun *run)
 {
@@ -90,7 +90,7 @@ put_together(Step *step, const KlRun *run)
     }
 }
 
-/* Go forward through a span; NULL: of its moments only the most is asked for. */
+/* Sweep the forward pass of a span and append its moments; NULL: only the sweep's state and peak are needed. */
 static void
 sweep_span(Step *step, KlSpan span, KlMoments *moments)
 {
@@ -109,7 +109,7 @@ sweep_forward(Step *step, const KlRun *run, bool is_graph)
     sweep_span(step, kl_sweep_span(step->program, run, is_graph), step->moments);
 }
 
-/* Find what a run left and its graph keeps, of which the moments are known already. */
+/* Sweep the forward pass of a run again to restore the sweep's state; its moments have been counted before. */
 static void
 sweep_again(Step *step, const KlRun *run)
 {
@@ -128,7 +128,7 @@ sweep_back(Step *step)
     }
 }
 
-/* Gradients that outlive a run come, or go. */
+/* Add the bytes of gradients that outlive a run; a negative number removes them. */
 static void
 hold_gradients(Step *step, double bytes)
 {
@@ -145,8 +145,8 @@ hold_gradients_by_row(Step *step, double bytes)
 
 /* -- what outlives runs -------------------------------------------------------------------------------- */
 
-/* The generator's state, before and after, where each call starts, and where its last chunk started and
- * ended; what is drawn whole. */
+/* Hold the states of the random generator: before and after the step, at the start of each random call, and of a call in
+ * a body at the start and end of its last chunk; and the random numbers that are drawn for all rows at once. */
 static void
 hold_states(Step *step)
 {
@@ -170,9 +170,9 @@ hold_states(Step *step)
     }
 }
 
-/* Whether what is held of a value has memory of its own: a part of the memory that it is a view of is a copy. */
+/* Whether a held value has memory of its own: it is one tensor of all rows, or a copy of a part of its base. */
 static bool
-is_apart(const Step *step, KlValueId value)
+has_own_memory(const Step *step, KlValueId value)
 {
     KlValueId of = value;
     while (step->tape->values[of].view_of != KL_ID_NONE) {
@@ -181,7 +181,7 @@ is_apart(const Step *step, KlValueId value)
     return step->sweep.sizes[value].is_put_together || whole(step, value) < whole(step, of);
 }
 
-/* What a body leaves, of all chunks: each memory once. */
+/* Hold a result of a body, all chunks of it; each storage counts once. */
 static void
 hold(Step *step, KlValueId value)
 {
@@ -193,7 +193,7 @@ hold(Step *step, KlValueId value)
     step->values[value].is_held = true;
     if (parts != NULL) {
         step->held_per_chunk += parts->left * result_of(step, value) * n_parts_of(step);
-    } else if (is_apart(step, value)) {
+    } else if (has_own_memory(step, value)) {
         step->held += whole(step, value);
     } else if (storage->n_held++ == 0) {
         storage->bytes = whole(step, value);
@@ -206,7 +206,7 @@ release_value(Step *step, KlValueId value)
 {
     KlMeasureStorage *storage = &step->storages[storage_of(step, value)];
     if (!step->values[value].is_held) {
-        step->values[value].is_let_go = true; /* a joint made it, whose graph counts */
+        step->values[value].is_let_go = true; /* a joint made it: its graph may still keep it */
         return;
     }
     const KlParts *parts = parts_of(step, value);
@@ -215,14 +215,15 @@ release_value(Step *step, KlValueId value)
     step->values[value].is_beside = false;
     if (parts != NULL) {
         step->held_per_chunk -= parts->left * result_of(step, value) * n_parts_of(step);
-    } else if (is_apart(step, value)) {
+    } else if (has_own_memory(step, value)) {
         step->held -= whole(step, value);
     } else if (--storage->n_held == 0) {
         step->held -= storage->bytes;
     }
 }
 
-/* Bytes for each chunk of what a joint combines: what its graph keeps of parts, and their gradients. */
+/* Of the reductions that a joint combines, find the bytes for each chunk that its graph saves (`*kept`) and that the
+ * gradients of the partial results take (`*seeds`). */
 static void
 find_combined(const Step *step, const KlRun *run, double *kept, double *seeds)
 {
@@ -238,8 +239,8 @@ find_combined(const Step *step, const KlRun *run, double *kept, double *seeds)
     }
 }
 
-/* The gradients that reach a run's inputs from other stages, and the leaves; those of what segments of its own
- * body hand on are a chunk's. Returns what of them comes chunk by chunk. */
+/* Hold the gradients of a run's inputs from outside its body, unless they are held already. Return the bytes of those that
+ * the run makes chunk by chunk. */
 static double
 gather_gradients(Step *step, const KlRun *run, uint32_t body)
 {
@@ -281,9 +282,9 @@ run_joint(Step *step, const KlStep *of)
     step->held += step->live[i];
 }
 
-/* Bytes of a row that a chunk brings back from where they are offloaded; begins to follow results of segments. */
+/* Return the bytes per row that a loop loads back from offloaded values, and reset the state of its segments' results. */
 static double
-find_given(Step *step, const KlStep *of)
+enter_body(Step *step, const KlStep *of)
 {
     const KlRun *runs = &step->program->runs[of->run];
     double values = 0;
@@ -306,7 +307,7 @@ find_given(Step *step, const KlStep *of)
     return values;
 }
 
-/* A segment has made the gradients of results of earlier segments, which are kept until those go back. */
+/* Hold the gradients that a segment's backward made for results of earlier segments, until their backward. */
 static void
 come_to_handed(Step *step, const KlRun *run)
 {
@@ -321,7 +322,7 @@ come_to_handed(Step *step, const KlRun *run)
     }
 }
 
-/* A segment has gone back, and frees the gradients of its results. */
+/* Free the gradients of a segment's results after its backward. */
 static void
 go_from_handed(Step *step, const KlRun *run)
 {
@@ -333,7 +334,7 @@ go_from_handed(Step *step, const KlRun *run)
     }
 }
 
-/* What the tail needs when it is run on zeros, in the midst of the first chunk. */
+/* Return the peak of the tail, forward and backward, when it runs on zeros during the first chunk. */
 static double
 sweep_tail(Step *step)
 {
@@ -377,7 +378,7 @@ find_stand_ins(Step *step, const KlStep *of)
     step->stand_ins = found;
 }
 
-/* The tail runs on zeros when the first chunk, or the first piece of it, has gone forward. */
+/* Run the tail on zeros, after the forward of the first chunk or of its first piece. */
 static void
 run_tail(Step *step, const KlStep *of)
 {
@@ -395,8 +396,8 @@ run_tail(Step *step, const KlStep *of)
     hold_gradients(step, stand_ins->seeds);
 }
 
-/* What goes across a second axis is a program of its own, whose gradients of what it reads whole are there beside
- * those of the chunks before. */
+/* Return the bytes of gradients that exist twice while a head runs along a second axis: it is a program of its own, with
+ * its own gradients of the inputs that it reads whole. */
 static double
 gradients_beside(const Step *step, const KlRun *last)
 {
@@ -412,7 +413,7 @@ gradients_beside(const Step *step, const KlRun *last)
     return gradients;
 }
 
-/* What is kept of a chunk for later segments of its body. */
+/* Hold a chunk's results that later segments of its body read. */
 static void
 hold_chunk(Step *step, const KlStep *of)
 {
@@ -427,7 +428,7 @@ hold_chunk(Step *step, const KlStep *of)
     }
 }
 
-/* A segment on a chunk. With a graph its sweep stays open, which has what it left too. */
+/* Run a segment on a chunk. With a graph, its sweep stays open and counts its results, too, until BACK. */
 static void
 run_chunk(Step *step, const KlStep *of)
 {
@@ -445,7 +446,7 @@ run_chunk(Step *step, const KlStep *of)
     step->open = is_graph ? of->run : KL_ID_NONE;
 }
 
-/* Hold what a body leaves for others, but for what is offloaded. */
+/* Hold the results of a body that others read, except offloaded ones. */
 static void
 hold_left(Step *step, const KlStep *of)
 {
@@ -486,7 +487,7 @@ hold_values(Step *step, const KlStep *of)
     }
 }
 
-/* Of one chunk, or of all. */
+/* Free `values`: inside a loop those of a chunk, else of all chunks. */
 static void
 free_values(Step *step, const KlStep *of)
 {
@@ -504,8 +505,8 @@ free_values(Step *step, const KlStep *of)
 
 /* -- back --------------------------------------------------------------------------------------------- */
 
-/* Fixed bytes of what leaves a joint and is not let go, and of what was put together for it: each storage once, the
- * last of its values. */
+/* Return the bytes of a joint's results that are not freed, and of the reductions combined for it. A storage counts once,
+ * with its last value. */
 static double
 bytes_left(Step *step, const KlRun *run)
 {
@@ -537,9 +538,9 @@ go_back_joint(Step *step, const KlStep *of)
     (void)gather_gradients(step, run, UINT32_MAX);
     find_combined(step, run, &kept, &seeds);
     if (!(is_joint_after(step, run) && step->stages->is_tail_linear)) {
-        step->held_per_chunk += seeds; /* else what comes is only looked at */
+        step->held_per_chunk += seeds; /* else they are only compared: CHECK */
     }
-    step->held -= step->live[i]; /* what is live at the start of its backward is counted there */
+    step->held -= step->live[i]; /* the sweep below counts it */
     sweep_again(step, run);
     for (uint32_t k = 0; k < run->exports.n; k++) {
         KlValueId value = export_of(step, run, k);
@@ -556,12 +557,13 @@ go_back_joint(Step *step, const KlStep *of)
         hold_gradients(step, step->values[value].is_gathering ? -gradient(step, value) : 0);
         step->values[value].is_gathering = false;
     }
-    /* The graph is let go, and with it what was put together for it. */
+    /* The graph is freed, and with it the combined values that only it kept. */
     step->held += fmin(step->live[i] - step->sweep.freed, bytes_left(step, run));
     step->held_per_chunk -= kept;
 }
 
-/* The gradients that came for what a body left: chunk by chunk, or for what others were given whole. */
+/* Return the bytes of gradients accumulated for a body's results: those by chunk, or (`is_whole`) those of results that
+ * others read whole. */
 static double
 left_gradients(const Step *step, const KlStep *of, bool is_whole)
 {
@@ -580,7 +582,7 @@ left_gradients(const Step *step, const KlStep *of, bool is_whole)
     return left;
 }
 
-/* What a body left and keeps until its graph has gone back goes with its chunks. Returns its bytes. */
+/* Note that the loop frees its `values` chunk by chunk. Return their bytes, which stay held until it ends. */
 static double
 let_go_of_left(Step *step, const KlStep *of)
 {
@@ -593,7 +595,7 @@ let_go_of_left(Step *step, const KlStep *of)
     return left;
 }
 
-/* Whether a graph that waited has what its body left, or what was made again for it: no chunk makes that beside. */
+/* Set whether a run's results exist already, as they do for a graph that waited, so that the sweep does not count them. */
 static void
 set_there(Step *step, const KlRun *run, bool is_there)
 {
@@ -611,8 +613,8 @@ empty(Step *step, const KlIds *ids, KlSlice values, uint8_t level)
     }
 }
 
-/* A chunk of emptied values is made again and put where it was: before each what that is made of, which then goes,
- * unless it was there. */
+/* Count the recomputing of a chunk of emptied values, into their old place. Before each value the emptied values that it
+ * is made of are filled, and after it emptied again, unless they were filled before. */
 static void
 fill(Step *step, const KlIds *ids, KlSlice values, uint8_t level)
 {
@@ -638,7 +640,7 @@ fill_chunk(Step *step, const KlStep *of)
     fill(step, &step->schedule.values, of->values, 1);
 }
 
-/* Of one chunk, until the loop ends; or of all. */
+/* Empty `values`: inside a loop the chunk that FILL filled, else all chunks. */
 static void
 empty_values(Step *step, const KlStep *of)
 {
@@ -649,7 +651,7 @@ empty_values(Step *step, const KlStep *of)
     }
 }
 
-/* Go back through the graph of a segment on a chunk: the one that RUN just made, or one that waited. */
+/* Run the backward of a segment's graph on a chunk: a graph that RUN just built, or one that waited. */
 static void
 go_back_chunk(Step *step, const KlStep *of)
 {
@@ -660,7 +662,7 @@ go_back_chunk(Step *step, const KlStep *of)
     } else if (step->open != of->run) {
         sweep_again(step, run);
     }
-    sweep_back(step); /* which counts the gradients of the segment's inputs meanwhile */
+    sweep_back(step); /* it counts the gradients of the segment's inputs while it runs */
     come_to_handed(step, run);
     go_from_handed(step, run);
     set_there(step, run, false);
@@ -678,8 +680,8 @@ do_nothing(Step *KL_UNUSED(step), const KlStep *KL_UNUSED(of))
 
 /* -- loops -------------------------------------------------------------------------------------------- */
 
-/* The head of a body goes through a chunk in pieces. Meanwhile the graph of the rest of the body is kept, and so are
- * the gradients of the head's inputs, from the first piece on. */
+/* A loop over the pieces of a chunk begins. The graph of the segments before the head is held until its end, and so are
+ * the gradients of the head's inputs. */
 static void
 open_pieces(Step *step, const KlStep *of)
 {
@@ -688,7 +690,7 @@ open_pieces(Step *step, const KlStep *of)
     step->held_per_row += step->waiting.per_row;
     step->n_pieces = step->homes->n_pieces;
     come_to_handed(step, &step->program->runs[of->run]);
-    hold_gradients_by_row(step, -step->exchange.in_sweep); /* sweeps count only a piece's now */
+    hold_gradients_by_row(step, -step->exchange.in_sweep); /* sweeps count only a piece's */
 }
 
 static void
@@ -738,7 +740,7 @@ open_loop(Step *step, const KlStep *of)
     }
     step->loop = of;
     step->open = KL_ID_NONE;
-    step->held_per_row = find_given(step, of);
+    step->held_per_row = enter_body(step, of);
     if (of->graph != KL_GRAPH_NONE) {
         open_exchange(step, of);
     }
@@ -751,7 +753,7 @@ close_loop(Step *step, const KlStep *of)
         close_pieces(step);
         return;
     }
-    step->held_per_row = step->gradients_per_row = 0; /* nothing of a chunk is there */
+    step->held_per_row = step->gradients_per_row = 0; /* no chunk is in memory */
     if (of->graph != KL_GRAPH_NONE) {
         close_exchange(step, of);
     }
@@ -777,9 +779,10 @@ walk(Step *step)
     }
 }
 
-/* -- what comes at the end ---------------------------------------------------------------------------- */
+/* -- the end of the step ------------------------------------------------------------------------------ */
 
-/* Gradients of half precision are cast. Then torch goes on through graphs that were there before. */
+/* Count the delivery of the gradients: gradients of half-precision leaves, accumulated in float32, are cast, and torch
+ * runs the backward of plain graphs that existed before the program. */
 static void
 deliver(Step *step)
 {
@@ -794,7 +797,7 @@ deliver(Step *step)
     note_end(step, more);
 }
 
-/* The numbers of the user's lazies are put together from the chunks, one by one, but for those that are. */
+/* Count the commit: it copies values that the user holds from chunks into tensors of all rows, one after the other. */
 static void
 commit(Step *step)
 {
@@ -826,7 +829,7 @@ allocate(Step *step)
                               step->stages->n_nodes);
 }
 
-/* What is known of values before the walk; and the rows of the longest axis. */
+/* Set the facts about values that do not change during the walk, and the rows of the longest axis. */
 static void
 look_up(Step *step, KlMeasured *measured)
 {

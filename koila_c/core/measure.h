@@ -1,47 +1,47 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* measure.h - the bytes of a staged program: what it needs at each moment of a step in chunks, and how many
- * chunks that lets it run in.
+/* measure.h - predicts the bytes that a step needs at each moment, as a function of the rows per chunk.
  *
- * The step is gone through by its schedule, as replay.py does. In a body the bytes live at any moment are
- * fixed + per_row * rows (sweep.h). What outlives a run is fixed: values that cross stages, gradients that
- * gather, the graphs of joints until they are differentiated. Each chunk leaves parts of reductions. */
+ * It walks the instructions of the schedule, as replay.py does. Inside a body the live bytes are
+ * fixed + per_row * rows (sweep.h). Whatever outlives a run is fixed: values that other stages read, accumulated
+ * gradients, the graphs of joints until their backward. Partial results of reductions take per_chunk bytes. */
 #ifndef KL_MEASURE_H
 #define KL_MEASURE_H
 
 #include "schedule.h"
 #include "sweep.h"
 
-/* What of a step only the binding knows. */
+/* Facts about a step that the binding supplies. */
 typedef struct KlOutside {
     KlKnown known;
-    int64_t bytes_state; /* of the state of a generator */
-    int64_t bytes_drawn; /* states that earlier runs of the program left */
-    /* [n_nodes] what a random call draws whole; -1: a state for each chunk; NULL: none does */
+    int64_t bytes_state; /* the state of a random generator */
+    int64_t bytes_drawn; /* generator states that earlier runs of the program saved */
+    /* [n_nodes] bytes that a random call draws for all rows at once; -1: it saves a state per chunk; NULL: all 0 */
     const int64_t *bytes_noise;
-    double bytes_graphs; /* what backward takes through graphs that were there before */
+    double bytes_graphs; /* of the backward through plain graphs that existed before the program */
 } KlOutside;
 
-/* What a program needs beyond what is there already (leaves, parameters). */
+/* Bytes that a program needs in addition to the tensors that exist already (leaves, parameters). */
 typedef struct KlMeasured {
     KlMoments moments;
     int64_t rows; /* of the longest axis */
-    double whole; /* bytes of a live run: not cut, each gradient made once */
+    double whole; /* the peak of a live run, which is not cut into chunks */
 } KlMeasured;
 
-/* On success the caller owns what `measured` holds: kl_measure_fini. */
+/* Measure a step. On success the caller must free `measured` with kl_measure_fini. */
 KlStatus kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *outside,
                          const KlHomes *homes, KlMeasured *measured, KlError *error);
 void kl_measure_fini(KlMeasured *measured);
 
-/* The bytes of a live run, with what `sweep` was made for, and its moments; NULL: nobody asks for them. */
+/* Store the peak of a live run of the program of `sweep` in `most`, and append its moments to `moments`, if not NULL. */
 KlStatus kl_measure_whole(KlSweep *sweep, bool is_graph, double bytes_graphs, KlMoments *moments,
                           double *most, KlError *error);
 
-/* Bytes of a moment with chunks of `rows` rows; of these, gradients, and what its node alone holds. */
+/* Return the bytes of a moment with chunks of `rows` rows; of these, `*gradients` are gradients and `*temporary` is the
+ * workspace of its node. */
 double kl_measure_at(const KlMeasured *measured, const KlMoment *moment, int64_t rows,
                      double *gradients, double *temporary);
 
-/* Bytes with chunks of `rows` rows, and the first moment that needs so many; 0 where there is none. */
+/* Return the peak with chunks of `rows` rows and store its first moment in `worst`; 0 if there are no moments. */
 double kl_measure_peak(const KlMeasured *measured, int64_t rows, KlMoment *worst);
 
 #endif

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* measure_chunks.c - what moments need in chunks of some size. */
+/* measure_chunks.c - the bytes of moments for a given number of rows per chunk. */
 #include "measure.h"
 
 #include <math.h>
 
-/* Rows of chunks are whole units where there are enough (koila/planner.py). */
+/* If there are enough rows, chunks have a multiple of 8 rows (koila/planner.py). */
 enum { UNIT = 8 };
 
 static bool
@@ -19,7 +19,8 @@ parts(int64_t n, int64_t size)
     return (n + size - 1) / size;
 }
 
-/* The most rows of a chunk at a moment, where the longest axis has `rows` in each: all are cut into as many. */
+/* Return the most rows of a chunk at a moment, if the chunks of the longest axis have `rows` rows. All axes are cut into
+ * the same number of chunks. */
 static int64_t
 rows_at(const KlMeasured *measured, const KlMoment *moment, int64_t rows)
 {
@@ -27,7 +28,7 @@ rows_at(const KlMeasured *measured, const KlMoment *moment, int64_t rows)
         return rows;
     }
     int64_t own = moment->rows, n_chunks = parts(measured->rows, rows > 1 ? rows : 1);
-    if (parts(own, rows > 1 ? rows : 1) < n_chunks) { /* else a unit may be all of a chunk */
+    if (parts(own, rows > 1 ? rows : 1) < n_chunks) { /* otherwise the chunk may be a single unit */
         int64_t of_units = parts(parts(own, UNIT), n_chunks) * UNIT;
         own = of_units < own ? of_units : own;
     }

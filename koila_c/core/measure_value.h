@@ -1,48 +1,47 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* measure_value.h - what measure.c knows at a moment of its walk: of the step, of each value and of each memory. */
+/* measure_value.h - the state of measure.c's walk: of the step, of each value and of each storage. */
 #ifndef KL_MEASURE_VALUE_H
 #define KL_MEASURE_VALUE_H
 
 #include "measure.h"
 
 typedef struct KlMeasureValue {
-    uint32_t body;     /* the first segment, plus one, of the body whose segment made it last */
-    bool is_gathering; /* its gradient gathers */
-    bool is_gathering_whole; /* likewise, that of what is read of all its rows at once */
+    uint32_t body;     /* the first segment, plus one, of the body in whose loop it was made last */
+    bool is_gathering; /* its gradient is being accumulated and is held */
+    bool is_gathering_whole; /* likewise the gradient of all rows, from readers that gather it */
     bool is_read_by_tail, is_read_whole, is_root;
     bool is_for_segments; /* a later segment of the body that makes it reads it */
-    bool is_one_gradient; /* what reads it whole and by rows adds to one gradient of all rows */
-    bool is_whole;        /* its chunks are put together, for bodies */
-    bool is_beside;       /* likewise, beside the chunks */
-    bool is_inner;        /* segments of one body alone read it */
-    bool is_handed;       /* a chunk of it is there for later segments of its body */
-    bool is_coming;       /* and of its gradient, from these */
-    bool is_offloaded;    /* it is kept beside its device */
-    uint32_t given_in;    /* the step, plus one, of the last loop that it is brought back for */
-    bool is_held;         /* what a body left, of all chunks */
-    uint8_t is_filled;    /* it was emptied, and a chunk of it is there: from which level on */
-    bool is_let_go;       /* what a joint left */
+    bool is_one_gradient; /* all readers add to one gradient of all rows */
+    bool is_whole;        /* its chunks have been copied into one tensor, for bodies */
+    bool is_beside;       /* likewise, and the chunks exist beside that tensor */
+    bool is_inner;        /* only segments of one body read it */
+    bool is_handed;       /* a chunk of it is held for later segments of its body */
+    bool is_coming;       /* a chunk of its gradient is held, made by these */
+    bool is_offloaded;    /* it is offloaded from its device */
+    uint32_t given_in;    /* the step, plus one, of the last loop that loaded it back */
+    bool is_held;         /* a body made it, and all chunks of it are held */
+    uint8_t is_filled;    /* a chunk of it is filled: 1 + the depth of the fill() that did it */
+    bool is_let_go;       /* a joint made it, and the schedule has freed it */
 } KlMeasureValue;
 
 typedef struct KlMeasureStorage {
-    uint32_t n_held; /* values in it that bodies left and that are held */
+    uint32_t n_held; /* held values of this storage */
     double bytes;    /* of these, counted once */
 } KlMeasureStorage;
 
-/* Bytes of the zeros that the tail runs on instead of the results of the last body, and of that run. */
+/* Bytes of running the tail on zeros instead of the last body's results; `tail` is the peak of that run itself. */
 typedef struct KlStandIns {
     double values, seeds, parts, tail;
 } KlStandIns;
 
-/* The backward of a body frees its results and their gradients, and makes the gradients of its inputs. */
+/* Bytes that the backward of a body frees (its results and their gradients) and makes (its inputs' gradients). */
 typedef struct KlExchange {
-    double freed, freed_gradients; /* all that it frees; the gradients among that */
-    double reused,
-        reused_gradients; /* what it makes in place of that; in place of those gradients */
-    double in_sweep;      /* of a row: what it makes beyond that, which sweeps count too */
+    double freed, freed_gradients;   /* all that it frees; of this, the gradients */
+    double reused, reused_gradients; /* new gradients that replace `freed`, `freed_gradients` */
+    double in_sweep; /* per row: minus the new gradients beyond `freed`: sweeps count them, too */
 } KlExchange;
 
-/* The walk; `held` is what outlives the runs so far. */
+/* The state of the walk. `held` are bytes that outlive the runs so far. */
 typedef struct Step {
     const KlTape *tape;
     const KlProgram *program;
@@ -56,20 +55,20 @@ typedef struct Step {
     KlMoments *moments;
     KlSchedule schedule;
     double held, held_per_row, held_per_chunk;
-    double gradients, gradients_per_row; /* of these */
-    uint32_t at;                         /* which step of the schedule */
+    double gradients, gradients_per_row; /* the gradients among the held bytes */
+    uint32_t at;                         /* the index of the current step of the schedule */
     bool is_back;
-    uint32_t depth;         /* loops that are open */
-    const KlStep *loop;     /* the outer one */
-    uint32_t open;          /* the run whose sweep is open, with its graph; KL_ID_NONE: none is */
-    KlBytes waiting;        /* the graph of a chunk that goes through its head in pieces */
-    KlExchange exchange;    /* of the outer loop */
-    KlStandIns stand_ins;   /* of the last body */
-    double n_pieces;        /* of a chunk, for the head that is gone through now; 1: none */
-    double *live;           /* [n_staged] of a joint: what its graph keeps */
-    KlMeasureValue *values; /* [n_values] */
+    uint32_t depth;             /* open loops */
+    const KlStep *loop;         /* the outer open loop */
+    uint32_t open;              /* the run whose sweep is open, with a graph; KL_ID_NONE: none */
+    KlBytes waiting;            /* the graph of the segments before a head that runs in pieces */
+    KlExchange exchange;        /* of the outer loop */
+    KlStandIns stand_ins;       /* of the last body */
+    double n_pieces;            /* pieces of a chunk while the head runs; else 1 */
+    double *live;               /* [n_staged] bytes that a joint's graph holds */
+    KlMeasureValue *values;     /* [n_values] */
     KlMeasureStorage *storages; /* [n_storages] */
-    KlValueId *met;             /* [n_storages] the last value met of it */
+    KlValueId *met;             /* [n_storages] scratch of bytes_left */
 } Step;
 
 /* Bytes of all rows of a value. */
@@ -92,7 +91,7 @@ storage_of(const Step *step, KlValueId value)
     return step->sweep.sizes[value].storage;
 }
 
-/* A gradient that is summed over chunks: of half precision in float32. */
+/* Return the bytes of a gradient that is summed over chunks: for half precision it is float32. */
 static inline double
 gradient(const Step *step, KlValueId value)
 {
@@ -101,7 +100,7 @@ gradient(const Step *step, KlValueId value)
     return whole(step, value) * (is_half ? 2 : 1);
 }
 
-/* What a reduction in chunks leaves, if the value is the first result of one that leaves a body. */
+/* Return what a reduction holds in chunks, if `value` represents the partial results of one; else NULL. */
 static inline const KlParts *
 parts_of(const Step *step, KlValueId value)
 {
@@ -110,7 +109,7 @@ parts_of(const Step *step, KlValueId value)
                                         : NULL;
 }
 
-/* Bytes of a reduction's result, of which what it leaves are multiples; single numbers do not count. */
+/* Return the bytes that KlParts counts in: of a reduction's result (0: a single number), or of a row of its input. */
 static inline double
 result_of(const Step *step, KlValueId value)
 {
@@ -121,7 +120,7 @@ result_of(const Step *step, KlValueId value)
     return step->sweep.sizes[value].n_elements > 1 ? whole(step, value) : 0;
 }
 
-/* Rows of the axis of a body. */
+/* Return the number of rows of a body's axis. */
 static inline int64_t
 rows_of(const Step *step, const KlRun *body)
 {
@@ -148,7 +147,7 @@ is_joint_after(const Step *step, const KlRun *run)
            run->stage > step->stages->last_body;
 }
 
-/* How many times a reduction leaves its parts for each chunk, at most. */
+/* Return how many sets of partial results a reduction makes for each chunk, at most: one for each piece. */
 static inline double
 n_parts_of(const Step *step)
 {
@@ -162,7 +161,7 @@ value_of(const Step *step, const KlStep *of, uint32_t i)
     return step->schedule.values.ids[of->values.first + i];
 }
 
-/* Whether a body reads an import whole, of a value that is made by rows. */
+/* Whether a body reads import `i` whole although it has rows. */
 static inline bool
 is_gathered(const Step *step, const KlRun *run, uint32_t i)
 {
@@ -181,7 +180,7 @@ is_made_by_rows(const Step *step, KlValueId value)
            kl_stage_is_body(step->stages->node_stage[v->node]);
 }
 
-/* Whether a segment of the same body makes a value. */
+/* Whether a segment of the same body as `run` makes a value. */
 static inline bool
 is_made_in(const Step *step, const KlRun *run, KlValueId value)
 {

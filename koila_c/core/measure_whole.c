@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* measure_whole.c - the bytes of a program that runs live, in the order of the calls. */
+/* measure_whole.c - predicts the bytes of a live run: the calls in recorded order, on the whole batch. */
 #include "measure.h"
 
 #include <math.h>
@@ -7,7 +7,7 @@
 
 #include "alloc.h"
 
-/* The whole program as one run, in the order of the calls: what a live run does. */
+/* Return the whole program as one span, in call order. */
 static KlSpan
 written(const KlSweep *sweep, const KlProgram *program, bool is_graph,
         uint32_t *lists /* [n_nodes + n_imports + n_values] */, bool *is_made)

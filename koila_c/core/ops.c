@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* ops.c - expands ops.def into ids, rows and aliases, and reductions.def into what reductions hold. */
+/* ops.c - expands ops.def into ids, rows and aliases, and reductions.def into the table of reductions. */
 #include "ops.h"
 
 #include <string.h>
 
 #include "rules.h"
 
-/* One id per row: a doubled row or an alias of no row does not compile. The names are pasted right here,
- * not in a macro further in, because some (bool) are macros themselves. */
+/* One id per row, so that a duplicate row or an alias without a row does not compile. The names are pasted here and not
+ * in a nested macro, because some of them (bool) are macros. */
 enum {
 #define OP(name_, ...) KL_OP_##name_,
 #define BOTH(name_, ...) KL_OP_##name_, KL_OP_##name_##_,
@@ -19,12 +19,12 @@ enum {
     KL_N_OPS
 };
 
-/* Effects: which words of the signature the op writes. */
+/* Effects: the arguments that the op writes. */
 enum { EFFECTS_NONE = 0, EFFECTS_ARG0 = 1, EFFECTS_STATS = 3 << 3 /* words 3 and 4 */ };
 
 enum { WEIGHT_LIGHT = false, WEIGHT_HEAVY = true };
 
-/* Cells that a row may leave out. What is held in flight: fields of KlHeld, and the most frequent of them. */
+/* Optional cells. HOLDS takes fields of KlHeld, BACK is the most frequent case. */
 #define HELD(...) (&(const KlHeld){__VA_ARGS__})
 #define HOLDS(...) .held = HELD(__VA_ARGS__)
 #define EACH(n) {n, n, n}
@@ -36,8 +36,8 @@ enum { WEIGHT_LIGHT = false, WEIGHT_HEAVY = true };
 #define GATHERS(how_, word_) .gathers = #how_, .gathered = word_
 #define TIE(to_) .tie = KL_TIE_##to_
 
-/* What torch keeps for backward where words of the signature say it (derivatives.yaml): an input is kept only
- * where the gradient that needs it is wanted. Cells that are not here are functions. */
+/* The cells `saves` that list arguments and outputs which torch saves for backward (derivatives.yaml). The other cells
+ * are functions. `for_grad`: saved only if the gradient that needs it is required. */
 enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define KEEPS(...) kl_rules_keep, .keeps = {__VA_ARGS__}
 #define saves_nothing KEEPS(.words = 0)
@@ -45,11 +45,11 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define saves_addcdiv KEEPS(.words = W2, .for_grad = {[2] = W1})
 #define saves_both KEEPS(.words = W0 | W1)
 #define saves_copysign KEEPS(.for_grad = {[0] = W0}, .outputs = 1)
-#define saves_cummax KEEPS(.words = W0, .outputs = 2) /* the value for its shape, and the indices */
+#define saves_cummax KEEPS(.words = W0, .outputs = 2) /* the input for its shape, and the indices */
 #define saves_div KEEPS(.words = W1, .for_grad = {[1] = W0})
 #define saves_factors KEEPS(.for_grad = {[1] = W2, [2] = W1}) /* each for the other's gradient */
-#define saves_gather KEEPS(.words = W0 | W2)                  /* the value too, for its shape */
-#define saves_groups KEEPS(.words = W2, .for_grad = {W1, W0}) /* and where groups end */
+#define saves_gather KEEPS(.words = W0 | W2)                  /* the input for its shape */
+#define saves_groups KEEPS(.words = W2, .for_grad = {W1, W0}) /* word 2: the ends of the groups */
 #define saves_hypot KEEPS(.for_grad = {W0, W1}, .outputs = 1)
 #define saves_index_add KEEPS(.for_grad = {[3] = W2 | W3}) /* the source for its shape */
 #define saves_index_copy KEEPS(.words = W2, .for_grad = {[3] = W3})
@@ -66,7 +66,7 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define saves_word1 KEEPS(.words = W1)
 #define saves_word2 KEEPS(.words = W2)
 
-/* Cells that are given something by the row: conv(2) is the rule shape_conv() and n_spatial 2. */
+/* Cells with parameters, and variants of rules: conv(2) is the rule shape_conv() with n_spatial 2. */
 #define shape_adaptive_pool(n_, outs_) shape_adaptive_pool, .n_spatial = n_, .n_outs = outs_
 #define shape_avg_pool(n_) shape_avg_pool, .n_spatial = n_, .n_outs = 1
 #define shape_conv(n_) shape_conv, .n_spatial = n_
@@ -98,7 +98,7 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define place_reduced(by_) place_reduced, .reduce = KL_REDUCE_##by_
 #define place_spatial(n_) place_spatial, .n_mixed = n_
 
-/* Cells that may be left out come last, as fields of KlRow. */
+/* The optional cells come last, as fields of KlRow. */
 #define CELLS(weight_cell, shape_cell, dtype_cell, place_cell, saves_cell, effects_cell, ...)      \
     .is_heavy = WEIGHT_##weight_cell, .shape = shape_##shape_cell, .dtype = dtype_##dtype_cell,    \
     .place = place_##place_cell, .saves = saves_##saves_cell, .effects = EFFECTS_##effects_cell,   \
@@ -175,7 +175,7 @@ const KlReduction kl_ops_reductions[KL_N_REDUCES] = {
 };
 #undef REDUCTION
 
-/* Of batch_norm and softmax only the input is kept, and its gradient is made in one go. */
+/* The statistics for batch_norm and softmax in chunks: they save only the input, and one call makes its gradient. */
 static const KlParts statistics = {2, 1, 2, NULL, HELD(.run = {.ins = 1}), false};
 
 const KlParts *

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* program.c - builds the runs of a staged program, stage by stage. */
+/* program.c - builds the runs of a staged program, one stage after the other. */
 #include "program.h"
 
 #include <stdlib.h>
@@ -8,8 +8,7 @@
 #include "alloc.h"
 #include "segment.h"
 
-/* What building looks things up in; it lives as long as that. The first failure stays in `status`, and nothing is added
- * after it. */
+/* The state of one build. After a failure `status` keeps the first error, and push() does nothing. */
 typedef struct Build {
     const KlTape *tape;
     const KlAsked *asked;
@@ -17,18 +16,18 @@ typedef struct Build {
     KlError *error;
     KlStatus status;
     KlScratch scratch;
-    uint32_t *first_reader; /* [n_values + 1] where its slice of readers begins */
-    KlNodeId *readers;      /* [n_inputs] nodes that read a value */
-    uint32_t *first_at;     /* [n_stages + 1] where its slice of at begins */
-    KlNodeId *at;           /* [2 * n_nodes] nodes by stage; a late part is at another one too */
+    uint32_t *first_reader; /* [n_values + 1] the start of a value's slice of `readers` */
+    KlNodeId *readers;      /* [n_inputs] the nodes that read each value */
+    uint32_t *first_at;     /* [n_stages + 1] the start of a stage's slice of `at` */
+    KlNodeId *at;           /* [2 * n_nodes] the nodes of each stage, including late parts */
     bool *is_root;          /* [n_values] */
     uint32_t *last_use;  /* [n_values] the position of the last reader in this run, or UINT32_MAX */
     uint32_t *next_dead; /* [n_values] scratch: the next value that dies after the same node */
-    uint32_t *made_in;   /* [n_values] the number of the last run that made it, plus one */
-    uint32_t *given_in;  /* [n_imports] the number of the last run that was given it, plus one */
-    uint32_t *taken_in;  /* [n_nodes] the number of the last run that it was taken into, plus one */
-    uint32_t *written_in; /* [n_storages] the number of the last run that wrote it, plus one */
-    KlIds stack;          /* of nodes, or of values */
+    uint32_t *made_in;   /* [n_values] serial_of the last run that makes it */
+    uint32_t *given_in;  /* [n_imports] serial_of the last run that imports it */
+    uint32_t *taken_in;  /* [n_nodes] serial_of the last run that contains it */
+    uint32_t *written_in; /* [n_storages] serial_of the last run that writes it in place */
+    KlIds stack;          /* scratch: of nodes, or of values */
 } Build;
 
 static void
@@ -51,7 +50,7 @@ slice_since(const KlIds *ids, uint32_t first)
 
 /* -- questions ---------------------------------------------------------------------------------------- */
 
-/* The staged node that makes a value; KL_ID_NONE for what enters. */
+/* Return the staged node that makes a value; KL_ID_NONE: the value is a leaf here. */
 static KlNodeId
 maker_of(const Build *build, KlValueId value)
 {
@@ -72,8 +71,8 @@ axis_of(const Build *build, KlNodeId id)
     return kl_tape_axis_find(build->tape, build->tape->nodes[id].axis);
 }
 
-/* The first input of `node` that it reads at `stage`: an early part of a reduction sees only the sizes of the
- * scores, its first. What is made by sizes alone reads none. */
+/* Return the index of the first input that a node reads in `stage`. An early part of a reduction reads only the sizes of
+ * its first input, the logits; a node that is made by sizes alone reads no input. */
 static uint32_t
 first_read(const Build *build, KlNodeId id, uint32_t stage)
 {
@@ -91,7 +90,7 @@ first_read(const Build *build, KlNodeId id, uint32_t stage)
     return k + 1;
 }
 
-/* Whether a node runs in a run: by its stage, axis and, if it is cut there, segment. */
+/* Whether a node belongs to a run, by its stage, its axis and its segment. */
 static bool
 is_in_run(const Build *build, KlNodeId id, const KlRun *run)
 {
@@ -101,7 +100,7 @@ is_in_run(const Build *build, KlNodeId id, const KlRun *run)
            run->segment == (stages->node_stage[id] == run->stage ? stages->segment[id] : 0);
 }
 
-/* Whether a node is given a value whole, put together from all chunks. */
+/* Whether a node gathers a value: reads all rows of it, although chunks make it. */
 static bool
 gathers(const Build *build, KlNodeId id, KlValueId value)
 {
@@ -114,7 +113,8 @@ gathers(const Build *build, KlNodeId id, KlValueId value)
     return is_gathered;
 }
 
-/* Whether something reads a value outside of the run, or of all segments of its body; light work on data runs again. */
+/* Whether a value is read or kept outside a run (`is_beside_body`: outside all segments of its body). Other bodies that read
+ * light work on data do not count, since they run it again. */
 static bool
 is_read_elsewhere(const Build *build, KlValueId value, const KlRun *run, bool is_beside_body)
 {
@@ -139,7 +139,7 @@ is_read_elsewhere(const Build *build, KlValueId value, const KlRun *run, bool is
     return false;
 }
 
-/* Whether what a joint makes is needed beyond it: else it goes with the joint's graph. */
+/* Whether a joint's result is needed after the joint; if not, only the joint's graph may keep it. */
 static bool
 is_read_beyond(const Build *build, KlValueId value, const KlRun *joint)
 {
@@ -162,7 +162,7 @@ is_reading(const Build *build, KlNodeId id)
            !build->tape->nodes[id].is_open;
 }
 
-/* Readers of each value: counted, and then put where the counts say. */
+/* Fill `readers` and `first_reader`: count the readers of each value, then store them at these offsets. */
 static void
 find_readers(Build *build)
 {
@@ -214,8 +214,8 @@ find_nodes_of_stages(Build *build)
     }
 }
 
-/* Values that must be there whole at the end, for those the user gets to be had from them: lazies that share
- * memory get numbers that do, so views are taken again of the whole storage. */
+/* Find the values that must exist, all rows, at the end, for the user's lazy tensors. If several lazy tensors share a
+ * storage, keep its base: their numbers are views of it, so that they share memory as in eager. */
 static void
 find_kept(Build *build)
 {
@@ -255,7 +255,7 @@ parts_at(const KlTape *tape, const KlStages *stages, KlNodeId id, uint32_t stage
     return (stages->node_stage[id] == stage ? 1u : 0) | (stages->late_stage[id] == stage ? 2u : 0);
 }
 
-/* Note what the node at `position` reads: from this run, or from outside. */
+/* For each input of the node at `position`: note its last use, if this run makes it, else import it. */
 static void
 note_reads(Build *build, const KlRun *run, KlNodeId id, uint32_t position)
 {
@@ -276,7 +276,7 @@ note_reads(Build *build, const KlRun *run, KlNodeId id, uint32_t position)
     }
 }
 
-/* Note what leaves the run of what a node makes, and whether a gradient goes through it. */
+/* Add the results of a node that other runs read to the exports, and note whether the node has a gradient. */
 static void
 note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
 {
@@ -287,7 +287,7 @@ note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
     for (uint32_t k = 0; k < node->n_outs; k++) {
         KlValueId out = node->first_out + k;
         if (program->stages.is_leaf[out]) {
-            continue; /* it has its number; the node runs for another of its results */
+            continue; /* it has its number already; the node runs for another result */
         }
         bool is_read =
             is_body ? is_read_elsewhere(build, out, run, false) : is_read_beyond(build, out, run);
@@ -302,12 +302,12 @@ note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
             push(build, &build->program->inner, out);
         }
     }
-    /* An early part of a reduction is of labels alone: no gradient goes through that. */
+    /* An early part of a reduction reads labels alone, so it has no gradient. */
     run->has_gradient = run->has_gradient ||
                         (is_home && kl_stage_has_gradient(build->tape, &program->stages, node));
 }
 
-/* Imports of which a node of the run reads only the sizes, and no other their numbers. */
+/* Note the imports of which the run reads only sizes, and no numbers. */
 static void
 note_shadows(Build *build, const KlRun *run)
 {
@@ -328,7 +328,7 @@ note_shadows(Build *build, const KlRun *run)
     }
 }
 
-/* Values die after their last reader, but for those that leave, and whose memory the run writes. */
+/* Note after which node each value dies: its last reader. Exports and values whose storage the run writes do not die. */
 static void
 note_deaths(Build *build, const KlRun *run)
 {
@@ -363,7 +363,7 @@ note_deaths(Build *build, const KlRun *run)
     }
 }
 
-/* The nodes of the run are there: find what it reads, what leaves it, when its values die; and keep it. */
+/* Complete a run whose nodes are listed: find its imports, exports and deaths, and append it to the program. */
 static void
 finish_run(Build *build, KlRun *run)
 {
@@ -463,7 +463,7 @@ compare_ids(const void *left, const void *right)
     return a < b ? -1 : a > b;
 }
 
-/* Take a node into the run, and with it the light work on data that it reads, again. */
+/* Add a node to `taken`, and with it the light work on data that it depends on, which may run in other bodies, too. */
 static void
 take(Build *build, KlNodeId id, uint32_t stage, KlIds *taken)
 {
@@ -489,7 +489,8 @@ take(Build *build, KlNodeId id, uint32_t stage, KlIds *taken)
     }
 }
 
-/* Whether a node of this stage has to run there: what is light work on data only where its result leaves. */
+/* Whether a node of this stage must run there by itself. Light work on data must only if its result is exported;
+ * otherwise take() adds it for its readers. */
 static bool
 is_sink(const Build *build, KlNodeId id, const KlRun *run)
 {
@@ -528,7 +529,8 @@ build_segment(Build *build, uint32_t stage, KlAxisId axis, uint32_t segment)
     kl_alloc_free(taken.ids);
 }
 
-/* Whether the rows of a value are in an order of the chunk's: other chunks would have others. */
+/* Whether the rows of a value are sorted within a chunk (NOTE [orders] in rules_order.c): in other chunks the order would
+ * be another one. */
 static bool
 is_ordered(const KlTape *tape, KlValueId value)
 {
@@ -538,8 +540,8 @@ is_ordered(const KlTape *tape, KlValueId value)
             (kl_place_is_rows(&meta->place) && tape->orders[meta->place.axis].of != KL_ID_NONE));
 }
 
-/* Whether a node may run on other chunks than the body does that it is of: not where it draws or writes, nor
- * where it reads by rows, or by chunk, what another body made, or another reads by rows what it makes. */
+/* Whether a node can belong to a head that runs in pieces, that is, on other rows at a time than its body. It must not
+ * draw or write, nor read rows of another body or values made for chunks alone, and no other body may read its rows. */
 static bool
 can_be_of_head(const Build *build, KlNodeId id, uint32_t stage, KlAxisId axis)
 {
@@ -572,9 +574,9 @@ can_be_of_head(const Build *build, KlNodeId id, uint32_t stage, KlAxisId axis)
     return is_able;
 }
 
-/* Whether all that is reduced before the bodies may be in pieces. Labels are counted on the same chunks as the losses
- * of them are summed on, so those are of the head: its nodes are those of segment 1. What each chunk is given
- * something of is on the chunks of its body. */
+/* Whether the early parts of reductions (label counts) allow pieces. They are computed on the same rows as the sums of
+ * their losses, so these losses must be in the head, segment 1. Calls that only chunks need (is_for_chunks) must run on
+ * the chunks of their body, so there must be none. */
 static bool
 is_counted_for_head(const Build *build, uint32_t stage, KlAxisId axis)
 {
@@ -589,7 +591,7 @@ is_counted_for_head(const Build *build, uint32_t stage, KlAxisId axis)
     return is_so;
 }
 
-/* Cut the first `n` nodes of a body into segments: where the user's checkpoints are, or into more. */
+/* Cut the first `n` nodes of a body into segments: at the user's checkpoints, or into `n_segments` if that is more. */
 static void
 cut_nodes(Build *build, const KlIds *nodes, size_t n, uint32_t n_segments)
 {
@@ -604,8 +606,7 @@ cut_nodes(Build *build, const KlIds *nodes, size_t n, uint32_t n_segments)
     }
 }
 
-/* Cut the body whose gradients come from a linear tail before its head, if that can run in pieces of a chunk, and
- * what is before that into segments. */
+/* Cut a body with a linear tail before its head, if the head can run in pieces, and the rest into segments. */
 static void
 cut_head(Build *build, uint32_t stage, KlAxisId axis, const KlIds *nodes)
 {
@@ -628,14 +629,13 @@ cut_head(Build *build, uint32_t stage, KlAxisId axis, const KlIds *nodes)
         return;
     }
     cut_nodes(build, nodes, first, n_before);
-    uint32_t last =
-        stages->segment[nodes->ids[first - 1]]; /* there is one: no head is all of a body */
+    uint32_t last = stages->segment[nodes->ids[first - 1]]; /* a head is never a whole body */
     for (size_t i = first; i < nodes->n; i++) {
         stages->segment[nodes->ids[i]] = last + 1;
     }
 }
 
-/* Note which segments the nodes of a body belong to; returns their number. */
+/* Assign the nodes of a body to segments and return the number of segments. */
 static uint32_t
 cut_body(Build *build, uint32_t stage, KlAxisId axis)
 {
@@ -679,7 +679,7 @@ build_body(Build *build, uint32_t stage, KlAxisId axis)
     }
 }
 
-/* A body for each axis that a stage has calls over, in the order of the axes. */
+/* Build a body for each axis over which a stage has calls, in the order of the axes. */
 static void
 build_bodies(Build *build, uint32_t stage)
 {
@@ -779,7 +779,7 @@ done:
 
 /* -- a part of a joint -------------------------------------------------------------------------------- */
 
-/* A node of the joint, if a gradient goes through it. */
+/* Add a node of the joint, if it has a gradient. */
 static void
 add_differentiated(Build *build, KlNodeId id, bool *is_inside)
 {
@@ -796,7 +796,7 @@ add_differentiated(Build *build, KlNodeId id, bool *is_inside)
     }
 }
 
-/* What the part reads from outside, each import once. */
+/* List what the part reads from outside, each import once. */
 static void
 add_imports(Build *build, const KlRun *part, const bool *is_inside, bool *is_given)
 {

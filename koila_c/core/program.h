@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* program.h - a staged program as runs: which nodes run together, what they read from outside, what leaves
- * them, and when their values die.
+/* program.h - a staged program as runs: the nodes of each run, its inputs and outputs, and when its values die.
  *
- * A run is one joint, or one segment of a body over one axis: a body that is not cut has one. Runs are in the order they run; their lists lie one after
- * the other in arrays of the program, so that building them asks for memory a few times, however many there
- * are. All of it is linear in nodes, inputs and outputs, but for the sort of what a body has again. */
+ * A run is a joint, or one segment of a body over one axis (an uncut body has one segment). Runs are in execution
+ * order. A run's imports are the values it reads from outside, its exports the values that others read. The lists
+ * of all runs are slices of the program's arrays, so building them takes few allocations. The time is linear in
+ * nodes, inputs and outputs, except for sorting the nodes of each body. */
 #ifndef KL_PROGRAM_H
 #define KL_PROGRAM_H
 
@@ -18,14 +18,13 @@ typedef struct KlSlice {
 typedef struct KlRun {
     uint32_t stage;
     KlAxisId axis;    /* KL_ID_NONE: a joint */
-    uint32_t segment; /* of its body: the segments of one follow each other */
-    KlSlice nodes;    /* of nodes, parts and drops: in the order they run */
-    KlSlice imports;  /* of imports: what is read from outside, in the order it is first read */
-    KlSlice
-        exports;   /* of exports: values that leave it; of a reduction, whose parts do, the first */
-    KlSlice inner; /* of inner: exports that only other segments of its body read */
-    KlSlice combined; /* of combined: reductions of the body before that become values here */
-    KlSlice shadows;  /* of shadows: imports of which only sizes are read */
+    uint32_t segment; /* its index in the body; the segments of a body are consecutive runs */
+    KlSlice nodes;    /* of nodes, parts and drops: in execution order */
+    KlSlice imports;  /* of imports: in the order they are first read */
+    KlSlice exports;  /* of exports: a reduction's first output represents its partial results */
+    KlSlice inner;    /* of inner: exports that only other segments of its body read */
+    KlSlice combined; /* of combined: reductions of the body before whose parts are combined here */
+    KlSlice shadows;  /* of shadows: imports of which only the sizes are read */
     bool has_gradient;
 } KlRun;
 
@@ -38,48 +37,46 @@ typedef struct KlProgram {
     KlStages stages;
     KlRun *runs; /* [n_runs] */
     size_t n_runs, n_runs_max;
-    size_t n_staged; /* of the runs, those that building made: parts of joints come after them */
+    size_t n_staged; /* runs made by kl_program_build; kl_program_add_gradient_part adds others */
     KlIds nodes;
-    KlIds
-        parts; /* beside nodes: bit p: part p of the reduction runs here; 0: the node runs as it is */
-    KlIds
-        drops; /* beside nodes: where its slice of `dropped` ends, which begins where the last one ended */
-    KlIds dropped; /* values of which the node beside is the last reader */
+    KlIds parts;   /* parallel to nodes: bit p: compute partial result p of the reduction; 0: the
+                      node runs as recorded */
+    KlIds drops;   /* parallel to nodes: the end of the node's slice of `dropped` */
+    KlIds dropped; /* values that die after a node, their last reader */
     KlIds imports, exports, inner, combined, shadows;
-    bool is_checkpointed; /* bodies of checkpoints are made again, as the user says */
-    bool *is_kept;        /* [n_values] it must be there whole at the end */
-    bool *is_unread;      /* [n_values] behind these: only its gradient is wanted */
-    KlIds reached;        /* values made here whose numbers the user gets */
-    KlIds roots;          /* values to be differentiated */
+    bool is_checkpointed; /* backward recomputes the calls of torch.utils.checkpoint bodies */
+    bool *is_kept;        /* [n_values] it must exist, all rows, at the end of the step */
+    bool *is_unread;      /* [n_values] a root whose number is not read (same block as is_kept) */
+    KlIds reached;        /* values made here that the user's lazy tensors hold */
+    KlIds roots;          /* values whose backward is run */
 } KlProgram;
 
-/* What is asked of a program beside its stages. */
+/* What kl_program_build is asked for. */
 typedef struct KlAsked {
     KlGoal goal;
-    uint32_t n_segments; /* that bodies are cut into through which gradients go, at most; but where
-                            the user's checkpoints are in any case. 0: not there either */
-    bool
-        is_headed; /* the last body is cut before its head, and what is before that into segments */
-    const KlValueId *reached; /* [n_reached] the wanted values whose numbers the user gets */
+    uint32_t n_segments; /* cut bodies with a gradient into at most so many segments, and always at
+                            the user's checkpoints; 0: ignore the checkpoints, too */
+    bool is_headed;      /* cut the last body before its head, the rest of it into n_segments */
+    const KlValueId *reached; /* [n_reached] the wanted values that the user's lazy tensors hold */
     size_t n_reached;
     const bool *has_real;      /* [n_values] it has a real tensor */
-    const bool *has_number;    /* [n_values] it has a number */
-    const uint32_t *n_handles; /* [n_storages] how many lazies the user holds of a storage */
+    const bool *has_number;    /* [n_values] its number has been computed */
+    const uint32_t *n_handles; /* [n_storages] how many lazy tensors share a storage */
 } KlAsked;
 
-/* Stage and build what is asked. On success the caller owns what `program` holds: kl_program_fini. */
+/* Stage the tape for a goal and build its runs. On success the caller must free `program` with kl_program_fini. */
 KlStatus kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program,
                           KlError *error);
 void kl_program_fini(KlProgram *program);
 
-/* Append the part of joint `run` that gradients go through, after those of its combined reductions of which
- * `is_made` has the first result; nothing dies in it. `*added` is its number. On failure nothing is changed
- * but that some lists have more room. */
+/* Append a run with the nodes of joint `run` that have a gradient, and those of its combined reductions whose first
+ * result is in `is_made`. No value dies in it. `*added` is its index. On failure the program is unchanged, except
+ * that some lists have more capacity. */
 KlStatus kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t run,
                                       const bool *is_made /* [n_values] */, uint32_t *added,
                                       KlError *error);
 
-/* The run after the last segment of the body, or after the joint, that run `first` begins. */
+/* Return the index after the last run of the unit (a body with all its segments, or a joint) that run `first` begins. */
 static inline uint32_t
 kl_program_end(const KlProgram *program, uint32_t first)
 {
@@ -92,7 +89,7 @@ kl_program_end(const KlProgram *program, uint32_t first)
     return end;
 }
 
-/* Whether the run makes something chunk by chunk. */
+/* Whether the run is a segment of a body, which runs chunk by chunk. */
 static inline bool
 kl_program_is_body(const KlRun *run)
 {

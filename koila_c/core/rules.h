@@ -1,43 +1,43 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules.h - every word that a cell of ops.def can say, and the tools that rules share.
+/* rules.h - declares all rules that cells of ops.def can name, and the functions that rules share.
  *
  * For ops.c, infer.c and rules_*.c only. A rule is a function of one call: shape rules make the outputs
  * (n_outs, shape, strides, alias), dtype rules fill their dtypes, place rules fill result->split and the
- * outputs' places, saves rules fill a zeroed KlSaves. infer.c has already made sure that no tensor of the
- * call is missing or of a dtype we do not know; it calls a place rule only where an input is in ROWS,
- * with one axis, that has rows, and with this to start from: mode ROWS, every input's place its own,
- * every output WHOLE. Whatever a rule does not understand it answers with KL_DECLINED. */
+ * outputs' places, saves rules fill a zeroed KlSaves. infer.c has already checked that no tensor of the
+ * call is missing or has an unknown dtype. It calls a place rule only if an input has rows (is in ROWS), over
+ * one axis that is not empty, and starts with mode ROWS, each input at its own place, and each output WHOLE.
+ * A rule returns KL_DECLINED for anything that it does not support. */
 #ifndef KL_RULES_H
 #define KL_RULES_H
 
 #include "infer.h"
 
-/* --- arguments (rules_args.c): KL_DECLINED where the argument is of another kind ------------------- */
+/* --- arguments (rules_args.c): KL_DECLINED if the argument has another kind ------------------------ */
 
-/* Present and not None. */
+/* Whether an argument is present and not None. */
 bool kl_rules_is_given(const KlCall *call, uint32_t arg);
 
-/* An int, `fallback` where it is absent or None. A bool is an int, as in Python. */
+/* Get an int; `fallback` if it is absent or None. A bool is an int, as in Python. */
 KlStatus kl_rules_int(const KlCall *call, uint32_t arg, int64_t fallback, int64_t *value);
 KlStatus kl_rules_bool(const KlCall *call, uint32_t arg, bool fallback, bool *value);
-/* A float or an int. */
+/* Get a float or an int. */
 KlStatus kl_rules_float(const KlCall *call, uint32_t arg, double fallback, double *value);
 KlStatus kl_rules_text(const KlCall *call, uint32_t arg, const char *fallback, const char **value);
-/* A tuple of ints or one int; n is 0 where it is absent or None. `value` must outlive `*ints`. */
+/* Get a tuple of ints, or one int; n is 0 if it is absent or None. `value` must outlive `*ints`. */
 KlStatus kl_rules_ints(const KlCall *call, uint32_t arg, int64_t *value, const int64_t **ints,
                        uint32_t *n);
 
-/* A dim of a value with `n_dims`, wrapped to 0 .. n_dims - 1; a 0-dim value counts as one of one dim. */
+/* Get a dim of a value with `n_dims` dims, wrapped to 0 .. n_dims - 1; a 0-dim value counts as one of one dim. */
 KlStatus kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims,
                       int32_t *dim, KlError *error);
-/* The same, where the rule for shapes has found it to be legal. */
+/* Likewise, after the shape rule has checked that the dim is legal. */
 int32_t kl_rules_legal_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims);
 KlStatus kl_rules_wrap(int64_t dim, int32_t n_dims, int32_t *wrapped, KlError *error);
-/* A set of dims, bit d for dim d; none given, None or an empty tuple: all of them. */
+/* Get a set of dims, bit d for dim d; an absent argument, None or an empty tuple means all dims. */
 KlStatus kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims, uint32_t *dims,
                        KlError *error);
 
-/* The meta of a tensor argument, or NULL where the argument is no tensor. */
+/* Return the meta of a tensor argument, or NULL if the argument is no tensor. */
 static inline const KlMeta *
 kl_rules_input(const KlCall *call, uint32_t arg)
 {
@@ -53,113 +53,113 @@ kl_rules_is_number(const KlArg *arg)
            arg->kind == KL_ARG_COMPLEX;
 }
 
-/* The first argument of kind DTYPE, or `fallback`. */
+/* Return the first argument of kind DTYPE, or `fallback`. */
 KlDtype kl_rules_dtype(const KlCall *call, KlDtype fallback);
 
 /* --- shapes and strides (rules_shape.c, rules_strides.c) -------------------------------------------- */
 
-/* One output with the shape of `like`, strides not known. */
+/* Make one output with the shape of `like` and unknown strides. */
 KlStatus kl_rules_out(KlInferred *result, const KlMeta *like, KlError *error);
 
-/* The same, row by row. */
+/* Likewise, contiguous. */
 KlStatus kl_rules_out_contiguous(KlInferred *result, const KlMeta *like, KlError *error);
-/* One output of that shape; declines more than KL_DIMS_MAX dims. */
+/* Make one output of that shape; decline more than KL_DIMS_MAX dims. */
 KlStatus kl_rules_out_shape(KlInferred *result, const int64_t *shape, int32_t n_dims,
                             KlError *error);
-/* Every output is a view of (or the same as) that input. */
+/* Make every output a view of (or the same as) that input. */
 void kl_rules_alias(KlInferred *result, KlAlias alias, uint32_t input);
-/* The tensor in args[arg] lends its shape or dtype and gets no gradient. */
+/* Note that only the shape or dtype of the tensor in args[arg] is read, so that it gets no gradient. */
 void kl_rules_lend(const KlCall *call, KlInferred *result, uint32_t arg);
 /* Widen `out`'s shape by broadcasting with `meta`'s. */
 KlStatus kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error);
-/* The strides torch's TensorIterator gives a new elementwise output of `out`'s shape. `has_number`: a
- * Python number takes part. Unknown strides of an operand leave the output's unknown. */
+/* Set the strides that torch's TensorIterator gives a new elementwise output of `out`'s shape. `has_number`: an
+ * operand is a Python number. If an operand has unknown strides, so has the output. */
 void kl_rules_iterate(KlMeta *out, const KlMeta *const *operands, uint32_t n, bool has_number);
-/* Take back what was said of the results' layout where a GPU chooses another. */
+/* Make the strides of the results unknown if a GPU may choose others. */
 void kl_rules_settle_layout(const KlCall *call, KlInferred *result);
 
-/* The strides of empty_like(meta): the same if dense, else dense in the same order. */
+/* Set the strides of empty_like(meta): the same if `meta` is dense, else dense in the same order of dims. */
 void kl_rules_preserve(KlMeta *out, const KlMeta *meta);
 bool kl_rules_is_channels_last(const KlMeta *meta); /* NHWC in memory, without holes */
 void kl_rules_set_channels_last(KlMeta *meta);
-/* torch would take these 4 or 5 dims for NHWC; unknown strides may be. */
+/* Whether torch would treat these 4 or 5 dims as NHWC; true for unknown strides. */
 bool kl_rules_is_like_channels_last(const KlMeta *meta);
-/* Every element of `meta` has its own place in a block without holes. */
+/* Whether the elements fill a block of memory without gaps or overlaps. */
 bool kl_rules_is_dense(const KlMeta *meta);
-/* `input` expanded to `sizes`, where -1 keeps a size: shape and strides of Tensor.expand. */
+/* Set shape and strides of input.expand(sizes), where -1 keeps a size. */
 KlStatus kl_rules_expand(const KlMeta *input, KlMeta *out, const int64_t *sizes, int32_t n,
                          KlError *error);
-/* Strides of a view of `meta` with `out`'s shape (same number of elements), or false: not viewable. */
+/* Set the strides of a view of `meta` with `out`'s shape (same number of elements); false: there is no such view. */
 bool kl_rules_view_strides(const KlMeta *meta, KlMeta *out);
 
 /* --- dtypes (rules_dtype.c) -------------------------------------------------------------------------- */
 
 KlDtype kl_rules_promote(KlDtype left, KlDtype right);
 bool kl_rules_is_integral(KlDtype dtype); /* bool counts */
-/* torch.result_type of args[first] .. args[first + n - 1]: tensors, 0-dim tensors and numbers. */
+/* Find torch.result_type of args[first] .. args[first + n - 1]: tensors, 0-dim tensors and numbers. */
 KlStatus kl_rules_result_type(const KlCall *call, uint32_t first, uint32_t n, KlDtype *dtype);
 bool kl_rules_can_cast(KlDtype from, KlDtype to);
 void kl_rules_set_dtypes(KlInferred *result, KlDtype dtype);
 
 /* --- places (rules_digits.c): see NOTE [digits] there ------------------------------------------------- */
 
-/* Rows of the call's axis. */
+/* Return the number of rows of the call's axis. */
 static inline int64_t
 kl_rules_rows(const KlCall *call, const KlInferred *result)
 {
     return call->axis_rows[result->split.axis];
 }
 
-/* The node runs on whole values because of `reason`, a static string. Returns KL_OK. */
+/* Make the node run once, on whole values, because of `reason`, a static string. Return KL_OK. */
 KlStatus kl_rules_once(KlInferred *result, const char *reason);
-/* So too; dim `dim` of the outputs, below 0: none, is rows again for what follows, of a batch of its own. */
+/* Likewise; for later calls dim `dim` of the outputs is the rows of a new axis (below 0: no dim is). */
 KlStatus kl_rules_once_again(KlInferred *result, const char *reason, int32_t dim);
-/* Of the dims first .. last - 1 the largest; the outermost of several. */
+/* Return the largest of the dims first .. last - 1; of equal ones, the outermost. */
 int32_t kl_rules_largest_dim(const KlMeta *meta, int32_t first, int32_t last);
-/* The rows are reduced away: outputs are WHOLE. Returns KL_OK. */
+/* Make the node reduce the rows, so that its outputs are WHOLE. Return KL_OK. */
 KlStatus kl_rules_reduce(KlInferred *result, KlReduce reduce);
-/* So, unless the rows went along dim_map. Returns KL_OK. */
+/* Likewise, unless dim_map says that the rows are in a dim of the output. Return KL_OK. */
 KlStatus kl_rules_reduce_moved(const KlCall *call, KlInferred *result, KlReduce reduce);
 
-/* Size of the dim that holds the digit: outer * rows * inner. */
+/* Return the size of the dim that holds the rows: outer * rows * inner. */
 static inline int64_t
 kl_rules_span(const KlPlace *place, int64_t rows)
 {
     return place->outer * rows * place->inner;
 }
 
-/* rules_order.c: the order that an input of the call is in, or has to do with; KL_ID_NONE: none. */
+/* rules_order.c: return the order in which an input's rows are, or for which it has a role; KL_ID_NONE: none. */
 KlAxisId kl_rules_order(const KlCall *call);
-/* Whether a call goes by rows in its order, for a reason of its own: `result` is filled then. */
+/* Try the rules for calls that read an order. If one applies, fill `result` and return true. */
 bool kl_rules_goes_in_order(const KlCall *call, KlAxisId order, KlInferred *result);
-/* Whether nothing depends on how the rows are ordered in a call that was placed as any other. */
+/* Whether a call, placed by the rule of its row, gives each row the same result in any order of the rows. */
 bool kl_rules_keeps_order(const KlCall *call, KlAxisId order, const KlInferred *result);
-/* What the results are to the order then. */
+/* Set the roles of the results for the order. */
 void kl_rules_pass_role(const KlCall *call, KlAxisId order, KlInferred *result);
 
-/* First input in ROWS; there is one in every call a place rule sees. */
+/* Return the first input in ROWS; every call that a place rule sees has one. */
 uint32_t kl_rules_first_rows(const KlCall *call);
 
-/* Make `input` follow the rows of `want`, whose dim is a dim of that input: an input in ROWS must agree,
- * a WHOLE one of full size there is sliced, one of size 1 there is given whole. A dim below 0 says that
- * the input lacks it. NULL, or the reason why it cannot. */
+/* Make `input` follow the rows of `want`, whose dim is a dim of that input. An input in ROWS must agree; a WHOLE one
+ * is sliced if it has the full size there, and read whole if it has size 1. A dim below 0: the input lacks that dim.
+ * Return NULL, or the reason why it cannot follow. */
 const char *kl_rules_follow(const KlCall *call, KlInferred *result, uint32_t input,
                             const KlPlace *want);
 
-/* The same where nothing broadcasts: a WHOLE input must have the full size. */
+/* Likewise for ops that do not broadcast: a WHOLE input must have the full size. */
 const char *kl_rules_match(const KlCall *call, KlInferred *result, uint32_t input,
                            const KlPlace *want);
 
-/* Find the digit `place` of a value of shape `from` in a value of the same elements in row-major order
- * of shape `to`; false: it is cut in two. */
+/* Find the digit `place` of a value of shape `from` in a value of shape `to` with the same elements in row-major
+ * order; false: the digit is split over two dims. */
 bool kl_rules_factor(const KlMeta *from, const KlPlace *place, int64_t rows, const KlMeta *to,
                      KlPlace *found);
 
-/* The int of args[arg] (entry, part) is scale * rows and follows the chunk; false: no room. */
+/* Note that the int of args[arg] (entry, part) is scale * rows, so that it follows the chunk; false: too many. */
 bool kl_rules_rewrite(KlInferred *result, uint32_t arg, uint32_t entry, uint8_t part,
                       int64_t scale);
 
-/* --- the words --------------------------------------------------------------------------------------- */
+/* --- the rules --------------------------------------------------------------------------------------- */
 
 #define KL_SHAPE(word) KlStatus shape_##word(const KlCall *call, KlInferred *result, KlError *error)
 #define KL_DTYPE(word) KlStatus dtype_##word(const KlCall *call, KlInferred *result, KlError *error)
@@ -168,15 +168,15 @@ bool kl_rules_rewrite(KlInferred *result, uint32_t arg, uint32_t entry, uint8_t 
     void saves_##word(const KlCall *call, const KlInferred *result, KlSaves *saves)
 
 /* elementwise: rules_shape.c */
-KL_SHAPE(broadcast);   /* all tensors broadcast, numbers in words 0 and 1 as 0-dim tensors */
-KL_SHAPE(tensor_pair); /* broadcast, and both words are tensors */
-KL_SHAPE(tensors);     /* all tensors broadcast, numbers are parameters */
-KL_SHAPE(swapped);     /* broadcast, the first two operands in the other order */
-KL_SHAPE(same);        /* that of the first input, fresh memory in its order */
+KL_SHAPE(broadcast);   /* all tensors broadcast; numbers in words 0 and 1 count as 0-dim tensors */
+KL_SHAPE(tensor_pair); /* broadcast; both words are tensors */
+KL_SHAPE(tensors);     /* all tensors broadcast; numbers are parameters */
+KL_SHAPE(swapped);     /* broadcast; the first two operands are exchanged */
+KL_SHAPE(same);        /* the shape and the order of dims of the first input, new memory */
 KL_SHAPE(isfinite);
 KL_SHAPE(isinf);
-KL_SHAPE(preserve);  /* that of the first input, strides as empty_like's */
-KL_SHAPE(row_major); /* that of the first input, row-major */
+KL_SHAPE(preserve);  /* the shape of the first input, the strides of empty_like */
+KL_SHAPE(row_major); /* the shape of the first input, row-major */
 KL_SHAPE(pow);
 KL_SHAPE(where);
 KL_SHAPE(masked_fill);
@@ -264,14 +264,14 @@ KL_SHAPE(scatter);
 KL_SHAPE(setitem);
 KL_SHAPE(take_along_dim);
 
-/* rules_dtype.c: "same" is the first input's; what torch refuses is declined. Words for
- * the same of some kinds of dtypes only, such as same_float, are in ops.c. */
+/* rules_dtype.c: "same" is the dtype of the first input. Dtypes that torch refuses are declined. Variants for some kinds
+ * of dtypes only, such as same_float, are in ops.c. */
 KL_DTYPE(same);
 KL_DTYPE(abs); /* complex gives real */
 KL_DTYPE(square);
 KL_DTYPE(to_float);      /* ints become the default dtype */
 KL_DTYPE(promote);       /* torch's promotion of words 0 and 1 */
-KL_DTYPE(promote_float); /* and ints become the default dtype */
+KL_DTYPE(promote_float); /* likewise, and ints become the default dtype */
 KL_DTYPE(promote_sub);
 KL_DTYPE(all_float); /* all tensors of one type, float or complex */
 KL_DTYPE(all_same);
@@ -292,7 +292,7 @@ KL_DTYPE(vector_norm);
 KL_DTYPE(where);
 KL_DTYPE(where_method);
 
-/* rules_like.c: casts that need no copy give the input itself */
+/* rules_like.c: casts that need no copy return the input itself */
 KL_DTYPE(cast);
 KL_DTYPE(like);
 KL_DTYPE(to);
@@ -301,20 +301,20 @@ KL_DTYPE(type);
 KL_DTYPE(type_as);
 
 /* rules_place.c */
-KL_PLACE(rowwise);  /* every row by itself, inputs aligned by broadcasting from the right */
-KL_PLACE(moved);    /* the rows go with dim_map; taken apart: ONCE */
-KL_PLACE(along);    /* the same, for ops that mix a dim */
-KL_PLACE(scan);     /* along, and by rows where it goes on from what is given */
-KL_PLACE(reduced);  /* the same, for a reduction that is split */
-KL_PLACE(constant); /* reads no row, only sizes */
+KL_PLACE(rowwise);  /* each row on its own; inputs are aligned from the right, by broadcasting */
+KL_PLACE(moved);    /* the rows move by dim_map; ONCE if their dim is gone */
+KL_PLACE(along);    /* likewise, for ops that mix a dim */
+KL_PLACE(scan);     /* along; by rows if the call is given the totals of earlier chunks */
+KL_PLACE(reduced);  /* along, or a reduction that is split if the rows' dim is gone */
+KL_PLACE(constant); /* reads only sizes, no rows */
 
-/* beside the shape rule of the same op */
+/* in the file of the op's shape rule */
 KL_PLACE(cat);
 KL_PLACE(chunk);
 KL_PLACE(expand);
-KL_PLACE(factor); /* the digit is found again in the output */
+KL_PLACE(factor); /* kl_rules_factor finds the rows in the output */
 KL_PLACE(factor_other);
-KL_PLACE(factor_sizes); /* and in the sizes of word 1 */
+KL_PLACE(factor_sizes); /* likewise, and in the sizes of word 1 */
 KL_PLACE(gather);
 KL_PLACE(getitem);
 KL_PLACE(histc);
@@ -335,7 +335,7 @@ KL_PLACE(take_along_dim);
 KL_PLACE(unflatten);
 KL_PLACE(vector_norm);
 
-/* rules_saves.c: what more than words say; those of words are in ops.c */
+/* rules_saves.c: cells `saves` that are functions; the others are macros in ops.c */
 void kl_rules_keep(const KlCall *call, const KlInferred *result, KlSaves *saves);
 KL_SAVES(index);
 KL_SAVES(select_masked);

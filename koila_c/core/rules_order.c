@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_order.c - rows in an order of the chunk's own.
+/* rules_order.c - splits calls on rows that each chunk sorts on its own.
  *
- * NOTE [orders] Experts sort what they are given by expert, do their work, and put it back. Sorted as a whole no
- * row is where a chunk would have it. But where all that happens in between is done to each entry by itself, or to
- * those with the same key, each chunk may sort its own: what is put back is the same. So what is sorted gets an
- * axis of its own, an *order*: calls go along it as along any other, and never meet the rows they were sorted
- * from. What ties the two has a *role* (KlRole), and a rule here: an index of sources takes rows into the order,
- * one of targets takes them back, counts of keys say where groups end. Any other call that reads what is ordered
- * breaks the order: all of it runs once, on the whole, as it was written. */
+ * NOTE [orders] A mixture of experts sorts its entries by expert, computes, and puts them back. Sorting the whole batch
+ * mixes the rows of all chunks. But if the calls in between work on each entry alone, or on entries with the same key,
+ * each chunk may sort its own rows, and the result after putting them back is the same. So sorted values get an axis
+ * of their own, an *order*. Calls run along it as along any axis; until kl_tape_close_orders it is another axis than
+ * the one that was sorted. Values that connect the two have a *role* (KlRole), and a rule here: indexing by SOURCES
+ * takes rows into the order, indexing by TARGETS takes them back, COUNTS of keys tell where groups end. Any other call
+ * that reads values in the order *breaks* it: all its calls then run once, on the whole batch. */
 #include "rules.h"
 
 static bool
@@ -53,7 +53,7 @@ is_plain(const KlMeta *meta)
     return meta->role == KL_ROLE_NONE || meta->role == KL_ROLE_KEYS;
 }
 
-/* The call goes by rows: each input as it is, the result at `place`. */
+/* Make the call run by rows: each input at its own place, the result at `place`. */
 static bool
 go(KlInferred *result, const KlCall *call, const KlPlace *place)
 {
@@ -66,7 +66,7 @@ go(KlInferred *result, const KlCall *call, const KlPlace *place)
     return true;
 }
 
-/* Input `x` is indexed along its dim 0 by input `index`: into the order, or back. */
+/* The rule for indexing dim 0 of input `x` by input `index`: takes rows into the order, or back. */
 static bool
 take(const KlCall *call, uint32_t x, uint32_t index, KlAxisId order, KlInferred *result)
 {
@@ -82,7 +82,7 @@ take(const KlCall *call, uint32_t x, uint32_t index, KlAxisId order, KlInferred 
            go(result, call, &place);
 }
 
-/* x[index], or x[index] = ...: the input that is the index; KL_ID_NONE: there is more between the brackets. */
+/* Return the input that is the index in x[index] or x[index] = ...; KL_ID_NONE: the index has more items. */
 static uint32_t
 index_of(const KlCall *call)
 {
@@ -92,7 +92,7 @@ index_of(const KlCall *call)
     return is_one ? index->u.items[0].input : KL_ID_NONE;
 }
 
-/* x[sources] = v: all of it is written, with what is in the order, or with where that is. */
+/* The rule for x[sources] = v, which writes every entry: with values in the order, or with 0, 1, 2, ... (TARGETS). */
 static bool
 put_back(const KlCall *call, KlAxisId order, KlInferred *result)
 {
@@ -126,7 +126,7 @@ put_back(const KlCall *call, KlAxisId order, KlInferred *result)
     return true;
 }
 
-/* target.index_add(0, points, source): each chunk adds to its own rows. */
+/* The rule for target.index_add(0, points, source): each chunk adds only to its own rows. */
 static bool
 add_back(const KlCall *call, KlAxisId order, KlInferred *result)
 {
@@ -145,7 +145,7 @@ add_back(const KlCall *call, KlAxisId order, KlInferred *result)
            go(result, call, &call->inputs[0]->place);
 }
 
-/* What points to entries points to the groups of so many that they are in. */
+/* The rule for sources // n: from positions of entries to positions of the groups of n entries that they are in. */
 static bool
 divide(const KlCall *call, KlAxisId order, KlInferred *result)
 {
@@ -163,7 +163,7 @@ divide(const KlCall *call, KlAxisId order, KlInferred *result)
     return true;
 }
 
-/* Where the sources are when they are sorted is where each went. */
+/* The rule for argsort(sources), the inverse permutation: the position of each entry in the order. */
 static bool
 invert(const KlCall *call, KlAxisId order, KlInferred *result)
 {
@@ -179,7 +179,7 @@ invert(const KlCall *call, KlAxisId order, KlInferred *result)
     return true;
 }
 
-/* Keys are no less than 0, and those above the last bin are sorted after all others. */
+/* The rule for counting keys in bins. Keys are not negative, and keys above the last bin are sorted after all others. */
 static bool
 count(const KlCall *call, KlAxisId order, KlInferred *result)
 {
@@ -195,7 +195,7 @@ count(const KlCall *call, KlAxisId order, KlInferred *result)
     return true;
 }
 
-/* Of what is whole in a chunk: numbers of its own. */
+/* Make the call run on COUNTS or OFFSETS: they are whole, but each chunk has its own. */
 static bool
 go_on(const KlCall *call, KlAxisId order, KlRole role, KlInferred *result)
 {
@@ -205,7 +205,7 @@ go_on(const KlCall *call, KlAxisId order, KlRole role, KlInferred *result)
     return true;
 }
 
-/* Groups of the order's entries, as the offsets say. */
+/* The rule for a product of groups of the order's entries, which end at the offsets. */
 static bool
 multiply_groups(const KlCall *call, KlAxisId order, KlInferred *result)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* schedule.c - forward through the bodies and joints in their order, and back. */
+/* schedule.c - builds a schedule: the forward pass over bodies and joints in their order, then the backward pass. */
 #include "schedule.h"
 
 #include <string.h>
@@ -23,7 +23,7 @@ last_of(const KlUnit *unit)
     return one(unit->runs.first + unit->runs.n - 1);
 }
 
-/* Append a step. Returns it for what else there is to say of it: where there was no memory, another. */
+/* Append a step and return it, for the caller to set its other fields; on failure return a dummy. */
 static KlStep *
 add(KlBuild *build, KlStepOp op, KlGraph graph, KlSlice runs, KlSlice values)
 {
@@ -43,7 +43,7 @@ add(KlBuild *build, KlStepOp op, KlGraph graph, KlSlice runs, KlSlice values)
     return step;
 }
 
-/* A step that is about values alone, where there are any. */
+/* Append a step without runs, unless `values` is empty. */
 static void
 add_about(KlBuild *build, KlStepOp op, KlSlice values)
 {
@@ -52,7 +52,7 @@ add_about(KlBuild *build, KlStepOp op, KlSlice values)
     }
 }
 
-/* Of what runs leave, the values that are such; NULL: all. */
+/* List the exports of `runs` for which `is_such` holds (NULL: all of them). */
 static KlSlice
 left_of(KlBuild *build, KlSlice runs, IsSuch *is_such)
 {
@@ -87,7 +87,7 @@ is_handed(const KlBuild *build, KlValueId value)
     return build->facts[value].is_handed;
 }
 
-/* Whether a chunk of it is made for later segments of the same body alone: there is nothing of it else. */
+/* Whether each chunk of a value exists only for later segments of the same body: no tensor holds all rows. */
 static bool
 is_made_for_segments(const KlBuild *build, KlValueId value)
 {
@@ -95,8 +95,8 @@ is_made_for_segments(const KlBuild *build, KlValueId value)
     return facts->is_handed && (facts->is_inner || facts->is_gone);
 }
 
-/* Whether a value that leaves a body is written into one tensor of all rows: somebody reads it whole. Who reads it by
- * rows is given views of that, where chunks can be such. */
+/* Whether a result of a body is written into one tensor of all rows, because something reads it whole. If others read
+ * it by rows, this needs a layout in which each chunk is a view of that tensor. */
 static bool
 is_put_together(const KlBuild *build, KlValueId value)
 {
@@ -109,7 +109,7 @@ is_put_together(const KlBuild *build, KlValueId value)
 
 /* -- forward ------------------------------------------------------------------------------------------- */
 
-/* The `i`-th value that a run is given: what it reads from outside, or combines. */
+/* Return the `i`-th input of a run: its imports, then the reductions whose partial results it combines. */
 static KlValueId
 given_to(const KlBuild *build, const KlRun *run, uint32_t i)
 {
@@ -120,7 +120,7 @@ given_to(const KlBuild *build, const KlRun *run, uint32_t i)
     return build->tape->nodes[id].first_out;
 }
 
-/* Whether unit `u` is the last that reads a value going forward. */
+/* Whether unit `u` is the last reader of a value in the forward pass, so that the value may be freed after it. */
 static bool
 is_read_last_by(const KlBuild *build, KlValueId value, uint32_t u)
 {
@@ -129,7 +129,8 @@ is_read_last_by(const KlBuild *build, KlValueId value, uint32_t u)
            !build->program->is_kept[value];
 }
 
-/* Whether no backward needs a value: it has no gradient, and no body with a later backward makes or reads it. */
+/* Whether the backward pass does not need a value: it has no gradient, and no body with a later backward makes or
+ * reads it. */
 static bool
 is_done(const KlBuild *build, KlValueId value)
 {
@@ -137,7 +138,8 @@ is_done(const KlBuild *build, KlValueId value)
            (!build->program->stages.needs_gradient[value] && !build->facts[value].is_used_back);
 }
 
-/* Free what unit `u` is the last to read, if no backward needs it or it is recomputed; empty what is light. */
+/* Of the values that unit `u` reads last: free those that the backward pass does not need or recomputes, and empty
+ * those that cheap calls recompute. */
 static void
 release_read(KlBuild *build, uint32_t u)
 {
@@ -164,8 +166,8 @@ release_read(KlBuild *build, uint32_t u)
     }
 }
 
-/* Segments before the last go back, the last of them first, each after it ran once more with its graph. What one made
- * for later ones, which have gone back, is freed before: only its gradient is of use. */
+/* The backward of all segments but the last, in reverse order. Each segment first runs again, with its graph. Its
+ * results are freed before that: the later segments have finished, and only the results' gradients are needed. */
 static void
 add_others_back(KlBuild *build, const KlUnit *unit)
 {
@@ -177,7 +179,7 @@ add_others_back(KlBuild *build, const KlUnit *unit)
     }
 }
 
-/* A body over its chunks, without a graph or with one that waits. */
+/* The forward loop of a body, without graphs or with graphs that are retained until its backward. */
 static void
 add_forward(KlBuild *build, const KlUnit *unit)
 {
@@ -191,7 +193,7 @@ add_forward(KlBuild *build, const KlUnit *unit)
     add(build, KL_STEP_END, KL_GRAPH_NONE, unit->runs, NONE);
 }
 
-/* The last segment of the last body goes forward and at once back: the tail says from what gradients. */
+/* Forward and backward of the last segment of a fused body. In between, TAIL computes its results' gradients. */
 static void
 add_last(KlBuild *build, const KlUnit *unit)
 {
@@ -201,7 +203,7 @@ add_last(KlBuild *build, const KlUnit *unit)
     add(build, KL_STEP_BACK, graph, last_of(unit), NONE);
 }
 
-/* All segments of a chunk but the last run without their graphs at first. */
+/* Forward and backward of a chunk. All segments but the last run without a graph at first, and again in backward. */
 static void
 add_at_once(KlBuild *build, const KlUnit *unit)
 {
@@ -214,7 +216,8 @@ add_at_once(KlBuild *build, const KlUnit *unit)
     add(build, KL_STEP_TAKE, KL_GRAPH_NONE, unit->runs, handed);
 }
 
-/* The graph of a chunk waits while its head, the second segment, goes forward and back in pieces. */
+/* Forward and backward of a chunk whose head, the second segment, runs piece by piece. The graph of the first segment
+ * is retained meanwhile. */
 static void
 add_in_pieces(KlBuild *build, const KlUnit *unit)
 {
@@ -266,7 +269,8 @@ go_forward(KlBuild *build)
 
 /* -- back ---------------------------------------------------------------------------------------------- */
 
-/* Mark the runs that make what a run reads and was freed, or is kept only while a body goes through its segments. */
+/* Mark the runs to recompute for run `r`: those that make its imports that were freed, or that were kept only during
+ * the loop of their body. */
 static void
 mark_needed(KlBuild *build, uint32_t r)
 {
@@ -279,9 +283,10 @@ mark_needed(KlBuild *build, uint32_t r)
     }
 }
 
-/* Run some segments of a body again. All that they leave for others is kept from now on: those go back next. */
+/* Append a loop that recomputes segments of a body. Their results for other units are kept from here on, since the
+ * backward of these units comes next. */
 static void
-run_again(KlBuild *build, KlSlice runs)
+recompute_segments(KlBuild *build, KlSlice runs)
 {
     size_t first = build->schedule->values.n;
     for (uint32_t r = runs.first; r < runs.first + runs.n; r++) {
@@ -312,7 +317,7 @@ run_again(KlBuild *build, KlSlice runs)
     add(build, KL_STEP_END, KL_GRAPH_NONE, runs, NONE);
 }
 
-/* The first segment of a unit that has to be made again; that after the last: none has. */
+/* Return the first segment of a unit to recompute; if there is none, the end of its segments. */
 static uint32_t
 first_needed(const KlBuild *build, const KlUnit *unit)
 {
@@ -323,10 +328,10 @@ first_needed(const KlBuild *build, const KlUnit *unit)
     return r;
 }
 
-/* Make again what unit `u` reads, from the nearest that was kept on: of a body the segments from the first that is
- * needed to the last. */
+/* Recompute the freed inputs of unit `u`, starting from the nearest values that were kept. In each body, all segments
+ * from the first to the last marked one run again. */
 static void
-make_again(KlBuild *build, uint32_t u)
+recompute_inputs(KlBuild *build, uint32_t u)
 {
     KlSlice runs = build->units[u].runs;
     memset(build->is_needed, 0, build->program->n_staged * sizeof(bool));
@@ -335,7 +340,7 @@ make_again(KlBuild *build, uint32_t u)
     }
     for (uint32_t before = u; before-- > 0;) {
         const KlUnit *unit = &build->units[before];
-        bool is_needed = false; /* a segment after this one is */
+        bool is_needed = false; /* this segment or a later one is marked */
         for (uint32_t r = unit->runs.first + unit->runs.n; r-- > unit->runs.first;) {
             is_needed = is_needed || build->is_needed[r];
             if (is_needed && first_needed(build, unit) <= r) {
@@ -351,12 +356,12 @@ make_again(KlBuild *build, uint32_t u)
             end++;
         }
         if (end > first) {
-            run_again(build, (KlSlice){.first = first, .n = end - first});
+            recompute_segments(build, (KlSlice){.first = first, .n = end - first});
         }
     }
 }
 
-/* Whether a joint combines the parts of a value: their gradients come when it goes back. */
+/* Whether a joint combines the partial results of a value. */
 static bool
 is_combined(const KlBuild *build, const KlRun *run, KlValueId value)
 {
@@ -369,7 +374,8 @@ is_combined(const KlBuild *build, const KlRun *run, KlValueId value)
     return false;
 }
 
-/* Before a unit goes back, all that reads what it left has gone back: only the gradients are of use. */
+/* List the results of a unit to free before its backward: the backward of all their readers has run, so only their
+ * gradients are needed. */
 static KlSlice
 left_over(KlBuild *build, const KlUnit *unit)
 {
@@ -389,7 +395,7 @@ left_over(KlBuild *build, const KlUnit *unit)
     return kl_units_values_from(build, first);
 }
 
-/* What a body that runs again is given and was emptied: those first that are made first. */
+/* List the emptied values that a body reads, to be filled before it runs again, in the order they are made. */
 static KlSlice
 emptied_for(KlBuild *build, const KlUnit *unit)
 {
@@ -410,7 +416,7 @@ emptied_for(KlBuild *build, const KlUnit *unit)
     return kl_units_values_from(build, first);
 }
 
-/* A body runs again, each chunk forward with its graph and back. */
+/* Run each chunk of a body again, with its graph, and then its backward. */
 static void
 add_again_and_back(KlBuild *build, const KlUnit *unit)
 {
@@ -423,8 +429,8 @@ add_again_and_back(KlBuild *build, const KlUnit *unit)
     add_others_back(build, unit);
 }
 
-/* A body goes back. All that reads what it left has gone back: only the gradients are of use, so that is freed before;
- * but a graph that waited may have kept it, and lets it go chunk by chunk. */
+/* The backward of a body. Its results are freed before, since only their gradients are needed; a retained graph may
+ * have saved them, so then they are freed chunk by chunk. */
 static void
 add_body_back(KlBuild *build, const KlUnit *unit)
 {
@@ -457,7 +463,7 @@ go_back(KlBuild *build)
             add_about(build, KL_STEP_FREE, left_over(build, unit));
             add(build, KL_STEP_JOINT_BACK, KL_GRAPH_NOW, unit->runs, NONE);
         } else if (unit->has_gradient) {
-            make_again(build, u);
+            recompute_inputs(build, u);
             add(build, KL_STEP_SEED, KL_GRAPH_NONE, unit->runs, NONE);
             add_body_back(build, unit);
         }

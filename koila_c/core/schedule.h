@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* schedule.h - a step as data: what is run, forward and back, in which order, and when a value is freed.
+/* schedule.h - a step as an array of instructions: the order of forward and backward passes, and when values die.
  *
- * A schedule is an array of instructions. A body runs in a loop over its chunks, and the loop is part of the array:
- * so what is made, kept and freed of a chunk is written down once, and the same array is measured, run and printed.
+ * A body runs in a loop over its chunks, and LOOP and END are instructions of the array. So one array states what
+ * each chunk computes, keeps and frees; measure.c counts its bytes, replay.py runs it, koila.plan prints it.
  *
- * What leaves a body by rows has a home: it is kept to its backward, by chunk, or written into one tensor of all
- * rows where it is read whole; or offloaded, beside the memory of its device; or freed when it was read for the
- * last time going forward, and recomputed going back. Where all is kept, the graphs of a body's chunks may wait
- * for its backward, which then does not run it again; and what cheap calls make of what is kept may be emptied
- * meanwhile. */
+ * Each result of a body that has rows is stored in one of three ways, its home: kept until its backward (by chunk,
+ * or in one tensor of all rows if something reads it whole); offloaded to another memory; or freed after its last
+ * reader of the forward pass and recomputed before its backward. If all results are kept, a body can retain the
+ * graphs of its chunks until its backward, so that its forward runs once; and results that cheap calls recompute
+ * can be emptied: their storage is freed between the passes. */
 #ifndef KL_SCHEDULE_H
 #define KL_SCHEDULE_H
 
@@ -20,48 +20,45 @@ typedef enum KlStepOp {
 #undef KL_INSTRUCTION
 } KlStepOp;
 
-/* The graph of what is run on a chunk. */
+/* The autograd graph of a chunk's forward pass. */
 typedef enum KlGraph {
     KL_GRAPH_NONE,
-    KL_GRAPH_NOW, /* it goes back in the same turn of the loop */
-    KL_GRAPH_FIRST, /* of the first chunk alone, and it does not go back: it tells what has a gradient */
-    KL_GRAPH_WAIT,   /* it waits for the loop that goes back */
-    KL_GRAPH_ACROSS, /* as NOW, along a second axis: across.py */
+    KL_GRAPH_NOW, /* its backward runs in the same iteration of the loop */
+    KL_GRAPH_FIRST, /* of the first chunk only, to learn which results require a gradient; no backward */
+    KL_GRAPH_WAIT,   /* retained until the loop that runs the backward */
+    KL_GRAPH_ACROSS, /* as NOW, in pieces along a second axis: across.py */
 } KlGraph;
 
 typedef struct KlStep {
     uint8_t op;             /* KlStepOp */
-    uint8_t graph;          /* KlGraph: of RUN and BACK; of LOOP: of what goes back in it */
+    uint8_t graph;          /* KlGraph: of RUN and BACK; of LOOP: of the BACKs inside it */
     uint32_t run;           /* the joint, the segment, or the first segment of the body */
-    uint32_t n_runs;        /* the body's segments; 0: it is about values alone */
-    KlSlice values, others; /* of the schedule's values: schedule.def says what they are */
+    uint32_t n_runs;        /* segments of the body; 0: the instruction has only values */
+    KlSlice values, others; /* of the schedule's values; schedule.def explains them */
 } KlStep;
 
 typedef struct KlSchedule {
     KlStep *steps; /* [n_steps] */
     size_t n_steps, n_steps_max;
-    size_t n_forward; /* the steps from here on go back */
+    size_t n_forward; /* steps[n_forward] is the first step of the backward pass */
     KlIds values;
-    KlLights lights; /* what is emptied */
+    KlLights lights; /* the values that are emptied */
 } KlSchedule;
 
-/* What a schedule is to be. */
+/* The memory policy of a step. "Every n-th body" counts bodies that leave values with rows for other bodies. */
 typedef struct KlHomes {
-    bool is_graph; /* the roots are differentiated */
-    uint32_t
-        offload_every; /* of the bodies that leave something for others, what every so manieth leaves is
-                               offloaded meanwhile: 1 is all; 0: none is */
-    uint32_t keep_every; /* of what crosses from body to body, every so manieth is kept: 1 is all */
-    uint32_t n_pieces;   /* of each chunk, for the head of a program that is cut before that, or for
-                          its last segment; 1: none */
-    uint32_t n_light;    /* the longest chain of values that are emptied; 0: none is */
-    uint32_t
-        n_across; /* pieces are parts of a second axis of so many entries a row; 0: they are rows */
-    uint32_t n_chunks; /* in so many, if that is known: graphs of many small chunks do not wait */
-    bool is_live; /* no schedule: it is measured as it is run live, in the order of the calls */
+    bool is_graph;          /* the step has a backward pass, from the roots */
+    uint32_t offload_every; /* offload the results of every n-th body; 1: of all; 0: of none */
+    uint32_t keep_every;    /* keep the results of every n-th body, recompute others; 1: keep all */
+    uint32_t n_pieces; /* pieces of a chunk in the head, the last segment of the last body; 1: the
+                          head is not cut into pieces */
+    uint32_t n_light;  /* the longest chain of emptied values; 0: empty none */
+    uint32_t n_across; /* size of the second axis that pieces are cut of; 0: pieces are rows */
+    uint32_t n_chunks; /* the number of chunks, if known: many small chunks retain no graphs */
+    bool is_live;      /* build no schedule: measure a live run, in the order of the calls */
 } KlHomes;
 
-/* Build the schedule of a program. On success the caller owns what it holds: kl_schedule_fini. */
+/* Build the schedule of a program. On success the caller must free it with kl_schedule_fini. */
 KlStatus kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *homes,
                            KlSchedule *schedule, KlError *error);
 void kl_schedule_fini(KlSchedule *schedule);

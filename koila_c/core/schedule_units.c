@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* schedule_units.c - finds the bodies and joints of a program, and says what becomes of what each leaves. */
+/* schedule_units.c - finds the bodies and joints of a program, and chooses where the results of each are stored. */
 #include "schedule_units.h"
 
 #include "alloc.h"
@@ -30,11 +30,11 @@ kl_units_is_parts(const KlBuild *build, KlValueId value)
     return node != KL_ID_NONE && build->tape->nodes[node].mode == KL_MODE_REDUCE;
 }
 
-/* Bodies for each of which the tail may be run on zeros. */
+/* The most bodies that are fused: each of them runs the tail once more, on zeros. */
 enum { FUSED_MAX = 16 };
 
-/* The gradients of a fused body are known when its first chunk has run: its tail is linear, so it asks nothing of
- * what other bodies leave for the same joints. Of many only some are, for each goes through the tail. */
+/* Choose the bodies in which each chunk's backward follows its forward. That needs the gradients of the body's results
+ * after its first chunk. A linear tail gives them: they depend on the results of no body. */
 static void
 find_fused(KlBuild *build)
 {
@@ -63,14 +63,14 @@ find_units(KlBuild *build)
     }
 }
 
-/* Whether other units run between the forward of a body and its backward. */
+/* Whether a body has a backward that runs later, in a loop of its own. */
 static bool
 goes_back(const KlUnit *unit)
 {
     return unit->is_body && unit->has_gradient && !unit->is_fused;
 }
 
-/* Who makes a value that leaves a run. */
+/* Note that run `r` of unit `u` makes its exports. */
 static void
 find_left(KlBuild *build, uint32_t u, uint32_t r)
 {
@@ -87,7 +87,7 @@ find_left(KlBuild *build, uint32_t u, uint32_t r)
     }
 }
 
-/* What a run reads: who is the last to read it, and how. */
+/* Note how run `r` reads its imports, and that unit `u` is their last reader so far. */
 static void
 find_read(KlBuild *build, uint32_t u, uint32_t r)
 {
@@ -134,7 +134,7 @@ kl_units_can_be_again(const KlBuild *build, KlValueId value)
            facts->last_read != KL_NOWHERE;
 }
 
-/* Note which values are read outside of the body of the checkpoint that makes them. */
+/* Note which values are read outside the checkpoint whose calls make them. */
 static void
 find_open(KlBuild *build)
 {
@@ -163,7 +163,7 @@ kl_units_is_remade(const KlBuild *build, const KlUnit *unit, KlValueId value)
     return (unit->is_again || is_inside) && kl_units_can_be_again(build, value);
 }
 
-/* Say for each body that goes back where its outputs are until then: kept, recomputed, or offloaded. */
+/* Choose for each body whether its results are kept, recomputed or offloaded until its backward. */
 static void
 choose_homes(KlBuild *build)
 {
@@ -187,7 +187,7 @@ choose_homes(KlBuild *build)
     }
 }
 
-/* Whether a body goes forward and comes back later, with all that it leaves and is given kept meanwhile. */
+/* Whether a body has a later backward, and all its inputs and results are kept until then. */
 static bool
 is_kept_to_its_backward(const KlBuild *build, const KlUnit *unit)
 {
@@ -196,7 +196,8 @@ is_kept_to_its_backward(const KlBuild *build, const KlUnit *unit)
            homes->offload_every == 0 && goes_back(unit) && unit->runs.n == 1;
 }
 
-/* Choose what is emptied: of what bodies leave for those that are not at once gone back through. */
+/* Choose the values to empty, among results of bodies. The last reader must not be a fused body: nothing would be saved
+ * between its forward and its backward. */
 static void
 choose_light(KlBuild *build, const KlWaiting *waiting)
 {
@@ -216,13 +217,13 @@ choose_light(KlBuild *build, const KlWaiting *waiting)
     }
 }
 
-/* Calls, and so nodes of autograd and of ours, take about so much of the process for each chunk whose graph waits. */
+/* A call of a retained graph takes about 4 KiB of the process for each chunk, in autograd's nodes and in koila's. */
 #define BYTES_OF_A_CALL 4096
-/* So many bytes of waiting graphs are little; else they are to be a small part of what the body keeps anyway. */
+/* Retained graphs may take FEW_BYTES, or 1 / SMALL_PART of the body's results, which are kept in any case. */
 #define FEW_BYTES (UINT64_C(1) << 20)
 #define SMALL_PART 8
 
-/* Whether the graphs of all chunks are small beside what they leave: of many chunks of a few numbers they are not. */
+/* Whether the graphs of all chunks are small compared with their results. With many tiny chunks they are not. */
 static bool
 is_worth_waiting(const KlBuild *build, const KlRun *run)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* schedule_units.h - what a schedule is made of: the bodies and joints of a program, and what is known of the values
- * between them. */
+/* schedule_units.h - the bodies and joints of a program and the values that pass between them, from which schedule.c
+ * builds a schedule. */
 #ifndef KL_SCHEDULE_UNITS_H
 #define KL_SCHEDULE_UNITS_H
 
@@ -10,29 +10,28 @@
 
 /* A body with all its segments, or a joint. */
 typedef struct KlUnit {
-    KlSlice runs; /* of the program's */
+    KlSlice runs; /* of the program's runs */
     bool is_body;
     bool has_gradient;
-    bool is_fused;     /* each chunk goes forward and at once back */
-    bool is_again;     /* its outputs by rows are not kept, but recomputed going back */
-    bool is_offloaded; /* its outputs are moved off their device until they are read again */
-    bool waits;        /* the graphs of its chunks wait for its backward */
-    KlSlice again;     /* of the schedule's values: what is made again for it then */
-    KlSlice needs;     /* likewise: what is filled again for its graph before */
+    bool is_fused;     /* each chunk's backward runs right after its forward */
+    bool is_again;     /* its results with rows are freed, and recomputed before the backward */
+    bool is_offloaded; /* its results are offloaded until they are read again */
+    bool waits;        /* the graphs of its chunks are retained until its backward */
+    KlSlice again;     /* of the schedule's values: saved tensors to recompute for its backward */
+    KlSlice needs;     /* likewise: emptied values to fill before that, for its graphs */
 } KlUnit;
 
-/* What is known of a value that leaves a unit, or is read by one. */
+/* Facts about a value that one unit makes and another unit, or another segment of the same body, reads. */
 typedef struct KlFacts {
-    uint32_t unit, run; /* that it leaves; KL_NOWHERE: none */
-    uint32_t
-        last_read;  /* the last unit that reads it from outside, going forward; KL_NOWHERE: none */
-    bool is_open;   /* what is of no checkpoint, or of another, reads it */
-    bool is_inner;  /* only segments of one body read it, and let it go */
-    bool is_handed; /* a later segment of the body that makes it reads it */
-    bool is_gone;   /* it was freed */
-    bool is_read_whole;   /* it is read put together from its chunks */
+    uint32_t unit, run;   /* the unit and run that make it; KL_NOWHERE: it is a leaf */
+    uint32_t last_read;   /* the last other unit to read it in forward; KL_NOWHERE: none */
+    bool is_open;         /* a call outside the checkpoint that makes it reads it */
+    bool is_inner;        /* only segments of the body that makes it read it */
+    bool is_handed;       /* a later segment of the body that makes it reads it */
+    bool is_gone;         /* the schedule has freed it at this point */
+    bool is_read_whole;   /* a unit reads all its rows as one tensor */
     bool is_read_by_rows; /* another body reads it chunk by chunk */
-    bool is_used_back;    /* a body with a later backward makes or reads it */
+    bool is_used_back;    /* a body whose backward runs later makes or reads it */
 } KlFacts;
 
 /* A schedule that is being built. The first failure stays in `status`, and nothing is added after it. */
@@ -46,38 +45,40 @@ typedef struct KlBuild {
     KlUnit *units; /* [n_units] */
     uint32_t n_units;
     KlFacts *facts;     /* [n_values] */
-    bool *is_needed;    /* [n_staged] scratch: a run of a body has to be made again now */
-    bool *may_be_light; /* [n_values] scratch */
+    bool *is_needed;    /* [n_staged] scratch: a run of a body to recompute now */
+    bool *may_be_light; /* [n_values] scratch: candidates for emptying */
     uint8_t *known;     /* [n_values] scratch of kl_waiting_find */
 } KlBuild;
 
-/* Find the units, and choose the home of what each leaves, which graphs wait, and what is emptied. */
+/* Find the units. For each, choose where its results are stored, whether its graphs are retained, and which of its
+ * results are emptied. */
 void kl_units_find(KlBuild *build);
 
-/* Append to the values of the schedule. */
+/* Append `value` to the values of the schedule. */
 void kl_units_add_value(KlBuild *build, KlValueId value);
 
-/* The values that were added from `first` on. */
+/* Return the slice of the values that were added since there were `first`. */
 KlSlice kl_units_values_from(const KlBuild *build, size_t first);
 
-/* Whether a value is the parts of a reduction. */
+/* Whether a value consists of the partial results of a reduction. */
 bool kl_units_is_parts(const KlBuild *build, KlValueId value);
 
-/* Whether a value that leaves a body can be made again: bodies alone read it, by rows, and nobody looks at its
- * whole gradient. */
+/* Whether a result of a body can be freed and recomputed (or offloaded): other bodies read it, only by rows, and
+ * neither a hook nor retain_grad needs its whole gradient. */
 bool kl_units_can_be_again(const KlBuild *build, KlValueId value);
 
-/* Whether what a unit leaves is freed when it was read for the last time going forward, and made again going back: as
- * its homes say, or since it is inside of a checkpoint of the user's. */
+/* Whether a result of a unit is freed after its last reader of the forward pass and recomputed before its backward:
+ * because of the policy, or because the user's checkpoint covers it. */
 bool kl_units_is_remade(const KlBuild *build, const KlUnit *unit, KlValueId value);
 
-/* The `i`-th value that leaves a run; that a run reads from outside. */
+/* Return the `i`-th value that leaves a run. */
 static inline KlValueId
 kl_units_export(const KlBuild *build, const KlRun *run, uint32_t i)
 {
     return build->program->exports.ids[run->exports.first + i];
 }
 
+/* Return the `i`-th value that a run reads from outside. */
 static inline KlValueId
 kl_units_import(const KlBuild *build, const KlRun *run, uint32_t i)
 {
@@ -85,7 +86,7 @@ kl_units_import(const KlBuild *build, const KlRun *run, uint32_t i)
     return program->stages.imports[program->imports.ids[run->imports.first + i]].value;
 }
 
-/* The runs of a unit, one by one. */
+/* Return the `i`-th run of a unit. */
 static inline const KlRun *
 kl_units_run(const KlBuild *build, const KlUnit *unit, uint32_t i)
 {

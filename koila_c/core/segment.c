@@ -1,26 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* segment.c - cuts are looked for around the places that would halve what is kept, third it, and so on. */
+/* segment.c - looks for cuts near the places that divide the saved bytes of a body into equal shares. */
 #include "segment.h"
 
 #include "alloc.h"
 
-/* What is known of the nodes of a body, by their position in it. */
+/* The nodes of a body. Arrays are indexed by a node's position in the body. */
 typedef struct Body {
     const KlTape *tape;
     const KlNodeId *nodes; /* [n] */
     size_t n;
     KlScratch scratch;
-    const uint32_t *position; /* [n_nodes of the tape] where a node is, if it is of this body */
-    uint32_t *last_read;      /* [n] the position of the last reader */
-    int64_t *kept;            /* [n + 1] bytes that autograd keeps of the nodes before this one */
-    int64_t *crosses;         /* [n + 1] bytes that a cut before this node would hand on */
+    const uint32_t *position; /* [n_nodes of the tape] a node's position, if it is in this body */
+    uint32_t *last_read;      /* [n] the position of the last reader of the node's results */
+    int64_t *kept;            /* [n + 1] bytes that autograd saves for the nodes before this one */
+    int64_t *crosses;         /* [n + 1] bytes that a cut before this node would pass on */
 } Body;
 
-/* What counts a chunk's sorted rows cannot be handed on: a cut there would tear their order. It counts as more
- * bytes than there are. */
+/* The bytes of a value that counts a chunk's sorted rows (NOTE [orders] in rules_order.c): more than any cut may pass
+ * on, because a cut between such a count and its reader would separate rows that were sorted together. */
 static const int64_t torn = INT64_C(1) << 48;
 
-/* The position of the node that makes a value; n: it is not of this body. */
+/* Return the position of the node that makes a value; n: it is not in this body. */
 static size_t
 maker_of(const Body *body, KlValueId value)
 {
@@ -30,7 +30,7 @@ maker_of(const Body *body, KlValueId value)
     return is_here ? body->position[id] : body->n;
 }
 
-/* Every cut between two positions hands on so many bytes more. */
+/* Note that each cut after position `from` and up to position `to` passes on `bytes` more. */
 static void
 cross(Body *body, size_t from, size_t to, int64_t bytes)
 {
@@ -40,8 +40,8 @@ cross(Body *body, size_t from, size_t to, int64_t bytes)
     }
 }
 
-/* What is handed on is all that a node makes, views too, for a view that is kept alone is copied. What is written
- * beyond a cut is copied first, and counts twice. */
+/* Compute `kept` and `crosses`. A cut passes on every result that is read after it. Views count too, since a view that
+ * is kept alone is copied. A value that is written in place after the cut is copied first, so it counts twice. */
 static void
 weigh(Body *body)
 {
@@ -75,8 +75,8 @@ weigh(Body *body)
     }
 }
 
-/* The position before which to cut: around the share `part` / `n_parts` of what is kept, the narrowest; of these
- * the nearest. It lies after `first`; n: there is none. */
+/* Return the position after `first` before which to cut: of the places near the share `part` / `n_parts` of the saved
+ * bytes, the one that passes on the fewest bytes; of equal ones, the nearest to the share. n: there is none. */
 static size_t
 find_cut(const Body *body, size_t first, uint32_t part, uint32_t n_parts)
 {
@@ -100,8 +100,8 @@ find_cut(const Body *body, size_t first, uint32_t part, uint32_t n_parts)
     return best;
 }
 
-/* The caller releases the scratch of `body`. Until their segments are known, nodes have their
- * positions in `position`. */
+/* Fill `body`; the caller frees its scratch. `position` is the caller's array of segments, which holds positions until
+ * the segments are known. */
 static KlStatus
 open_body(Body *body, const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t *position,
           KlError *error)
@@ -149,8 +149,8 @@ region_at(const Body *body, size_t i)
     return body->tape->nodes[body->nodes[i]].region;
 }
 
-/* Where to cut the calls [first, end) that come after a checkpoint and begin none: the narrowest place in the first
- * half of what autograd keeps of them. `end`: nowhere, for it would hand on as much as they keep. */
+/* Return where to cut the calls [first, end) after a checkpoint: in the first half of their saved bytes, the place that
+ * passes on the fewest bytes; or `end`, if the calls behind it do not save more than the cut passes on. */
 static size_t
 find_end(const Body *body, size_t first, size_t end)
 {
@@ -175,7 +175,7 @@ kl_segment_regions(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t
             end++;
         }
         bool is_begin =
-            i == 0 || region_at(&body, i) > region_at(&body, i - 1); /* they are counted up */
+            i == 0 || region_at(&body, i) > region_at(&body, i - 1); /* later ones are larger */
         number += is_begin && i > 0;
         cut = is_begin ? end : find_end(&body, i, end);
         for (; i < end; i++) {

@@ -1,28 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* segment.h - where a body is cut into segments, so that the graph of one of them is there at a time.
+/* segment.h - chooses where to cut a body into segments, so that only one segment's graph exists at a time.
  *
- * A chunk goes through a body's segments without a graph, and keeps what one hands to the next; on the way
- * back each runs again with its graph. So a cut is worth most where little is handed on (the residual stream
- * of a transformer), and where what autograd keeps is halved. The head of a model, its scores and their loss, may
- * be a segment of its own. Linear in nodes and inputs. */
+ * A chunk runs through the segments without a graph and keeps only what one segment passes to the next; in the
+ * backward pass each segment runs again with its graph. So the best cuts are where few bytes are passed on (the
+ * residual stream of a transformer) and where each side saves about half of the activations. The head of a model,
+ * its logits and their loss, may be a segment of its own. The time is linear in nodes and inputs. */
 #ifndef KL_SEGMENT_H
 #define KL_SEGMENT_H
 
 #include "stage.h"
 
-/* Cut the nodes of one body over one axis, [n] in the order of the calls, into at most `n_segments`, and note
- * in `segment`, [n_nodes of the tape], which each belongs to. Some may stay empty where there are few nodes. */
+/* Cut the `n` nodes of one body over one axis, in call order, into at most `n_segments` segments, and store the
+ * segment of each in `segment`, [n_nodes of the tape]. With few nodes, some segments may be empty. */
 KlStatus kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_segments,
                         uint32_t *segment, KlError *error);
 
-/* Cut the nodes of one body where bodies of checkpoints begin, and after them, before calls in none of which
- * autograd keeps more than a cut would hand on. `*n_segments` is the number of segments. */
+/* Cut the nodes of one body where each checkpoint of the user's begins. Cut once more among the calls after a checkpoint,
+ * if they save more bytes than the cut would pass on. `*n_segments` becomes the number of segments. */
 KlStatus kl_segment_regions(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t *segment,
                             uint32_t *n_segments, KlError *error);
 
-/* Where the head of a body begins, [n] nodes in the order of the calls, not before `*first`: with at least one
- * of `n_parts` of what autograd keeps, where the least is handed on to it, and of such places the last. `*first` becomes the
- * position; n: there is none. */
+/* Find where the head of a body begins, among its [n] nodes in call order from `*first` on. The head must hold at least
+ * 1 / n_parts of the bytes that autograd saves; of the possible places, take the one that passes the fewest bytes on,
+ * of equal ones the last. `*first` becomes its position, or n if there is none. `position` is scratch. */
 KlStatus kl_segment_head(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_parts,
                          uint32_t *position, size_t *first, KlError *error);
 

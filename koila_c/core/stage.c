@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* stage.c - one forward sweep says in which stage each node runs; one backward sweep before it says which
- * nodes are needed, and one after it whether the tail is linear. All are linear in nodes and inputs. */
+/* stage.c - finds the needed nodes in one pass from last to first, their stages in one from first to last, and then
+ * whether the tail is linear. Each pass takes time linear in nodes and inputs. */
 #include "stage.h"
 
 #include <string.h>
@@ -20,7 +20,7 @@ is_wanted_node(const KlStages *stages, const KlNode *node, const bool *is_needed
     return false;
 }
 
-/* Walk back from the goal. A known value is a leaf unless a gradient must flow through its node. */
+/* Walk back from the goal. A value that has its number is a leaf, unless a gradient must flow through its node. */
 static void
 mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_needed)
 {
@@ -36,12 +36,12 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
         const KlInput *inputs = kl_tape_inputs(tape, node);
         bool needs_gradient = kl_stage_has_gradient(tape, stages, node);
         if (needs_gradient && node->mode == KL_MODE_REDUCE) {
-            stages->needs_gradient[node->first_out] = true; /* it stands for the parts of all */
+            stages->needs_gradient[node->first_out] = true; /* it represents the partial results */
         }
         for (uint32_t k = 0; k < node->n_outs; k++) {
             KlValueId out = node->first_out + k;
             bool has_gradient = stages->needs_gradient[out] && tape->values[out].meta.requires_grad;
-            /* What is live has a graph of its own: the gradient enters it as it enters a leaf. */
+            /* A value that ran live has a plain autograd graph: here it is a leaf that gets a gradient. */
             stages->is_leaf[out] =
                 tape->values[out].state != KL_STATE_PENDING && (!has_gradient || node->is_done);
         }
@@ -62,7 +62,7 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
     }
 }
 
-/* Where not all leaves get a gradient: none goes to what is not on its way to one that does. */
+/* If only some leaves get a gradient, clear needs_gradient for results that no such leaf leads to. */
 static void
 keep_on_way(const KlTape *tape, KlStages *stages)
 {
@@ -81,8 +81,8 @@ keep_on_way(const KlTape *tape, KlStages *stages)
 
 /* -- stages ------------------------------------------------------------------------------------------- */
 
-/* A value without gradient that is there before the first body, or is had again from such: what label
- * counts and masks are made of. */
+/* Whether a value has no gradient and exists before the first body, or light work on such values recomputes it.
+ * Label counts and masks are made of these. */
 static bool
 is_data_value(const KlTape *tape, const KlStages *stages, KlValueId value)
 {
@@ -92,15 +92,14 @@ is_data_value(const KlTape *tape, const KlStages *stages, KlValueId value)
     return stages->value_stage[value] == 0 || stages->is_data[tape->values[value].node];
 }
 
-/* Light work by rows on such values. A reduction need not be light:
- * its result is kept, so it is never run again. A write may be such work: each run that has it has made
- * what it writes, or writes a clone, and keeps the order of the calls; but statistics are written also
- * where no body asks for the result. */
+/* Whether a node is light work on data values, so that any body may run it again. A reduction may be heavy: its result is
+ * kept, so it runs only once. A write in place is allowed: each body that runs it also makes the value it writes, or
+ * writes a clone, in call order. A write of running statistics is not: it must happen even if no body reads the result. */
 static bool
 is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
 {
     if (node->is_open) {
-        return true; /* no number is read, and no rows: the bodies of all batches may have it */
+        return true; /* made by sizes alone: bodies over any axis may run it */
     }
     bool is_light = node->mode == KL_MODE_REDUCE || (node->row != NULL && !node->row->is_heavy);
     if (node->mode == KL_MODE_ONCE || !is_light || node->is_random || node->leaf_writes != 0) {
@@ -120,7 +119,7 @@ is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
     return true;
 }
 
-/* The first body from `stage` on that a node by rows can be in. */
+/* Return the first body from `stage` on in which a node by rows can run. */
 static uint32_t
 body_of(const KlTape *tape, const KlStages *stages, const KlNode *node, uint32_t stage)
 {
@@ -137,7 +136,7 @@ body_of(const KlTape *tape, const KlStages *stages, const KlNode *node, uint32_t
     return stage;
 }
 
-/* The joint of a node that runs once: all chunks of what it reads must be there. */
+/* Return the joint of a node that runs once: the first after all chunks of its inputs have run. */
 static uint32_t
 joint_of(const KlTape *tape, const KlStages *stages, const KlNode *node)
 {
@@ -154,7 +153,7 @@ joint_of(const KlTape *tape, const KlStages *stages, const KlNode *node)
     return stage;
 }
 
-/* Whether part 1 of a reduction reads only data: labels and weights, not the scores (input 0). */
+/* Whether partial result 1 of a reduction reads only data: labels and weights, but not the logits (input 0). */
 static bool
 is_late_part_data(const KlTape *tape, const KlStages *stages, const KlNode *node)
 {
@@ -168,22 +167,22 @@ is_late_part_data(const KlTape *tape, const KlStages *stages, const KlNode *node
     return true;
 }
 
-/* A value whose gradient is looked at whole, by a hook: nothing of its own stage may read it. */
+/* Whether a hook or retain_grad needs the gradient of all rows of a value: then no node of its own stage may read it. */
 static bool
 is_hooked(const KlTape *tape, const KlStages *stages, KlValueId value)
 {
     return kl_tape_is_looked_at(tape, value) && stages->needs_gradient[value];
 }
 
-/* The first joint after what was made in stage `stage`. */
+/* Return the first joint after stage `stage`. */
 static uint32_t
 next_joint(uint32_t stage)
 {
     return kl_stage_is_body(stage) ? stage + 1 : stage + 2;
 }
 
-/* Writes on the side of one leaf are made in the order of the calls. `aside` is [n_values]: the joint of the
- * last one. */
+/* Return the stage of a node that runs once, `at` or later, so that side writes of a leaf (running statistics) happen in
+ * call order. `aside`, [n_values], is the joint of the last such write of each leaf. */
 static uint32_t
 joint_after_aside(const KlTape *tape, const KlNode *node, uint32_t *aside, uint32_t at)
 {
@@ -216,7 +215,7 @@ place_node(const KlTape *tape, KlStages *stages, KlNodeId id, uint32_t *aside)
         after = node->mode == KL_MODE_REDUCE ? at + 1 : at;
     }
     if (node->mode == KL_MODE_REDUCE) {
-        stages->is_data[id] = false; /* its result is at a joint, not to be had again in a body */
+        stages->is_data[id] = false; /* a joint makes its result, which bodies do not recompute */
         if (kl_ops_reductions[node->reduce].is_early) {
             stages->late_stage[id] = is_late_part_data(tape, stages, node) ? KL_STAGE_DATA : at;
         }
@@ -254,7 +253,7 @@ find_last_body(const KlTape *tape, KlStages *stages)
     }
 }
 
-/* Whether a tensor that the node saves for backward depends on values of the last body. */
+/* Whether a tensor that the node saves for backward depends on results of the last body. */
 static bool
 saves_body_value(const KlTape *tape, KlNodeId id, const bool *depends)
 {
@@ -273,20 +272,20 @@ saves_body_value(const KlTape *tape, KlNodeId id, const bool *depends)
     return any_depends && (node->saves.outputs != 0 || node->saves.bytes_extra > 0);
 }
 
-/* A reduction that ends the last body: what combining its partials saves. */
+/* Whether combining the partial results of a reduction in the last body saves any of them. */
 static bool
 combine_saves_body_value(const KlTape *tape, const KlStages *stages, KlNodeId id)
 {
     uint32_t saved = kl_ops_reductions[tape->nodes[id].reduce].saved;
     bool is_late_early = stages->late_stage[id] == KL_STAGE_DATA;
     if (is_late_early) {
-        saved &= ~2u; /* part 1 was there before the body ran */
+        saved &= ~2u; /* partial result 1 does not depend on the last body */
     }
     return saved != 0;
 }
 
-/* A tail is linear exactly when no tensor that a tail node saves for backward has a value of the body
- * among its ancestors, through any kind of edge: backward reads only saved tensors and sizes. */
+/* Set is_tail_linear. The tail is linear exactly if no tensor that a tail node saves for backward depends on results of
+ * the last body, since backward reads only saved tensors and sizes. */
 static void
 judge_tail(const KlTape *tape, KlStages *stages, bool *depends)
 {
@@ -359,7 +358,7 @@ no_memory(const KlTape *tape, KlError *error)
     return kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
 }
 
-/* One import for each way a value is read: whole, or by rows at a place. */
+/* Build one import for each way in which a value is read: whole, or by rows at a certain place. */
 static KlStatus
 build_imports(const KlTape *tape, KlStages *stages, KlScratch *scratch, KlError *error)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* stage_reads.c - what a node reads: whole though chunks make it, or as it was before a later write. */
+/* stage_reads.c - finds inputs that are gathered from chunks, and saved tensors that a later call overwrites. */
 #include "stage.h"
 
 bool
@@ -17,7 +17,7 @@ kl_stage_is_gathered(const KlTape *tape, const KlStages *stages, const KlNode *n
 uint32_t
 kl_stage_accruing(const KlTape *tape, const KlNode *node)
 {
-    const int64_t least = 1 << 18; /* of less, a second gradient takes less time than our call */
+    const int64_t least = 1 << 18; /* for fewer bytes, a second gradient is faster than our call */
     const KlRow *row = node->row;
     uint32_t k = row != NULL ? row->gathered : 0;
     if (node->mode != KL_MODE_ROWS || row == NULL || row->gathers == NULL || k >= node->n_inputs ||
@@ -42,14 +42,15 @@ kl_stage_is_overwritten(const KlTape *tape, const KlNode *node, uint32_t k, bool
     if (value == KL_ID_NONE || (is_own && !is_output)) {
         return false;
     }
-    /* Where a view was written, the last output is the whole memory as that left it. */
+    /* If the node wrote through a view, its last output is the new version of the whole storage. */
     KlValueId dated = is_output && node->writes != 0 ? node->first_out + node->n_outs - 1 : value;
     return tape->values[dated].version < tape->storages[tape->values[value].storage].version;
 }
 
-/* What a node keeps whole may be other than by rows, which is what its row says: torch knows. */
+/* Whether a node may save other tensors than `saves` says: it has no row, or it is a call that in chunks replaces another
+ * one, and `saves` describes the call in chunks. Torch is asked which. */
 static bool
-is_other_whole(const KlTape *tape, const KlNode *node)
+may_save_any(const KlTape *tape, const KlNode *node)
 {
     KlValueId last =
         node->n_inputs > 0 ? kl_tape_inputs(tape, node)[node->n_inputs - 1].value : KL_ID_NONE;
@@ -60,7 +61,7 @@ is_other_whole(const KlTape *tape, const KlNode *node)
 static bool
 keeps_overwritten(const KlTape *tape, const KlNode *node)
 {
-    bool is_any = is_other_whole(tape, node);
+    bool is_any = may_save_any(tape, node);
     for (int is_output = 0; is_output < 2; is_output++) {
         uint64_t saved = is_output ? node->saves.outputs : node->saves.inputs;
         for (uint32_t k = 0; k < (is_output ? node->n_outs : node->n_inputs); k++) {

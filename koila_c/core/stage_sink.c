@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* stage_sink.c - light calls run in the body that reads them, not in the first that they can be in.
+/* stage_sink.c - moves light calls from the first body that can run them into the later body that reads their results.
  *
- * What a body leaves for a later one is kept meanwhile. A normalization's result that a later sum alone reads
- * would be kept beside what it is made of, which is kept anyway; and so would each sum on the way. Run where
- * they are read, neither is, as in a whole run. */
+ * Results that a later body reads are kept between the bodies. For example a normalization whose result only a later
+ * residual sum reads would keep that result beside its inputs, which are kept anyway, and so would each sum. If these
+ * calls run in the body that reads them, only the inputs are kept, as in a whole run. */
 #include "stage.h"
 
 #include "alloc.h"
 
-/* Who reads a value: every call that does stands after the one that makes it. */
+/* The calls that read a value. Walking the calls from last to first, all of them are visited before its maker. */
 typedef struct Readers {
-    uint32_t first, last; /* bodies, as calls are placed now: of those that were looked at */
+    uint32_t first, last; /* the stages of the readers visited so far */
     KlAxisId axis;
-    bool is_bound; /* it has to be there at the end of its own body */
-    bool crosses;  /* another body reads it, as calls were placed first */
+    bool is_bound; /* it must exist at the end of its own body */
+    bool crosses;  /* another stage reads it, before any call is moved */
 } Readers;
 
-/* The first stage that a call reads in. */
+/* Return the first stage in which a call reads its inputs. */
 static uint32_t
 stage_of(const KlStages *stages, KlNodeId id)
 {
@@ -24,7 +24,7 @@ stage_of(const KlStages *stages, KlNodeId id)
     return late != KL_STAGE_NONE && late < at ? late : at;
 }
 
-/* Note what a call reads, and in which stage. */
+/* Note that a call reads its inputs, and in which stage. */
 static void
 note_reads(const KlTape *tape, const KlStages *stages, KlNodeId id, Readers *readers)
 {
@@ -47,7 +47,7 @@ note_reads(const KlTape *tape, const KlStages *stages, KlNodeId id, Readers *rea
     }
 }
 
-/* Whether a call may run in a later body of its axis: the same numbers come of it there. */
+/* Whether a call may run in a later body of its axis and gives the same numbers there. */
 static bool
 can_sink(const KlTape *tape, const KlStages *stages, KlNodeId id)
 {
@@ -70,7 +70,7 @@ can_sink(const KlTape *tape, const KlStages *stages, KlNodeId id)
     return is_able;
 }
 
-/* The one later body that reads all that a call makes; its own stage: there is none. */
+/* Return the later body that alone reads all results of a call; its own stage if there is no such body. */
 static uint32_t
 find_target(const KlTape *tape, const KlStages *stages, KlNodeId id, const Readers *readers)
 {
@@ -96,7 +96,8 @@ find_target(const KlTape *tape, const KlStages *stages, KlNodeId id, const Reade
     return target == KL_STAGE_NONE ? at : target;
 }
 
-/* Whether less crosses where a call runs later: what it makes does not, what it reads of its own body does. */
+/* Whether moving a call keeps no more bytes between bodies: its results are no longer kept, but those of its inputs that
+ * its own body makes are. */
 static bool
 saves_bytes(const KlTape *tape, const KlStages *stages, KlNodeId id, const Readers *readers)
 {
@@ -110,14 +111,14 @@ saves_bytes(const KlTape *tape, const KlStages *stages, KlNodeId id, const Reade
             more += kl_meta_n_bytes(&tape->values[value].meta);
         }
     }
-    return more <= less; /* as much: what it reads may sink after it */
+    return more <= less; /* equal: the makers of its inputs may then be moved after it */
 }
 
 KlStatus
 kl_stage_sink(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error)
 {
     if (stages->n_stages <= KL_STAGE_DATA + 4) {
-        return KL_OK; /* one body behind that of data: nothing can run later */
+        return KL_OK; /* one body after that of data: no call can run later */
     }
     Readers *readers = kl_alloc_resize(NULL, tape->n_values, sizeof(Readers)); /* [n_values] */
     if (readers == NULL) {
@@ -133,7 +134,7 @@ kl_stage_sink(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError 
                 (Readers){.first = KL_STAGE_NONE, .crosses = last > stages->value_stage[v]};
         }
         for (size_t i = 0; i < goal->n_wanted; i++) {
-            /* What moves statistics is wanted for that alone, unless the user holds it. */
+            /* The result of a call that updates statistics is wanted only for that, unless the user holds it. */
             const KlValue *value = &tape->values[goal->wanted[i]];
             bool is_for_effect = value->node != KL_ID_NONE && !value->is_wanted &&
                                  tape->nodes[value->node].leaf_writes != 0;

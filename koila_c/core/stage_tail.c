@@ -1,24 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* stage_tail.c - what ends a program after a part of a body's rows was taken stays whole.
+/* stage_tail.c - runs light calls on a slice of the rows once if they end the program, so that its tail stays linear.
  *
- * The mean of some rows' losses is taken of a joint's result that has rows again. By rows it would be a body, and
- * the last one: the model's would run twice for what one pass gives, as calls that keep nothing for their backward
- * make a linear tail. They run once, on what is there whole. */
+ * In loss[:n].mean() the slice is made by a joint and has rows again. By rows, the mean would be a body of its own, and
+ * the last one, so the model's body would have to run twice. Calls that save nothing for backward make a linear tail
+ * if they run once instead, on all rows, and then the model's body runs once. */
 #include "stage.h"
 
 #include "alloc.h"
 
-/* What is known of a value: bits. */
+/* Bits about a value. */
 enum {
-    IS_READ_BY_ROWS = 1, /* by a call that stays by rows */
-    IS_THERE = 2,        /* before any body that reads it */
-    IS_OF_BODY = 4,      /* it was made of what chunks made */
+    IS_READ_BY_ROWS = 1, /* a call that still runs by rows reads it */
+    IS_THERE = 2,        /* a joint makes it, or it exists already: no body has to make it */
+    IS_OF_BODY = 4,      /* it depends on results of a body */
 };
 
 typedef struct Tail {
     KlTape *tape;
     uint8_t *known; /* [n_values] */
-    bool *is_end; /* [n_nodes] it is light and linear, and so is all that goes on from it by rows */
+    bool *is_end;   /* [n_nodes] it and all calls by rows that depend on it are light and linear */
 } Tail;
 
 static const KlInput *
@@ -27,7 +27,7 @@ input_of(const Tail *tail, const KlNode *node, uint32_t k)
     return &tail->tape->inputs[node->first_input + k];
 }
 
-/* The call that makes input `k` of a node; NULL: a leaf, or there is none. */
+/* Return the call that makes input `k` of a node; NULL: the input is a leaf or None. */
 static const KlNode *
 maker_of(const Tail *tail, const KlNode *node, uint32_t k)
 {
@@ -36,8 +36,8 @@ maker_of(const Tail *tail, const KlNode *node, uint32_t k)
     return maker != KL_ID_NONE ? &tail->tape->nodes[maker] : NULL;
 }
 
-/* Whether a call by rows is light, has a gradient, and keeps for that no more than leaves. What is given a
- * reduction may be given its own part of that in each chunk. */
+/* Whether a call by rows is light, has a gradient, and saves at most leaves for backward. A call that reads a reduction's
+ * result is excluded, because in chunks it may read the chunk's partial result instead. */
 static bool
 is_linear(const Tail *tail, const KlNode *node)
 {
@@ -59,7 +59,7 @@ is_linear(const Tail *tail, const KlNode *node)
     return has_gradient;
 }
 
-/* Go back: what a call that stays by rows reads is none of it, nor what leads there. Whether any was struck off. */
+/* From last to first, clear is_end of calls whose results a call by rows reads. Return whether any was cleared. */
 static bool
 strike_read(Tail *tail)
 {
@@ -84,7 +84,7 @@ strike_read(Tail *tail)
     return has_any;
 }
 
-/* Go forward: all that it reads must be there whole, and some of it made by chunks. Whether any was struck off. */
+/* From first to last, keep is_end only if all inputs exist whole and one depends on a body. Return whether any changed. */
 static bool
 strike_early(Tail *tail)
 {
@@ -111,7 +111,7 @@ strike_early(Tail *tail)
     return has_any;
 }
 
-/* It could run by rows, so there is no reason to be told. */
+/* Set a node to run once. It keeps no reason for the user's report, since it could run by rows. */
 static void
 run_once(KlTape *tape, KlNode *node)
 {
@@ -127,7 +127,7 @@ run_once(KlTape *tape, KlNode *node)
     }
 }
 
-/* Whether a call that runs once has a result that is cut again. */
+/* Whether a call that runs once has a result with rows, which later calls can run by rows. */
 static bool
 has_rows_again(const KlTape *tape)
 {

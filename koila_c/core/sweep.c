@@ -1,32 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* sweep.c - goes through one run as it goes through memory: what each call makes, keeps and lets go. */
+/* sweep.c - simulates the memory of one run: what each call allocates, saves for backward and frees. */ \
 #include "sweep.h"
 
 #include <string.h>
 
 #include "alloc.h"
 
-/* Of the run `number`; of another: as if it were new. */
+/* The state of a storage in run `serial`; storage_of() resets the state of an earlier run. */
 struct KlSweepStorage {
     uint32_t serial;
     uint32_t last_use; /* the position of the last node that makes or reads it */
-    uint32_t saved_by; /* that of the first node that saves it, the last to need it; KL_ID_NONE */
-    bool is_held;      /* to the end of the run */
-    bool is_copy;      /* made for this run */
+    uint32_t saved_by; /* of the first node that saves it, whose backward runs last; KL_ID_NONE */
+    bool is_held;      /* it lives to the end of the forward pass */
+    bool is_copy;      /* an import that is copied for this run */
     bool is_live;
-    KlBytes size; /* live: as it was counted */
+    KlBytes size; /* live: the bytes that were counted */
 };
 
 struct KlSweepValue {
     uint32_t serial;
-    KlValueId buffer;  /* in whose buffer its gradient lies; KL_ID_NONE: it has none now */
-    uint32_t n_users;  /* values whose gradient lies in its buffer */
-    uint32_t n_coming; /* from outside: gradients that are still to come */
-    bool is_inside;    /* made here */
-    bool is_second;    /* its gradient was there when another came */
-    bool is_left;      /* others send a gradient for it, to which those of its readers are added */
-    bool is_expanded;  /* its gradient takes no memory that counts: expanded, or sent by others */
-    bool is_broadcast; /* its gradient is a smaller one, expanded, or a view of such */
+    KlValueId
+        buffer; /* the value whose gradient buffer holds its gradient; KL_ID_NONE: no gradient */
+    uint32_t n_users;  /* values whose gradient is in its buffer */
+    uint32_t n_coming; /* of an import: gradients that nodes of the run still have to make */
+    bool is_inside;    /* the run makes it */
+    bool is_second;    /* it had a gradient when the node made another one */
+    bool is_left;      /* an export: other runs send its gradient, and gradients here are added */
+    bool is_expanded;  /* its gradient counts no bytes: it is expanded, or the caller counts it */
+    bool is_broadcast; /* its gradient is expanded from a smaller one, or a view of such */
 };
 
 static const KlBytes zero = {0};
@@ -43,7 +44,7 @@ times(double n, KlBytes bytes)
     return (KlBytes){n * bytes.fixed, n * bytes.per_row};
 }
 
-/* The larger of two, by the sum of their numbers. */
+/* Return the larger of two, by the sum of their members. */
 static KlBytes
 larger(KlBytes left, KlBytes right)
 {
@@ -72,7 +73,7 @@ state_of(const KlSweep *sweep, KlValueId value)
 
 /* -- sizes -------------------------------------------------------------------------------------------- */
 
-/* A value as it is in the run. */
+/* Return the bytes of a value in the run: per row, if chunks have only their rows of it. */
 static KlBytes
 size_of(const KlSweep *sweep, KlValueId value)
 {
@@ -112,7 +113,7 @@ has_gradient(const KlSweep *sweep, const KlSweepNode *node)
     return sweep->span.has_graph && node->has_gradient;
 }
 
-/* What a reduction leaves in the run; NULL: it is none, or it is run as it is called. */
+/* Return what a reduction holds in chunks; NULL: it is no reduction, or runs on the whole batch. */
 static const KlParts *
 parts_of(const KlSweep *sweep, const KlSweepNode *node)
 {
@@ -126,7 +127,7 @@ held_by(const KlSweep *sweep, const KlSweepNode *node)
     return parts != NULL && parts->held != NULL ? parts->held : node->held;
 }
 
-/* Bytes of what a node holds in flight. */
+/* Return the temporary bytes of a node: multiples of its first output, its first input and masks of these. */
 static KlBytes
 bytes_of(const KlSweep *sweep, const KlSweepNode *node, double outs, double ins, double masks)
 {
@@ -144,7 +145,7 @@ bytes_of(const KlSweep *sweep, const KlSweepNode *node, double outs, double ins,
     return bytes;
 }
 
-/* Bytes that the tape tells of all rows of a call. */
+/* Convert bytes that were recorded for all rows of a call. */
 static KlBytes
 by_rows(const KlSweep *sweep, const KlNode *node, int64_t bytes)
 {
@@ -154,7 +155,7 @@ by_rows(const KlSweep *sweep, const KlNode *node, int64_t bytes)
                                            : (KlBytes){(double)bytes, 0};
 }
 
-/* Bytes of a layer over rows of many lengths. */
+/* Return the bytes of a layer over rows of many lengths (KlUneven). */
 static KlBytes
 by_steps(const KlSweep *sweep, uint32_t at, KlUneven of)
 {
@@ -166,7 +167,7 @@ by_steps(const KlSweep *sweep, uint32_t at, KlUneven of)
     return by_rows(sweep, node, (int64_t)(uneven[of] * steps + uneven[of + 1] * turns));
 }
 
-/* Whether values are kept for backward: not where a chunk keeps something else in their place. */
+/* Whether a node saves the values that `saved_inputs` and `saved_outputs` list: not if in chunks it saves others. */
 static bool
 saves_values(const KlSweep *sweep, const KlSweepNode *node)
 {
@@ -187,7 +188,7 @@ is_output_saved(const KlSweepNode *node, uint32_t k)
     return k < 64 && (node->saved_outputs >> k & 1) != 0;
 }
 
-/* What a node is to keep beside values; what is there only while it runs is returned. */
+/* Set `*further` to the bytes that a node saves besides values of the tape, and return its workspace. */
 static KlBytes
 find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
 {
@@ -227,7 +228,7 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
 
 /* -- lifetimes ---------------------------------------------------------------------------------------- */
 
-/* Whole values of which a chunk is given other rows than their own, as of plain tensors, and values by rows that it is given whole. */
+/* Note which values chunks read by rows although they are whole (or have other rows), and which they gather. */
 static void
 find_cut(KlSweep *sweep)
 {
@@ -256,7 +257,7 @@ save(const KlSweep *sweep, KlValueId value, uint32_t at)
     storage->saved_by = storage->saved_by == KL_ID_NONE ? at : storage->saved_by;
 }
 
-/* What the nodes make, read last and save; and what lives to the end: what leaves the run, and what it writes. */
+/* Find for each storage its last use, its first saver, and whether it lives to the end: exports, and memory the run writes. */
 static void
 find_lifetimes(KlSweep *sweep)
 {
@@ -367,14 +368,14 @@ drop(KlSweep *sweep, KlSweepStorage *storage)
     }
 }
 
-/* Whether what is read is there already; else a copy is made for this run. */
+/* Whether import `number` exists as a tensor or as a view of one; if not, the run makes a copy of it. */
 static bool
-is_given(const KlSweep *sweep, uint32_t serial)
+is_given(const KlSweep *sweep, uint32_t number)
 {
     const KlStages *stages = &sweep->program->stages;
-    const KlImport *import = &stages->imports[serial];
+    const KlImport *import = &stages->imports[number];
     if (sweep->span.is_body) {
-        return !kl_place_is_rows(&import->place) || sweep->known.is_cut_in_place[serial];
+        return !kl_place_is_rows(&import->place) || sweep->known.is_cut_in_place[number];
     }
     const KlValue *value = &sweep->tape->values[import->value];
     bool is_made = !stages->is_leaf[import->value] && value->node != KL_ID_NONE &&
@@ -383,7 +384,7 @@ is_given(const KlSweep *sweep, uint32_t serial)
            !kl_place_is_rows(&value->meta.place) || sweep->sizes[import->value].is_put_together;
 }
 
-/* What the run is given: copies live to its end. */
+/* Allocate the inputs of the run: copies of imports, and combined reductions. Copies live to the end of forward. */
 static void
 enter(KlSweep *sweep)
 {
@@ -402,7 +403,7 @@ enter(KlSweep *sweep)
     }
 }
 
-/* At the end of forward copies go that nothing keeps. */
+/* Free the copies of imports that nothing saved. */
 static void
 drop_copies(KlSweep *sweep)
 {
@@ -415,7 +416,7 @@ drop_copies(KlSweep *sweep)
     }
 }
 
-/* What parts of a reduction, or its result, lie in: a reduced loss in the memory of its terms. */
+/* Return the extra memory of a reduced loss, whose result lies in the memory of its terms; 0 for other nodes. */
 static KlBytes
 terms_of(const KlSweep *sweep, const KlSweepNode *node)
 {
@@ -439,7 +440,7 @@ drop_dead(KlSweep *sweep, KlValueId value, uint32_t at)
     }
 }
 
-/* There is room for the moment. */
+/* Count a moment. make_room() has reserved the memory for it. */
 static void
 note(KlSweep *sweep, KlNodeId node, KlBytes more, KlMoments *moments)
 {
@@ -468,7 +469,7 @@ make_room(const KlSweep *sweep, KlMoments *moments, KlError *error)
                                   sizeof(KlMoment), error);
 }
 
-/* Whether only the labels of a reduction are counted here, as far as its scores are not needed for that. */
+/* Whether the run only computes a reduction's early part: it counts labels, without the logits. */
 static bool
 is_early(const KlSweep *sweep, uint32_t at)
 {
@@ -478,7 +479,7 @@ is_early(const KlSweep *sweep, uint32_t at)
            stages->node_stage[id] != sweep->span.stage;
 }
 
-/* A mask of the labels and their weights; the first input, the scores, is not read. */
+/* Return the workspace of an early part: a mask of the labels, and their weights. */
 static KlBytes
 bytes_to_count(const KlSweep *sweep, const KlSweepNode *node)
 {
@@ -486,7 +487,7 @@ bytes_to_count(const KlSweep *sweep, const KlSweepNode *node)
     return labels != KL_ID_NONE ? times(2, size_of(sweep, labels)) : zero;
 }
 
-/* What a node makes, and while it runs; what was needed for the last time goes. */
+/* Run a node: allocate its results and what it saves, count the moment, and free values that it read last. */
 static void
 go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
 {
@@ -502,7 +503,7 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     bool is_parts = parts_of(sweep, node) != NULL;
     KlBytes terms = is_parts || sweep->span.is_live ? terms_of(sweep, node) : zero;
     if (is_parts) {
-        /* Parts with a graph are made again, and are there while it is gone back through. */
+        /* With a graph, the partial results live until the backward has run; else measure.c counts them. */
         double left = sweep->span.has_graph ? node->parts->left : 0;
         sweep->made = plus(sweep->made, plus(terms, times(left, size_of(sweep, node->first_out))));
     }
@@ -512,7 +513,7 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
         hold(sweep, out, k == 0 ? plus(size, terms) : size);
     }
     if (!sweep->span.is_live && sweep->known.is_cloned[sweep->span.nodes[at]]) {
-        /* To the end, as what is written. */
+        /* The clone lives to the end of the run, like all memory that the run writes. */
         sweep->made = plus(sweep->made, size_of(sweep, node->first_out + node->n_outs - 1));
     }
     KlBytes workspace = find_kept(sweep, at, &node->further);
@@ -550,8 +551,8 @@ kl_sweep_live(const KlSweep *sweep)
 
 /* -- back --------------------------------------------------------------------------------------------- */
 
-/* The gradient of a value arrives, in the buffer of that of `shared`, if any; false where one is there: the
- * two are added up. */
+/* Give a value a gradient, in the buffer of `shared`'s gradient, if any. Return false if it has one already: the caller
+ * adds the two. */
 static bool
 put(KlSweep *sweep, KlValueId value, KlValueId shared)
 {
@@ -567,7 +568,7 @@ put(KlSweep *sweep, KlValueId value, KlValueId shared)
     return true;
 }
 
-/* The gradient of a value was used up. */
+/* Release the gradient of a value after its last use. */
 static void
 take(KlSweep *sweep, KlValueId value)
 {
@@ -598,7 +599,7 @@ kl_sweep_let_go(KlSweep *sweep, KlValueId value)
     }
 }
 
-/* Whether a joint reads a value put together from chunks, whose gradient is cut again. */
+/* Whether a joint reads a copy that was gathered from chunks; its gradient is cut into chunks at the end. */
 static bool
 is_gathered(const KlSweep *sweep, const KlSweepNode *node, uint32_t k)
 {
@@ -606,15 +607,15 @@ is_gathered(const KlSweep *sweep, const KlSweepNode *node, uint32_t k)
            !is_given(sweep, sweep->program->stages.import_of[node->first_input + k]);
 }
 
-/* Whether the formula hands the gradient of the result on to operand k. */
+/* Whether the backward formula passes the gradient of the result on to operand k as it is. */
 static bool
 hands_on(const KlHeld *held, uint32_t k)
 {
     return held != NULL && k < 8 && (held->handed_on >> k & 1) != 0;
 }
 
-/* Gradients of operands that were broadcast are as large as the result, all of them, until they are summed one
- * after the other. */
+/* Return the bytes that gradients of broadcast operands take beyond their final size: all are as large as the result
+ * until torch sums them to the operands' shapes, one after the other. */
 static KlBytes
 wide_gradients(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held)
 {
@@ -634,7 +635,7 @@ wide_gradients(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held
     return plus(more, times(-1, sum));
 }
 
-/* What the formulas for some operands' gradients hold beside these, at most. */
+/* Return the workspace of a node's backward formulas, besides the gradients that they return. */
 static KlBytes
 in_flight(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held)
 {
@@ -652,9 +653,9 @@ in_flight(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held)
     return held->is_wide ? plus(more, wide_gradients(sweep, node, held)) : more;
 }
 
-/* The gradient of what a view was before a write is made in that of all of the memory, from a copy of its part. Of
- * memory that nobody else sees no other gradient is counted: what comes is written into zeros first, also where it
- * is expanded. */
+/* Return the extra bytes of the backward of a write through a view. Autograd (CopySlices) makes the gradient of the base
+ * and copies the view's part of it. If the base is hidden inside torch, no value of the tape counts its gradient:
+ * the incoming gradient is first written into zeros, even if it is expanded. */
 static KlBytes
 behind_view(const KlSweep *sweep, const KlSweepNode *node)
 {
@@ -673,7 +674,7 @@ behind_view(const KlSweep *sweep, const KlSweepNode *node)
     return times(n, size_of(sweep, value));
 }
 
-/* Whether an operand's gradient is the result's, or a view or a part of it. */
+/* Whether an operand's gradient is the result's gradient, or a view or slice of it. */
 static bool
 is_handed_on(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held, uint32_t k)
 {
@@ -690,7 +691,7 @@ is_handed_on(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held, 
     return size.fixed == out.fixed && size.per_row == out.per_row;
 }
 
-/* The gradient of operand k is made. Where one is there that it is added to, returns the bytes of the second. */
+/* Make the gradient of operand k. If the operand has a gradient already, return the bytes of the second one. */
 static KlBytes
 make_gradient(KlSweep *sweep, const KlSweepNode *node, uint32_t k)
 {
@@ -703,7 +704,7 @@ make_gradient(KlSweep *sweep, const KlSweepNode *node, uint32_t k)
     } else {
         state->n_coming--;
         if (sweep->span.is_body && node->accruing == k) {
-            return zero; /* it is part of what gathers at once */
+            return zero; /* the call adds it directly to the accumulated gradient */
         }
     }
     const KlHeld *held = held_by(sweep, node);
@@ -724,8 +725,8 @@ make_gradient(KlSweep *sweep, const KlSweepNode *node, uint32_t k)
     return is_expanded || shared != KL_ID_NONE ? zero : size_of(sweep, value);
 }
 
-/* Adds what was made to what was there before: in place where nobody else holds that, else into memory of its own.
- * Returns the bytes of sums that are not counted from here on; `has_sums`: whether there are any of the second. */
+/* Add second gradients to first ones: in place if only this value holds the first, else into new memory, which sets
+ * `*has_sums`. Return the bytes of new sums that `gradients` does not count. */
 static KlBytes
 add_gradients(KlSweep *sweep, const KlSweepNode *node, bool *has_sums)
 {
@@ -744,19 +745,18 @@ add_gradients(KlSweep *sweep, const KlSweepNode *node, bool *has_sums)
         }
         *has_sums = true;
         if (state->buffer == value && !state->is_expanded) {
-            sums = plus(sums, size_of(sweep, value)); /* others have its own */
+            sums = plus(sums, size_of(sweep, value)); /* other values keep using its old buffer */
             continue;
         }
         take(sweep, value);
-        state->n_users = state->is_left ? 0 : state->n_users; /* senders keep theirs, not the sum */
+        state->n_users = state->is_left ? 0 : state->n_users; /* the sender keeps only its own */
         state->is_expanded = state->is_broadcast = false;
         (void)put(sweep, value, KL_ID_NONE);
     }
     return sums;
 }
 
-/* Whether all of the gradient of an operand has come, and is added to one there is: that of other chunks, or of
- * the steps before. */
+/* Whether the gradient of an import is complete, and is now added to that of earlier chunks, or to its .grad. */
 static bool
 is_added(const KlSweep *sweep, KlValueId value)
 {
@@ -775,7 +775,7 @@ free_saved(KlSweep *sweep, KlValueId value, uint32_t at)
     }
 }
 
-/* What a node kept goes when its backward has run. */
+/* Free what a node saved, after its backward. */
 static void
 free_kept(KlSweep *sweep, uint32_t at)
 {
@@ -794,8 +794,8 @@ free_kept(KlSweep *sweep, uint32_t at)
     }
 }
 
-/* A recurrent layer takes the steps out of the gradient that comes, goes back through them, and puts what it makes
- * where its input's were: at most one of these is filled up to the longest row. */
+/* Count the backward of a recurrent layer over rows of many lengths. It packs the incoming gradient, runs the backward of
+ * the steps, and unpacks the input's gradient. At most one of these gradients is padded to the longest row. */
 static void
 go_back_through_steps(KlSweep *sweep, uint32_t at, KlBytes more, KlMoments *moments)
 {
@@ -803,7 +803,7 @@ go_back_through_steps(KlSweep *sweep, uint32_t at, KlBytes more, KlMoments *mome
     KlValueId out = node_at(sweep, at)->first_out, buffer = state_of(sweep, out)->buffer;
     const float *uneven = sweep->tape->nodes[id].saves.uneven;
     KlBytes come = zero, beside = by_steps(sweep, at, KL_UNEVEN_BESIDE);
-    if (buffer == KL_ID_NONE) { /* of last states alone, which is little */
+    if (buffer == KL_ID_NONE) { /* only the last states have gradients, which are small */
         come = times(-1, beside);
     } else if (state_of(sweep, buffer)->n_users == 1 && !state_of(sweep, buffer)->is_expanded) {
         come = times(-1, size_of(sweep, buffer));
@@ -871,8 +871,8 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     }
 }
 
-/* Before a chunk goes back all goes that was held for the run alone: memory that it wrote, and what leaves it and
- * nobody sends a gradient to, but for what shares memory with what somebody does. */
+/* Before a chunk's backward, free what was held only for the forward: memory that the run wrote, and exports that get no
+ * gradient, unless they share storage with exports that do. */
 static void
 let_go(KlSweep *sweep)
 {
@@ -910,7 +910,7 @@ kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error)
         }
     }
     if (sweep->span.n_nodes > 0) {
-        note(sweep, sweep->span.nodes[0], zero, moments); /* what was gathered is cut */
+        note(sweep, sweep->span.nodes[0], zero, moments); /* gathered gradients are cut here */
     }
     sweep->freed = before - kl_sweep_live(sweep).fixed;
     return KL_OK;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* sweep.h - the bytes that are live in one run, a body on a chunk or a joint, forward and back.
+/* sweep.h - the live bytes during one run (a segment on a chunk, or a joint), in its forward and backward pass.
  *
- * Call order: init; then for each run open, forward, live, and where it has a graph seed and back. What is
- * looked up is of the run that was opened last. Each storage counts once: what later calls read, what autograd
- * keeps, gradients on their way. All of it is linear in nodes, inputs and outputs of the run. */
+ * Call order: init; then for each run open, forward, live, and if it has a graph seed and back. The state is that of
+ * the run that was opened last. Live are values that later calls read, saved tensors, and gradients that are not
+ * yet used; each storage counts once. The time is linear in nodes, inputs and outputs of the run. */
 #ifndef KL_SWEEP_H
 #define KL_SWEEP_H
 
@@ -14,15 +14,15 @@ typedef struct KlBytes {
     double fixed, per_row;
 } KlBytes;
 
-/* Bytes at one moment: fixed + per_row * rows + per_chunk * chunks; and the node that runs then. */
+/* The bytes at one moment: fixed + per_row * rows + per_chunk * chunks; and the node that runs then. */
 typedef struct KlMoment {
     double fixed, per_row, per_chunk;
-    float gradients, gradients_per_row; /* of these: gradients on their way, or that gather */
-    float temporary, temporary_per_row; /* and what is there only while the node runs */
+    float gradients, gradients_per_row; /* of these, the gradients */
+    float temporary, temporary_per_row; /* of these, the workspace that only this node needs */
     KlNodeId node;
-    uint32_t rows; /* of the axis that a chunk is cut of, which may not be the longest; 0: that */
-    uint32_t step; /* of the schedule */
-    bool is_back;  /* autograd goes back through the node */
+    uint32_t rows; /* of the axis whose chunks run, if that is not the longest; else 0 */
+    uint32_t step; /* the index of the step in the schedule */
+    bool is_back;  /* it is the node's backward */
 } KlMoment;
 
 typedef struct KlMoments {
@@ -30,64 +30,61 @@ typedef struct KlMoments {
     size_t n, n_max;
 } KlMoments;
 
-/* What of a program only the binding knows. */
+/* Facts about a program that the binding supplies. */
 typedef struct KlKnown {
-    const bool *is_cut_in_place; /* [n_imports] a chunk of it lies in the memory of the whole */
-    const bool *has_grad;        /* [n_values] a leaf of autograd, with a gradient from before */
-    const bool *is_cloned;       /* [n_nodes] it writes a clone */
-    double steps,
-        turns; /* of a chunk, in parts of what its rows would have were all alike (KlUneven) */
+    const bool *is_cut_in_place; /* [n_imports] a chunk of it is a view of the whole */
+    const bool *has_grad;        /* [n_values] a leaf whose .grad exists already */
+    const bool *is_cloned;       /* [n_nodes] instead of its input, it writes a clone of it */
+    double steps, turns;         /* of a chunk, relative to those of average rows (KlUneven) */
 } KlKnown;
 
-/* What is gone through: a run, or the program as it was written. */
+/* The nodes that a sweep walks: a run, or the whole program in call order. */
 typedef struct KlSpan {
     const KlNodeId *nodes;    /* [n_nodes] in the order they run */
     const uint32_t *imports;  /* [n_imports] */
     const KlValueId *exports; /* [n_exports] */
     const KlNodeId *combined; /* [n_combined] */
     uint32_t n_nodes, n_imports, n_exports, n_combined;
-    uint32_t stage; /* KL_STAGE_NONE: of all */
+    uint32_t stage; /* KL_STAGE_NONE: nodes of all stages */
     bool is_body;
     bool has_graph;
-    bool
-        is_live; /* writes go where they say; gradients of leaves are there from their backward on */
+    bool is_live; /* a live run: writes are in place, and each leaf keeps its gradient */
 } KlSpan;
 
-/* What is known of a value, close together. */
+/* The size of a value, and facts about it. */
 typedef struct KlSize {
     int64_t n_elements; /* of all rows */
-    double per_row;     /* bytes; 0: it is whole */
+    double per_row;     /* bytes; 0: it has no rows */
     KlStorageId storage;
-    uint32_t
-        gathered_in; /* the last sweep in which chunks are given all of it though it has rows */
-    uint32_t cut_in; /* the last sweep in which a chunk is given rows of it though it is whole */
+    uint32_t gathered_in; /* the last run (serial) whose chunks read it whole, though it has rows */
+    uint32_t cut_in;      /* the last run whose chunks read rows of it, though it is whole */
     uint8_t itemsize;
     bool needs_gradient;
-    /* Who goes through the steps says these three. */
-    bool is_put_together; /* its chunks are parts of one tensor */
-    bool is_there;        /* a run that would make it is given it */
-    bool is_let_go;       /* and what a run made goes before its backward, for no gradient comes */
-    bool is_laid_otherwise; /* its gradient comes laid out otherwise than itself */
+    /* measure.c sets these three. */
+    bool is_put_together; /* its chunks are views of one tensor of all rows */
+    bool is_there;        /* it exists already: the run that makes it allocates nothing */
+    bool is_let_go;       /* likewise, but no gradient is sent to it: it is freed before backward */
+    bool is_laid_otherwise; /* its gradient has another memory layout than itself */
 } KlSize;
 
-/* What is known of a node, close together: the tape's own is several times as long. */
+/* What a sweep reads of a node, close together: KlNode is several times as large. */
 typedef struct KlSweepNode {
     uint32_t first_input, n_inputs; /* into the sweep's inputs */
     KlValueId first_out;
     uint32_t n_outs;
-    const KlHeld *held;     /* by its call */
-    const KlParts *parts;   /* what it leaves in a body; NULL: it is no reduction */
-    uint64_t saved_inputs;  /* bit i: input i is saved for backward, and any over 63 */
-    uint64_t saved_outputs; /* bit i */
-    uint32_t accruing;      /* the input whose gradient a chunk adds to what gathers; KL_ID_NONE */
-    KlBytes further;        /* what it keeps beside values in the run that is open */
+    const KlHeld *held;     /* the temporary memory of its call and backward */
+    const KlParts *parts;   /* of its partial results in a body; NULL: it is no reduction */
+    uint64_t saved_inputs;  /* bit i: input i is saved for backward; inputs over 63 always are */
+    uint64_t saved_outputs; /* bit i: output i is saved for backward */
+    uint32_t accruing;      /* kl_stage_accruing: the input, or KL_ID_NONE */
+    KlBytes further;        /* bytes it saves in the open run that are no values of the tape */
     bool is_uneven;         /* a layer over rows of many lengths: KlUneven */
-    bool has_bytes;         /* the tape tells of further bytes, a workspace ... */
+    bool has_bytes;         /* its KlSaves has byte counts: a workspace ... */
     bool has_gradient;
     bool is_open;
     bool is_writing;
     bool is_random;
-    bool is_for_chunks; /* only chunks need it */
+    bool is_for_chunks; /* as of KlNode: a live run skips it */
 } KlSweepNode;
 
 typedef struct KlSweepStorage KlSweepStorage;
@@ -101,23 +98,23 @@ typedef struct KlSweep {
     KlSize *sizes;            /* [n_values] */
     KlSweepStorage *storages; /* [n_storages] */
     KlSweepValue *values;     /* [n_values] */
-    KlSweepNode *nodes;       /* [n_nodes] those that are staged */
+    KlSweepNode *nodes;       /* [n_nodes] only staged nodes are filled in */
     KlValueId *inputs;        /* [n_inputs] as the tape's */
     KlSpan span;
-    uint32_t serial;                  /* of the run that is open, from 1 on */
-    int64_t rows;                     /* of the axis of a body */
-    uint32_t n_uneven;                /* nodes of the span that are KlUneven */
-    KlBytes made, further, gradients; /* live now: storages, what else is kept, gradients */
-    double freed;                     /* fixed bytes that going back has let go */
-    double most;                      /* fixed bytes at the worst moment so far */
+    uint32_t serial;                  /* the number of the open run, from 1 on */
+    int64_t rows;                     /* of the body's axis */
+    uint32_t n_uneven;                /* nodes of the span that are uneven */
+    KlBytes made, further, gradients; /* live now: storages, other saved bytes, gradients */
+    double freed;                     /* fixed bytes that the backward has freed */
+    double most;                      /* the peak of the fixed bytes so far */
 } KlSweep;
 
-/* On success the caller owns what `sweep` holds: kl_sweep_fini. The tape must not change meanwhile. */
+/* Prepare sweeps of a program. On success the caller must call kl_sweep_fini, and must not change the tape before. */
 KlStatus kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program,
                        const KlKnown *known, KlError *error);
 void kl_sweep_fini(KlSweep *sweep);
 
-/* sweep_known.c: the sizes of all values; then one node that is staged, in their order. */
+/* sweep_known.c: fill in the sizes of all values; then one staged node after the other. */
 void kl_sweep_known_sizes(KlSweep *sweep);
 void kl_sweep_known_node(KlSweep *sweep, KlNodeId id);
 
@@ -126,19 +123,19 @@ KlSpan kl_sweep_span_of_light(const KlProgram *program, const KlLights *lights,
                               const KlLight *light);
 void kl_sweep_open(KlSweep *sweep, const KlSpan *span);
 
-/* The moments of running the nodes in order; NULL: `most` is all that is wanted. */
+/* Run the nodes forward and append a moment for each to `moments`, if not NULL. */
 KlStatus kl_sweep_forward(KlSweep *sweep, KlMoments *moments, KlError *error);
 
-/* What is live now: after forward, what is kept for backward, or leaves. */
+/* Return the live bytes without gradients; after the forward these are saved tensors and exports. */
 KlBytes kl_sweep_live(const KlSweep *sweep);
 
-/* The gradient of `value` is there when going back starts, and to its end; who calls this counts it. */
+/* Note that the gradient of `value` exists during the whole backward; the caller counts its bytes. */
 void kl_sweep_seed(KlSweep *sweep, KlValueId value);
 
-/* Nobody holds `value` any more but the graph, if that keeps it. */
+/* Note that only the graph may still keep `value`. */
 void kl_sweep_let_go(KlSweep *sweep, KlValueId value);
 
-/* The same of going back through the graph that forward left. */
+/* Run the backward of the graph that the forward built, and append its moments, if `moments` is not NULL. */
 KlStatus kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* sweep_known.c - what a sweep looks up of values and nodes, put close together before it goes through them. */
+/* sweep_known.c - copies what sweeps read of values and nodes into small structs, which are faster to walk. */
 #include "sweep.h"
 
 void
@@ -22,7 +22,7 @@ kl_sweep_known_sizes(KlSweep *sweep)
     }
 }
 
-/* The gradient of a value comes laid out otherwise, and so that of what it is a view of all of. */
+/* Note that the gradient of a value, and of the values it is a view of all of, has another layout than the value. */
 static void
 turn(KlSweep *sweep, KlValueId value)
 {

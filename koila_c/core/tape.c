@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* tape.c - owns the recorded program. Appending is constant time; nothing is ever moved, ids stay good
- * until kl_tape_clear. */
+/* tape.c - owns the recorded program. Appending a node takes constant time, and ids stay valid until kl_tape_clear. */
 #include "tape.h"
 
 #include <string.h>
@@ -68,7 +67,7 @@ kl_tape_axis(KlTape *tape, int64_t rows, KlAxisId *axis, KlError *error)
                                   sizeof(*tape->orders), error);
     }
     if (status != KL_OK) {
-        return status; /* axis_of may have grown: n_axes_max is only raised when all have */
+        return status; /* n_axes_max is raised only after all three arrays have grown */
     }
     tape->n_axes_max = n_max;
     *axis = (KlAxisId)tape->n_axes++;
@@ -119,7 +118,7 @@ is_of_order(const KlTape *tape, KlValueId value, KlAxisId order)
            (meta->place.axis == order || (meta->role != KL_ROLE_NONE && meta->order == order));
 }
 
-/* The node runs on the whole. */
+/* Set a node to run once, on the whole batch. */
 static void
 run_once(KlTape *tape, KlNode *node, const char *reason)
 {
@@ -192,7 +191,7 @@ reserve_values(KlTape *tape, size_t n_values, size_t n_storages, KlError *error)
     return status;
 }
 
-/* Room must have been reserved. `storage` KL_ID_NONE: memory of its own. */
+/* Append a value; the caller has reserved the memory. `storage` KL_ID_NONE: it has a storage of its own. */
 static KlValueId
 new_value(KlTape *tape, const KlMeta *meta, KlNodeId node, KlStorageId storage)
 {
@@ -227,7 +226,7 @@ kl_tape_leaf(KlTape *tape, const KlMeta *meta, KlValueId *value, KlError *error)
     return KL_OK;
 }
 
-/* The outputs of a call that writes nothing. */
+/* Append the outputs of a call that writes nothing. */
 static void
 append_outputs(KlTape *tape, const KlRecord *record, KlNodeId node)
 {
@@ -251,8 +250,8 @@ append_outputs(KlTape *tape, const KlRecord *record, KlNodeId node)
     }
 }
 
-/* The outputs of a call that writes input 0: the written value, then, where that is a view, the new
- * version of the whole storage. */
+/* Append the outputs of a call that writes input 0: the written value and, if that is a view, the new version of the
+ * whole storage. */
 static void
 append_written(KlTape *tape, const KlRecord *record, KlNodeId node)
 {
@@ -280,12 +279,12 @@ append_written(KlTape *tape, const KlRecord *record, KlNodeId node)
     KlValueId base = new_value(tape, &meta, node, before.storage);
     storage->base = base;
     tape->values[out].view_of = before.view_of;
-    /* Its gradient goes through the base, as a hook on that sees: who reads it takes the view again. */
+    /* Its gradient must flow through the base, whose hooks see it, so readers take the view again. */
     tape->values[out].version -= meta.requires_grad && !record->is_detached ? 1 : 0;
     tape->nodes[node].n_outs = 2;
 }
 
-/* Room for one more node and all it brings. */
+/* Reserve the memory for one more node with its inputs, outputs and rewrites. */
 static KlStatus
 reserve_node(KlTape *tape, const KlRecord *record, KlError *error)
 {
@@ -328,7 +327,7 @@ kl_tape_mixes_aside(const KlTape *tape, uint32_t n_inputs, const KlValueId *inpu
     return false;
 }
 
-/* What reads an order and knows nothing of it breaks it. */
+/* Break the orders of a call's inputs, unless the call's rule supports orders. */
 static void
 break_orders(KlTape *tape, const KlRecord *record)
 {
@@ -431,7 +430,7 @@ kl_tape_set_done(KlTape *tape, KlNodeId id)
     node->is_done = true;
     for (uint32_t i = 0; i < node->n_outs; i++) {
         KlValue *out = &tape->values[node->first_out + i];
-        out->state = out->node == id ? KL_STATE_LIVE : out->state; /* else it was cut */
+        out->state = out->node == id ? KL_STATE_LIVE : out->state; /* otherwise kl_tape_cut it */
     }
     for (uint32_t i = 0; i < node->n_inputs; i++) {
         KlValueId value = tape->inputs[node->first_input + i].value;
@@ -487,8 +486,9 @@ kl_tape_set_failed(KlTape *tape, KlNodeId id)
     }
 }
 
-/* Values are reached where the user can reach them, or something made from them, or memory that they share
- * and that is written later, or where the generator must still move past what they draw. No memory is asked for: a commit calls this, and must not fail. */
+/* Set is_reached of the values that the user can reach, or that a reached value depends on, or that a pending draw makes
+ * or reads. A write in place is reached if the user can reach its storage. This allocates nothing, since a commit
+ * calls it and must not fail. */
 static void
 find_reached(KlTape *tape)
 {
@@ -519,7 +519,7 @@ find_reached(KlTape *tape)
             }
         }
         if (is_reached && node->refresh_of != KL_ID_NONE) {
-            tape->values[node->refresh_of].is_reached = true; /* a live run takes its tensor */
+            tape->values[node->refresh_of].is_reached = true; /* a live run uses its tensor */
         }
     }
 }
@@ -607,8 +607,8 @@ kl_tape_retire(KlTape *tape, bool is_abandoned_only)
     }
 }
 
-/* Whether a pending node's outputs are wanted without a gradient in their history, or it has an effect
- * that nothing will ask for. */
+/* Whether a pending node has a wanted output that requires no gradient, or updates statistics and has no output that is
+ * reached, so that no later run would ask for it. */
 static bool
 must_run_now(const KlTape *tape, KlNodeId id)
 {
@@ -622,8 +622,8 @@ must_run_now(const KlTape *tape, KlNodeId id)
     return node->leaf_writes != 0 && !is_any_out_reached(tape, id);
 }
 
-/* What runs now, and what that reads, reads and writes leaves (running statistics) that calls before it are
- * still to write: those run with it. Values say here whether one that runs reads or writes them. */
+/* Extend must_run to earlier nodes that write the leaves (running statistics) which nodes that run now read or write.
+ * is_reached here means: a node that runs now reads or writes the value. */
 static void
 find_writers_before(KlTape *tape)
 {

@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* waiting.c - whether all that autograd saves of a run is there anyway, or light to make again. */
+/* waiting.c - finds whether each tensor that autograd saves in a run exists anyway or can be recomputed by light calls. */
 #include "waiting.h"
 
 #include "alloc.h"
 #include "ops.h"
 
-/* What is known of a value: bits. None: it comes from outside. */
+/* Bits about a value. No bit: the run reads it from outside. */
 enum {
-    IS_MADE = 1,  /* the run makes it */
-    IS_HOME = 2,  /* and keeps it by rows for others */
-    IS_LIGHT = 4, /* it is made of what is there by light calls */
-    IS_LISTED = 8,
-    IS_WALKED = 16, /* it is made again now */
-    IS_NEEDED = 32, /* likewise, before the run is gone through again */
+    IS_MADE = 1,    /* the run makes it */
+    IS_HOME = 2,    /* the run leaves it, with rows, for other runs: it is kept in any case */
+    IS_LIGHT = 4,   /* light calls recompute it from values that are kept */
+    IS_LISTED = 8,  /* it is in `again` */
+    IS_WALKED = 16, /* walk() has still to find the calls that recompute it */
+    IS_NEEDED = 32, /* it is in `needs` */
 };
 
 static KlStatus
@@ -32,7 +32,7 @@ light_number(const KlWaiting *waiting, KlValueId value)
     return waiting->lights->number[value];
 }
 
-/* What is gone through again needs this light value, of others than itself. */
+/* Add a light value to `needs`, once. */
 static KlStatus
 need(const KlWaiting *waiting, KlValueId value, KlIds *needs)
 {
@@ -41,7 +41,7 @@ need(const KlWaiting *waiting, KlValueId value, KlIds *needs)
     return is_known ? KL_OK : append(waiting, needs, value);
 }
 
-/* In the order they are made; they are few. */
+/* Sort needs[first:] in the order in which they are made, and clear their bits. Insertion sort: they are few. */
 static void
 settle_needs(const KlWaiting *waiting, const KlIds *needs, size_t first)
 {
@@ -63,7 +63,7 @@ input_of(const KlWaiting *waiting, const KlNode *node, uint32_t k)
     return &waiting->tape->inputs[node->first_input + k];
 }
 
-/* Whether a value is there when the chunk goes back, or will be made. */
+/* Whether a value exists before the chunk's backward, or can be recomputed then. */
 static bool
 is_there(const KlWaiting *waiting, KlValueId value)
 {
@@ -71,7 +71,7 @@ is_there(const KlWaiting *waiting, KlValueId value)
     return (known & IS_MADE) == 0 || (known & (IS_HOME | IS_LIGHT)) != 0;
 }
 
-/* Whether the node normalizes with statistics that it is given: in a chunk it saves its inputs alone. */
+/* Whether the node is a batch normalization that is given the statistics of all chunks: it saves only its inputs. */
 static bool
 is_given_norm(const KlWaiting *waiting, const KlNode *node)
 {
@@ -82,7 +82,7 @@ is_given_norm(const KlWaiting *waiting, const KlNode *node)
            node->row->is_batch_norm;
 }
 
-/* Whether the node writes nothing, or memory that the run made and that nobody else is given as it was. */
+/* Whether the node writes nothing, or only a value that the run made and that no other run reads. */
 static bool
 writes_its_own(const KlWaiting *waiting, const KlNode *node)
 {
@@ -91,7 +91,7 @@ writes_its_own(const KlWaiting *waiting, const KlNode *node)
                                  (waiting->known[written] & (IS_MADE | IS_HOME)) == IS_MADE);
 }
 
-/* Note the results of a node. False: its graph cannot wait for the backward, and it cannot be recomputed alone. */
+/* Set the bits of a node's results. Return false if the node cannot be recomputed alone; then its graph cannot wait. */
 static bool
 note_made(const KlWaiting *waiting, const KlNode *node)
 {
@@ -110,8 +110,8 @@ note_made(const KlWaiting *waiting, const KlNode *node)
     return true;
 }
 
-/* A saved value is held by its home, or is made again: then it is listed. Of what comes from outside a chunk must
- * be a part of the whole and no copy, which the graphs of all chunks would keep. */
+/* Handle one tensor that autograd saves. If the run made it, it must be kept, or is added to `again`. If it is an
+ * input of the run, its chunk must be a view: the graphs of all chunks would keep copies. */
 static KlStatus
 save(const KlWaiting *waiting, const KlNode *node, uint32_t k, bool is_output, bool *can_wait,
      KlIds *again, KlIds *needs)
@@ -138,7 +138,7 @@ save(const KlWaiting *waiting, const KlNode *node, uint32_t k, bool is_output, b
     return append(waiting, again, value);
 }
 
-/* Whether the node writes what it needs for backward: autograd saves a copy of that as it was. */
+/* Whether the node overwrites an input that its backward needs, so that autograd saves a copy of that input. */
 static bool
 saves_what_it_writes(const KlWaiting *waiting, const KlNode *node)
 {
@@ -152,7 +152,7 @@ saves_what_it_writes(const KlWaiting *waiting, const KlNode *node)
            node->saves.bytes_extra == kl_meta_n_bytes(&waiting->tape->values[written].meta);
 }
 
-/* All that autograd saves of a node in a chunk. */
+/* Handle each tensor that autograd saves for a node on a chunk. */
 static KlStatus
 save_all(const KlWaiting *waiting, const KlNode *node, bool *can_wait, KlIds *again, KlIds *needs)
 {
@@ -184,7 +184,7 @@ node_at(const KlWaiting *waiting, const KlRun *run, uint32_t i)
     return &waiting->tape->nodes[waiting->program->nodes.ids[run->nodes.first + i]];
 }
 
-/* To other runs what this one made comes from outside. */
+/* Clear the bits of what a run made: to other runs these are values from outside. */
 static void
 forget_made(const KlWaiting *waiting, const KlRun *run)
 {
@@ -196,7 +196,7 @@ forget_made(const KlWaiting *waiting, const KlRun *run)
     }
 }
 
-/* What leaves a run by rows has a home. */
+/* Mark the results of a run that have rows: other runs read them, so they are kept. */
 static void
 note_homes(const KlWaiting *waiting, const KlRun *run)
 {
@@ -210,8 +210,8 @@ note_homes(const KlWaiting *waiting, const KlRun *run)
     }
 }
 
-/* Go back to what is there from what is to be made again: the light values met on the way, and, where `nodes` is
- * one, the calls. */
+/* Walk back from the values marked IS_WALKED to values that are kept. Append the lights that are read on the way to
+ * `needs`, and the calls, in reverse order, to `nodes`, unless that is NULL. */
 static KlStatus
 walk(const KlWaiting *waiting, const KlRun *run, KlIds *needs, KlIds *nodes)
 {
@@ -240,7 +240,7 @@ walk(const KlWaiting *waiting, const KlRun *run, KlIds *needs, KlIds *nodes)
     return status;
 }
 
-/* Whether the memory of what a run leaves is that of nothing else. */
+/* Whether a result of a run is no view and shares its storage with no other result. */
 static bool
 is_alone(const KlWaiting *waiting, const KlRun *run, KlValueId value)
 {
@@ -253,7 +253,7 @@ is_alone(const KlWaiting *waiting, const KlRun *run, KlValueId value)
     return is_found;
 }
 
-/* Whether nothing wrote a value since its call made it. */
+/* Whether no call has written a value in place since it was made. */
 static bool
 is_as_made(const KlWaiting *waiting, KlValueId value)
 {
@@ -261,7 +261,7 @@ is_as_made(const KlWaiting *waiting, KlValueId value)
     return !kl_stage_is_overwritten(waiting->tape, node, value - node->first_out, true);
 }
 
-/* Note a light value, if the chain that it ends is not too long. */
+/* Add a value to the lights, unless its chain would be longer than `longest`. */
 static KlStatus
 add_light(const KlWaiting *waiting, uint32_t run, KlValueId value, uint32_t longest)
 {
@@ -334,7 +334,7 @@ kl_waiting_find(const KlWaiting *waiting, const KlRun *run, bool *can_wait, KlId
         *can_wait = note_made(waiting, node);
         has_heavy |= node->mode == KL_MODE_ROWS && node->row != NULL && node->row->is_heavy;
     }
-    *can_wait &= has_heavy; /* else to run it again is light */
+    *can_wait &= has_heavy; /* otherwise running the whole body again is cheap */
     for (uint32_t i = 0; i < run->nodes.n && *can_wait && status == KL_OK; i++) {
         const KlNode *node = node_at(waiting, run, i);
         if (kl_stage_has_gradient(waiting->tape, &waiting->program->stages, node)) {
