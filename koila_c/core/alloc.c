@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* alloc.c - the one door to malloc; counts blocks and can fail the nth request for tests. */
+/* alloc.c - calls malloc for the core, counts the blocks, and can make the nth allocation fail for tests. */
 #include "alloc.h"
 
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
-/* Two counters are the core's only writable globals: they exist for tests and are relaxed on purpose,
- * an allocation that races past a limit meant for one thread fails later, never wrongly succeeds. */
+/* These counters for tests are the core's only writable globals. must_fail() reads and decrements the limit in two steps:
+ * if threads race, an allocation may fail later than asked for. */
 static _Atomic int64_t n_before_failure = -1;
 static _Atomic int64_t n_blocks = 0;
 
@@ -61,7 +61,7 @@ kl_alloc_free(void *block)
     }
 }
 
-/* Before each block of scratch stands where the next one is; as long as what malloc aligns to. */
+/* The header of a scratch block, a link to the next one; its size keeps the alignment of malloc. */
 typedef union Link {
     void *next;
     max_align_t align;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* autocast.c - casts metas as torch's lists of ops under autocast say, which are cells of rows. An op that is
- * on no list runs on what it is given. Composite ops have what their parts do. */
+/* autocast.c - casts metas as torch's autocast lists say; the lists are the CAST cells of the op table. An op on no list
+ * gets its inputs as they are. A composite op has the casts of its parts. */
 #include "autocast.h"
 
 #include <string.h>
 
 #include "rules.h"
 
-/* autocast leaves float64 and all that is not floating alone. */
+/* Whether autocast may cast a value: not float64, and only floating-point. */
 static bool
 is_eligible(const KlMeta *meta)
 {
@@ -15,8 +15,8 @@ is_eligible(const KlMeta *meta)
                             meta->dtype == KL_DTYPE_FLOAT32);
 }
 
-/* Whether two operands of "ab,bc->ac" share a letter that the result does not have. Without an arrow the
- * result has the letters that occur once. */
+/* Whether two operands of an equation as "ab,bc->ac" share a letter that the result does not have. Without an arrow
+ * the result has the letters that occur once. */
 static bool
 is_contracted(const char *equation)
 {
@@ -33,7 +33,7 @@ is_contracted(const char *equation)
     return false;
 }
 
-/* An einsum of one operand, or with no product over a letter, is made of ops on no list. */
+/* An einsum that sums over no common letter of two operands runs no op that is on a list. */
 static KlCast
 judge_einsum(const KlCall *call)
 {
@@ -43,7 +43,7 @@ judge_einsum(const KlCall *call)
     return is_contracted(call->args[0].u.text) ? KL_CAST_LOWER : KL_CAST_NONE;
 }
 
-/* The word "mode" of pad is its third. */
+/* The argument "mode" of pad is word 2. */
 static KlCast
 judge_padding(const KlCall *call)
 {
@@ -97,7 +97,7 @@ judge(const KlAutocast *autocast, const KlCall *call)
     }
 }
 
-/* float32 if any input is, else the lower dtype; false where there are others. */
+/* Find the widest dtype: float32 if any input has it, else the lower dtype; false: an input has another one. */
 static bool
 find_widest(const KlAutocast *autocast, const KlCall *call, KlDtype *widest)
 {
@@ -116,7 +116,7 @@ find_widest(const KlAutocast *autocast, const KlCall *call, KlDtype *widest)
     return true;
 }
 
-/* Whether all that takes part is float64 or not floating: autocast does nothing then. */
+/* Whether autocast may cast any input; if not, it does nothing. */
 static bool
 is_any_eligible(const KlCall *call)
 {

@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* autocast.h - what torch's autocast does to a call's inputs before it runs: in which dtype the op sees
- * them. The lists are torch's own (ATen/autocast_mode.h and autocast_mode.cpp), by device type. */
+/* autocast.h - the dtypes to which torch's autocast casts the inputs of a call. The lists of ops are torch's own
+ * (ATen/autocast_mode.h and autocast_mode.cpp), by device type. */
 #ifndef KL_AUTOCAST_H
 #define KL_AUTOCAST_H
 
 #include "ops.h"
 
 typedef struct KlAutocast {
-    KlDtype lower; /* the dtype autocast lowers to */
-    bool is_cuda;  /* whose lists apply: CUDA's, or the CPU's */
+    KlDtype lower; /* autocast's lower dtype */
+    bool is_cuda;  /* the lists of CUDA apply, else those of the CPU */
 } KlAutocast;
 
-/* How the inputs of `call` look when autocast has cast them: seen[i] points to the input itself or to
- * cast[i]. Both arrays are [call->n_inputs]. DECLINED where the lists do not tell. */
+/* Find the metas of the inputs of `call` after autocast: seen[i] points to the input itself or to
+ * cast[i]. Both arrays are [call->n_inputs]. DECLINED: the lists do not determine the dtypes. */
 KlStatus kl_autocast_inputs(const KlAutocast *autocast, const KlCall *call, KlMeta *cast,
                             const KlMeta **seen);
 
-/* What is saved of a cast input is the cast copy: put its bytes where the input's bit was. */
+/* Correct `saves` for inputs that were cast: autograd saves the cast copy, so clear the input's bit and add the bytes. */
 void kl_autocast_saves(const KlCall *call, const KlMeta *const *seen, KlSaves *saves);
 
 #endif

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* base.h - limits, status codes and errors shared by the whole core.
  *
- * The core is pure C: numbers in, numbers out. A function that can fail returns a KlStatus, leaves its
- * arguments as they were on failure, and puts the words into a KlError where the failure is found. */
+ * The core is plain C without Python: numbers in, numbers out. A function that can fail returns a KlStatus, leaves its
+ * arguments unchanged on failure, and writes the error text into a KlError where it detects the failure. */
 #ifndef KL_BASE_H
 #define KL_BASE_H
 
@@ -10,25 +10,25 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define KL_DIMS_MAX 8 /* a value with more dims has no row: it runs live */
+#define KL_DIMS_MAX 8 /* calls on values with more dims run live */
 #define KL_ERROR_TEXT_MAX 512
 #define KL_ID_NONE UINT32_MAX
 
 typedef uint32_t KlNodeId;    /* a recorded call; record order is topological order */
 typedef uint32_t KlValueId;   /* one output of a node, or a leaf */
-typedef uint32_t KlAxisId;    /* one batch; KL_ID_NONE: no axis */
+typedef uint32_t KlAxisId;    /* the batch dimension of one batch; KL_ID_NONE: no axis */
 typedef uint32_t KlStorageId; /* memory that values may share */
 
-/* The name of a parameter that a function of this type has and does not read. */
+/* Names a parameter that the function's type requires and that it does not use. */
 #define KL_UNUSED(name) unused_##name __attribute__((unused))
 
 typedef enum {
     KL_OK = 0,
-    KL_DECLINED,       /* not a failure: the row cannot describe this call */
+    KL_DECLINED,       /* not an error: the row cannot describe this call */
     KL_ERROR_MEMORY,   /* an allocation of the core failed */
     KL_ERROR_SHAPE,    /* illegal sizes: torch itself refuses the call */
     KL_ERROR_ARGUMENT, /* illegal argument: torch itself refuses the call */
-    KL_ERROR_INTERNAL, /* our mistake */
+    KL_ERROR_INTERNAL, /* a bug of koila's */
 } KlStatus;
 
 typedef struct KlError {
@@ -36,7 +36,7 @@ typedef struct KlError {
     char text[KL_ERROR_TEXT_MAX];
 } KlError;
 
-/* Write the words of a failure and return its status. `error` may be NULL. */
+/* Write status and text of a failure into `error`, which may be NULL, and return the status. */
 KlStatus kl_error_set(KlError *error, KlStatus status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 

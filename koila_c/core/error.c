@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* error.c - the one place where a failure gets its words. */
+/* error.c - writes the text of an error. */
 #include "base.h"
 
 #include <stdarg.h>

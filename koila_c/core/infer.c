@@ -144,7 +144,7 @@ has_whole_gradient(const KlInferred *result)
     return has_gradient;
 }
 
-/* Set requires_grad of the outputs. A view of a value that requires grad requires it even in no_grad mode, as in torch. */
+/* Set requires_grad of the outputs. As in torch, a view of a value that requires grad does so even in no_grad mode. */
 static KlStatus
 settle_grads(const KlCall *call, KlInferred *result)
 {

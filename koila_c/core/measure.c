@@ -239,8 +239,8 @@ find_combined(const Step *step, const KlRun *run, double *kept, double *seeds)
     }
 }
 
-/* Hold the gradients of a run's inputs from outside its body, unless they are held already. Return the bytes of those that
- * the run makes chunk by chunk. */
+/* Hold the gradients of a run's inputs from outside its body, unless they are held already. Return the bytes of those
+ * that the run makes chunk by chunk. */
 static double
 gather_gradients(Step *step, const KlRun *run, uint32_t body)
 {
@@ -595,7 +595,7 @@ let_go_of_left(Step *step, const KlStep *of)
     return left;
 }
 
-/* Set whether a run's results exist already, as they do for a graph that waited, so that the sweep does not count them. */
+/* Set whether a run's results exist already, as for a graph that waited: then the sweep does not count them. */
 static void
 set_there(Step *step, const KlRun *run, bool is_there)
 {

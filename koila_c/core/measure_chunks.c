@@ -4,7 +4,7 @@
 
 #include <math.h>
 
-/* If there are enough rows, chunks have a multiple of 8 rows (koila/planner.py). */
+/* If there are enough rows, chunks have a multiple of 8 rows (koila/planning/planner.py). */
 enum { UNIT = 8 };
 
 static bool

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* meta.c - plain facts about metas and dtypes: sizes, names, contiguity, equality of places. */
+/* meta.c - computes properties of metas and dtypes: sizes, names, contiguity, equality of places. */
 #include "meta.h"
 
 typedef struct {
@@ -63,7 +63,7 @@ kl_meta_set_contiguous(KlMeta *meta)
     int64_t stride = 1;
     for (int32_t dim = meta->n_dims - 1; dim >= 0; dim--) {
         meta->strides[dim] = stride;
-        /* torch steps over an empty dim as if it had one entry */
+        /* torch counts an empty dim as size 1 here */
         stride *= meta->shape[dim] > 1 ? meta->shape[dim] : 1;
     }
     meta->is_strided = true;
@@ -78,7 +78,7 @@ kl_meta_is_contiguous(const KlMeta *meta)
     int64_t stride = 1;
     for (int32_t dim = meta->n_dims - 1; dim >= 0; dim--) {
         if (meta->shape[dim] == 0) {
-            return true; /* nothing is stored: every layout is row-major */
+            return true; /* without elements every layout is row-major */
         }
     }
     for (int32_t dim = meta->n_dims - 1; dim >= 0; dim--) {

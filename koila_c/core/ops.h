@@ -72,7 +72,7 @@ typedef enum { KL_ROW_OP, KL_ROW_VIEW, KL_ROW_INPLACE, KL_ROW_RANDOM } KlRowKind
 
 typedef enum { KL_MODE_ROWS, KL_MODE_REDUCE, KL_MODE_ONCE } KlMode;
 
-/* The ways to split a reduction into partial results, from reductions.def; koila/partials.py has their torch code. */
+/* The ways to split a reduction, from reductions.def; koila/reductions/partials.py has the torch code of each. */
 #define REDUCTION(name_, ...) KL_REDUCE_##name_,
 typedef enum {
 #include "reductions.def"
@@ -110,7 +110,7 @@ typedef struct KlSplit {
 } KlSplit;
 
 /* Byte counts of a recurrent layer over a packed sequence, in which each step holds only the rows that are long enough.
- * Its padded input and output are counted elsewhere; koila/uneven.py computes these numbers. From KEPT on they are
+ * Its padded input and output are counted elsewhere; koila/memory/uneven.py computes these numbers. From KEPT on they are
  * pairs: bytes for one step of one row, and bytes for each *turn*, a step at which the reverse direction starts on
  * more rows. */
 typedef enum {

@@ -113,8 +113,8 @@ gathers(const Build *build, KlNodeId id, KlValueId value)
     return is_gathered;
 }
 
-/* Whether a value is read or kept outside a run (`is_beside_body`: outside all segments of its body). Other bodies that read
- * light work on data do not count, since they run it again. */
+/* Whether a value is read or kept outside a run (`is_beside_body`: outside all segments of its body). Other bodies that
+ * read light work on data do not count, since they run it again. */
 static bool
 is_read_elsewhere(const Build *build, KlValueId value, const KlRun *run, bool is_beside_body)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_args.c - fetches the arguments of a call. An argument of a kind that a rule did not expect declines
- * the call: it may be legal, the rule just cannot describe it. */
+/* rules_args.c - reads the arguments of a call. If an argument has a kind that the rule does not expect, the call is
+ * declined: it may be legal, but the rule cannot describe it. */
 #include "rules.h"
 
 #include <string.h>

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* rules_attention.c - scaled_dot_product_attention: (*, l, e), (*, s, e), (*, s, v) -> (*, l, v).
  *
- * torch picks one of several kernels by shape, dtype, device and what is allowed. Where it is not known which
- * (on a GPU), the larger set is told of what the choice changes: strides of the result, bytes kept. */
+ * torch chooses one of several kernels by shape, dtype, device and the user's settings. If the choice is not known (on
+ * a GPU), the rules state what holds for each: unknown strides, and the most bytes that any kernel saves. */
 #include "rules.h"
 
 /* The first three words are the first three inputs. */
@@ -20,7 +20,7 @@ read_options(const KlCall *call, double *dropout, bool *is_causal, bool *is_grou
     return status == KL_OK && is_declined ? KL_DECLINED : status;
 }
 
-/* Shape of the attention weights, without their last two dims: query, key and value broadcast. */
+/* Find the shape of the attention weights without the last two dims: query, key and value broadcast. */
 static KlStatus
 broadcast_lead(const KlCall *call, bool is_grouped, KlMeta *lead, KlError *error)
 {
@@ -75,8 +75,8 @@ check_mask(const KlCall *call, const KlMeta *lead, KlError *error)
     return status == KL_OK && !is_typed ? KL_DECLINED : status;
 }
 
-/* Whether a fused kernel may be taken: of four dims of one batch and one feature size, densely stored features, a mask
- * of two or four dims that needs no gradient, and no dropout. Those of other devices than the CPU have no float64. */
+/* Whether torch may use a fused kernel: four dims, equal batch and feature sizes, contiguous features, a mask of two or
+ * four dims that requires no grad, and no dropout. On other devices than the CPU not for float64. */
 static bool
 is_fused(const KlCall *call, double dropout, bool is_grouped)
 {
@@ -120,7 +120,7 @@ shape_attention(const KlCall *call, KlInferred *result, KlError *error)
     out.shape[out.n_dims++] = query->shape[query->n_dims - 2];
     out.shape[out.n_dims++] = value->shape[value->n_dims - 1];
     status = kl_rules_out(result, &out, error);
-    result->is_random = dropout > 0.0 && dropout < 1.0; /* of all or none nothing is drawn */
+    result->is_random = dropout > 0.0 && dropout < 1.0; /* with 0 and 1 torch draws none */
     bool may_be_fused = status == KL_OK && is_fused(call, dropout, is_grouped);
     if (may_be_fused && query->device == 0) {
         kl_rules_preserve(&result->outs[0], query); /* laid out as the query */
@@ -173,7 +173,7 @@ place_attention(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* Whether its first dims can be merged without a copy. */
+/* Whether all dims but the last two can be merged without a copy. */
 static bool
 is_batch_of_matrices(const KlMeta *meta)
 {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_complex.c - complex numbers as pairs of real ones: views of the pairs, and of their parts. */
+/* rules_complex.c - views of complex values as pairs of real numbers, and of their real and imaginary parts. */
 #include "rules.h"
 
 #include <string.h>
 
-/* One output that is the first input again, of other strides. */
+/* Make one output that is a view of the first input; the caller sets its strides. */
 static KlStatus
 view_of(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -25,7 +25,7 @@ shape_conj(const KlCall *call, KlInferred *result, KlError *error)
     return is_complex ? view_of(call, result, error) : shape_itself(call, result, error);
 }
 
-/* Every second number of a complex value; a real one has no other part than itself. */
+/* A view of every second number of a complex value. */
 KlStatus
 shape_imag(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -63,7 +63,7 @@ shape_view_as_real(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* The last dim holds the pairs, which must lie together, at every second place. */
+/* The last dim holds the pairs: its stride must be 1, and the other strides even. */
 KlStatus
 shape_view_as_complex(const KlCall *call, KlInferred *result, KlError *error)
 {

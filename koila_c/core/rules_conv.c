@@ -40,7 +40,7 @@ kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *valu
     return kl_rules_spatial(call, arg, n, values, values);
 }
 
-/* The numbers of a convolution, each [n] where it has one for each spatial dim. */
+/* The parameters of a convolution; arrays have an entry for each spatial dim. */
 typedef struct {
     int32_t n; /* spatial dims */
     bool is_same;
@@ -195,8 +195,8 @@ place_conv(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* Whether a kernel takes the input as it lies: all that lies row-major, or channels last where input or weight does.
- * Else it works on a copy, as on what is not known. */
+/* Whether the kernel reads the input without a copy: if it is row-major, or channels last if input or weight is. With
+ * unknown strides it is taken to make a copy. */
 static bool
 is_taken_as_it_lies(const KlCall *call, bool is_in_blocks)
 {
@@ -209,7 +209,7 @@ is_taken_as_it_lies(const KlCall *call, bool is_in_blocks)
                                                       : kl_rules_is_like_channels_last(input));
 }
 
-/* What oneDNN's kernels work on: a convolution goes from one side to the other, a transposed one back. */
+/* The operands of oneDNN's kernels. A convolution computes `to` from `from`, a transposed one `from` from `to`. */
 typedef struct {
     const KlMeta *from, *to, *weight;
     const Conv *conv;
@@ -236,7 +236,7 @@ fill(int64_t n, int64_t width)
     return (n + width - 1) / width * width;
 }
 
-/* Bytes of one side as oneDNN lays it out, its channels in blocks; groups are not filled up. */
+/* Return the bytes of one side in oneDNN's blocked layout, which pads the channels unless there are groups. */
 static int64_t
 count_blocked(const Sides *sides, const KlMeta *meta, int64_t width)
 {
@@ -245,7 +245,7 @@ count_blocked(const Sides *sides, const KlMeta *meta, int64_t width)
     return is_filled ? n_bytes / n * fill(n, width) : n_bytes;
 }
 
-/* Bytes of the weight in blocks on one side or on both. */
+/* Return the bytes of the weight with one or both of its channel dims in blocks. */
 static int64_t
 count_weight(const Sides *sides, int64_t width, bool is_from_filled)
 {
@@ -257,7 +257,8 @@ count_weight(const Sides *sides, int64_t width, bool is_from_filled)
                      fill(n_to, width);
 }
 
-/* The passes as measured, with what they make: operands are copied into blocks, and the result back out of them. */
+/* Return the temporary bytes of a pass, including its result, as measured: operands are copied into blocks, and the
+ * result is copied back. */
 static int64_t
 pass_forward(const Sides *sides)
 {
@@ -267,7 +268,7 @@ pass_forward(const Sides *sides)
     return n_to + kl_larger(n_from + n_weight, kl_meta_n_bytes(sides->to));
 }
 
-/* With strides the gradient comes with channels last, is copied as it is, and then made contiguous. */
+/* With strides, the gradient has channels last, is copied in that layout, and then made contiguous. */
 static int64_t
 pass_back(const Sides *sides)
 {
@@ -292,8 +293,8 @@ pass_to_weight(const Sides *sides)
            count_blocked(sides, sides->to, width) + count_weight(sides, width, !is_taken);
 }
 
-/* Kernels for 16 bits that take channels last (with AMX, or arithmetic in float16) copy operands so, and what they make
- * back, and once more. Beside that, as measured, they hold a row and the weight, filled up, whatever the chunk. */
+/* 16-bit kernels that need channels last (with AMX, or float16 arithmetic) copy the operands to that layout, and copy the
+ * result back twice. They also hold, as measured, a row and the weight, padded, for any chunk size. */
 static void
 work_in_tiles(const KlCall *call, const Sides *sides, int64_t n_in, int64_t n_out, int64_t n_rows,
               KlSaves *saves)
@@ -355,8 +356,8 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_
     }
 }
 
-/* The other kernels write patches side by side: of all rows, or of one row after the other. They take groups one by
- * one, as copies, and join what comes of them. */
+/* The other kernels write patches as columns (im2col), for all rows at once or row by row. They copy the groups, compute
+ * one after the other, and join the results. */
 static void
 work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_transposed,
                 KlSaves *saves)
@@ -416,7 +417,7 @@ work(const KlCall *call, const KlInferred *result, const Conv *conv, bool is_tra
     }
 }
 
-/* padding="same" pads by hand where it cannot pad both sides alike: then the padded copy is kept. */
+/* If padding="same" must pad the two sides differently, torch pads the input first and saves the padded copy. */
 void
 saves_conv(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_digits.c - where the rows are, as arithmetic.
+/* rules_digits.c - finds where the rows are after reshapes, and aligns the rows of several inputs.
  *
- * NOTE [digits]: write the index of an element, in row-major order, as a number of mixed radix. The batch
- * is one digit of it: dim `dim` of size outer * rows * inner has the index (o * rows + row) * inner + i.
- * Merging dims (view, flatten) makes numbers out of digits and splitting dims takes them apart again, so
- * all that ever has to be kept is what stands to the digit's left (outer, and the dims before) and to its
- * right (inner, and the dims after). Two values can be met element by element in one chunk only if the
- * digit is at the same place in both. */
+ * NOTE [digits]: write the row-major index of an element as a number of mixed radix. The row is one digit of it: in
+ * dim `dim` of size outer * rows * inner, the index is (o * rows + row) * inner + i. Merging dims (view, flatten)
+ * joins digits to a larger number, and splitting dims separates them again. So it is enough to know the size of
+ * what is left of the row's digit (outer, and the dims before) and right of it (inner, and the dims after). Two
+ * values can be combined element by element in a chunk only if the digit is at the same place in both. */
 #include "rules.h"
 
 KlStatus
@@ -92,7 +91,7 @@ bool
 kl_rules_factor(const KlMeta *from, const KlPlace *place, int64_t rows, const KlMeta *to,
                 KlPlace *found)
 {
-    int64_t left = place->outer; /* entries of the digits to the left of the rows */
+    int64_t left = place->outer; /* the product of the digits to the left of the rows */
     int64_t right = place->inner;
     for (int32_t dim = 0; dim < place->dim; dim++) {
         left *= from->shape[dim];

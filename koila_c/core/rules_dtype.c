@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_dtype.c - dtypes of results, one function for each word of the column. A dtype that torch refuses
- * for an op is declined: torch raises its own error. */
+/* rules_dtype.c - the dtype rules: the dtypes of results. A dtype that torch refuses for an op is declined, so that
+ * torch raises its own error. */
 #include "rules.h"
 
-/* complex gives its own real type */
+/* Return the real dtype of a complex one; other dtypes are unchanged. */
 static KlDtype
 real_of(KlDtype dtype)
 {
@@ -74,7 +74,7 @@ dtype_promote(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return promote_among(call, result, call->row->kinds);
 }
 
-/* sub refuses bools, as bitwise arithmetic in disguise */
+/* sub refuses bools */
 KlStatus
 dtype_promote_sub(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -109,7 +109,7 @@ dtype_to_bool(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNU
     return KL_OK;
 }
 
-/* Comparing needs a common type, though the answer is a bool. */
+/* A comparison needs a common dtype, although its result is a bool. */
 KlStatus
 dtype_compare(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -117,7 +117,7 @@ dtype_compare(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? dtype_to_bool(call, result, error) : status;
 }
 
-/* lerp, addcdiv and their kin: floats of one type */
+/* lerp, addcdiv and similar ops: floats of one dtype */
 KlStatus
 dtype_all_same(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -136,7 +136,7 @@ dtype_all_float(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_is_integral(dtype) ? KL_DECLINED : dtype_all_same(call, result, error);
 }
 
-/* The dtypes of two arguments, of which neither is the condition in args[number]. */
+/* Promote the dtypes of the two arguments besides the condition. */
 static KlStatus
 promote_beside(const KlCall *call, KlInferred *result, uint32_t input)
 {
@@ -203,8 +203,8 @@ dtype_to_mean(const KlCall *call, KlInferred *result, KlError *error)
     return KL_OK;
 }
 
-/* std, var: real also for complex; with a mean in the second output, of the input's own type. A dtype is named
- * where batch_norm asks for what its rows meet in, of halves in more than that. */
+/* std, var: real for complex inputs, too; the mean, the second output, has the input's dtype. batch_norm names a dtype to
+ * get the statistics of half-precision inputs in float32. */
 KlStatus
 dtype_to_var(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -228,7 +228,7 @@ dtype_vector_norm(const KlCall *call, KlInferred *result, KlError *error)
     return dtype_abs(call, result, error);
 }
 
-/* all, any: torch keeps uint8 for old programs' sake */
+/* all, any: a bool, but uint8 for uint8, for backward compatibility */
 KlStatus
 dtype_to_all(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
@@ -244,7 +244,7 @@ dtype_index(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSE
     return KL_OK;
 }
 
-/* values, and the indices they came from */
+/* values, and their indices */
 KlStatus
 dtype_value_index(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {

@@ -1,18 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_einsum.c - torch.einsum: the equation is read once, and is already in the language of NOTE
- * [labels].
+/* rules_einsum.c - torch.einsum: its equation has the letters of NOTE [labels] in rules_labels.c.
  *
- * Two operands are followed step by step through ATen's einsum and sumproduct_pair, whose
- * permutations decide the strides of the result and which operands are copied; with more, the
- * strides are not known and what is kept is estimated from above. A single operand is declined:
- * its result may be a view of it. */
+ * For two operands the rules follow ATen's einsum and sumproduct_pair, whose permutations determine
+ * the strides of the result and which operands are copied. With more operands the strides are
+ * unknown, and the saved bytes are an upper bound. A call with one operand is declined, because the
+ * result may be a view of it. */
 #include "rules.h"
 
 #include <string.h>
 
 enum { LETTERS_ALL_MAX = 64 };
 
-/* Letters are their characters, dims of the ellipsis are 1 .. n_ellipsis. */
+/* A parsed equation. A letter is its character code; the dims of the ellipsis are 1 .. n_ellipsis. */
 typedef struct {
     uint32_t n_operands;
     int32_t n_ellipsis;
@@ -50,7 +49,7 @@ read_term(const char **text, uint8_t *term, int32_t *n, int32_t *dots)
     return true;
 }
 
-/* Put the letters of a term on the dims of an operand. */
+/* Assign the letters of a term to the dims of an operand. */
 static bool
 label_operand(KlLabels *labels, const uint8_t *term, int32_t n, int32_t dots, int32_t n_dims,
               int32_t n_ellipsis)
@@ -137,7 +136,7 @@ append_ellipsis(Equation *equation)
     }
 }
 
-/* The letters of the result, written out or implied, then the others in torch's order. */
+/* Find the letters of the result, explicit or implied, and then all others, in torch's order. */
 static bool
 read_result(const char *text, Equation *equation, const uint8_t *counts)
 {
@@ -170,7 +169,7 @@ read_result(const char *text, Equation *equation, const uint8_t *counts)
         }
         equation->n_out = equation->n_all;
         if (equation->n_out != n + (dots < 0 ? 0 : equation->n_ellipsis)) {
-            return false; /* a letter twice */
+            return false; /* it has a letter twice */
         }
     }
     append_ellipsis(equation);
@@ -182,7 +181,7 @@ read_result(const char *text, Equation *equation, const uint8_t *counts)
     return true;
 }
 
-/* KL_DECLINED for all that torch would refuse too: its own words are better. */
+/* Parse the equation. Decline whatever torch refuses, so that torch raises its own error. */
 static KlStatus
 read_equation(const KlCall *call, Equation *equation)
 {
@@ -200,7 +199,7 @@ read_equation(const KlCall *call, Equation *equation)
     return is_read ? KL_OK : KL_DECLINED;
 }
 
-/* An operand with a dim for every letter, as einsum aligns them; a letter twice is a diagonal. */
+/* Align an operand as einsum does, with a dim for each letter; a letter that occurs twice takes the diagonal. */
 static void
 align_operand(const Equation *equation, const KlMeta *meta, const KlLabels *labels, KlMeta *aligned)
 {
@@ -259,7 +258,7 @@ plan_pair(const KlCall *call, const Equation *equation, Pair *pair)
         pair->n[1] > 0 && pair->n[2] > 0 && pair->order[2][pair->n[2] - 1] < pair->order[1][0];
 }
 
-/* The batch of matrices that bmm is given is a view of the operand, whose strides are known. */
+/* Whether bmm's operand is a view of the einsum operand, and the strides of that are known. */
 static bool
 is_pair_view(const Pair *pair, int operand)
 {
@@ -282,7 +281,7 @@ is_pair_view(const Pair *pair, int operand)
     return kl_rules_view_strides(&permuted, &merged);
 }
 
-/* Strides of the result of bmm, seen with its dims in the order of the result. */
+/* Set the strides of the result: those of bmm's result, permuted to the order of the letters. */
 static void
 set_pair_strides(const Equation *equation, const Pair *pair, KlMeta *out)
 {

@@ -47,7 +47,7 @@ place_embedding(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* input (n, d), indices, max_norm, norm_type: rows of the table that are looked up are shrunk in place */
+/* input (n, d), indices, max_norm, norm_type: rescales in place the rows of the table that are looked up */
 KlStatus
 shape_embedding_renorm(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -73,7 +73,7 @@ shape_one_hot(const KlCall *call, KlInferred *result, KlError *error)
     KlStatus status = kl_rules_int(call, 1, -1, &n_classes);
     if (status != KL_OK || input == NULL || input->dtype != KL_DTYPE_INT64 || n_classes <= 0 ||
         input->n_dims + 1 > KL_DIMS_MAX) {
-        return KL_DECLINED; /* without num_classes the shape is in the data */
+        return KL_DECLINED; /* without num_classes the shape depends on the data */
     }
     KlMeta out = *input;
     out.shape[out.n_dims++] = n_classes;
@@ -100,7 +100,7 @@ enum {
     BAG_WEIGHTS = 8
 };
 
-/* The mode: 's'um, 'm'ean, or ma'x'; 0: the call is not described. */
+/* Return the mode: 's'um, 'm'ean, or ma'x'; 0: the call is declined. */
 static char
 read_bag(const KlCall *call)
 {
@@ -156,8 +156,8 @@ place_embedding_bag(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(e
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* For each index its bag, and for each bag where it begins, how long it is, and what was largest; on the way back
- * the indices are sorted. Sums in float32 have a kernel that keeps less, and makes it then. */
+/* Saved: the bag of each index, and the start, the length and the maxima of each bag. Backward sorts the indices. For
+ * sums in float32 torch has a kernel that saves less and computes the rest in backward. */
 void
 saves_embedding_bag(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

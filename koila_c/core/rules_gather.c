@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_gather.c - ops that read or write along a dim where an index tensor says. Nothing broadcasts here:
- * an index that is shorter than the value is legal, and means other rows than it would in a chunk. So an
- * input that has the rows must have all of them. */
+/* rules_gather.c - ops that read or write the entries of a dim that an index tensor names. They do not broadcast: an
+ * index that is shorter than the value is legal, but in a chunk it would name other rows. So an input that has the
+ * rows' dim must have all rows. */
 #include "rules.h"
 
 static const char index_couples[] = "an index reaches across the samples";
 
-/* The dim in args[1]. */
+/* Get the dim in args[1]. */
 static KlStatus
 get_dim(const KlCall *call, int32_t *dim, KlError *error)
 {
@@ -25,7 +25,7 @@ index_of(const KlCall *call, uint32_t arg)
     return is_index ? index : NULL;
 }
 
-/* `small` fits into `large` in every dim but `free_dim` (-1: in every one). */
+/* Whether `small` is not larger than `large` in any dim except `free_dim` (-1: in any dim). */
 static bool
 fits(const KlMeta *small, const KlMeta *large, int32_t free_dim)
 {
@@ -56,7 +56,7 @@ shape_gather(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_contiguous(result, index, error);
 }
 
-/* All inputs but `other` have their rows at `want`, and so has the result. */
+/* Place a call with the rows of all inputs but `other`, and of the result, at `want`. Return KL_OK. */
 static KlStatus
 match_but(const KlCall *call, KlInferred *result, uint32_t other, const KlPlace *want)
 {
@@ -76,7 +76,7 @@ place_gather(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     const KlPlace *of_index = &call->inputs[1]->place;
     if (kl_place_is_rows(of_index) && of_index->dim == dim &&
         !kl_place_is_rows(&call->inputs[0]->place)) {
-        result->outs[0].place = *of_index; /* each row looks up the whole value */
+        result->outs[0].place = *of_index; /* each row of the index reads the whole value */
         return KL_OK;
     }
     return want.dim == dim ? kl_rules_once(result, index_couples)
@@ -150,7 +150,7 @@ place_index_select(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(er
     return KL_OK;
 }
 
-/* select_masked(x, mask, n_each): x[mask], where each entry of dim 0 has n_each that the mask chooses */
+/* select_masked(x, mask, n_each): x[mask], if the mask selects n_each elements in each entry of dim 0 */
 KlStatus
 shape_select_masked(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -187,13 +187,13 @@ place_select_masked(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(e
         return kl_rules_once(result, "a mask chooses among the samples");
     }
     result->outs[0].place = want;
-    result->outs[0].place.inner *= call->args[2].u.i; /* the rule of its shape has seen it */
+    result->outs[0].place.inner *= call->args[2].u.i; /* n_each: the shape rule has checked it */
     const char *reason = kl_rules_match(call, result, 0, &want);
     reason = reason == NULL ? kl_rules_match(call, result, 1, &want) : reason;
     return reason == NULL ? KL_OK : kl_rules_once(result, reason);
 }
 
-/* Backward needs the mask. Forward and backward each allocate the indices of the chosen entries. */
+/* Backward needs the mask. Forward and backward each allocate the indices of the selected elements. */
 void
 saves_select_masked(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -204,7 +204,7 @@ saves_select_masked(const KlCall *call, const KlInferred *result, KlSaves *saves
         n_chosen * mask->n_dims * (int64_t)kl_meta_dtype_bytes(KL_DTYPE_INT64);
 }
 
-/* index_add(x, dim, index, source), index_copy: slices of source go where index says */
+/* index_add(x, dim, index, source), index_copy: slices of source are written at the indices */
 KlStatus
 shape_index_add(const KlCall *call, KlInferred *result, KlError *error)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_gradient.c - gradients that have a graph themselves, of rows each by itself: derived.py. */
+/* rules_gradient.c - gradient_of: gradients with create_graph=True of calls that treat each row alone (derived.py). */
 #include "rules.h"
 
 enum { INPUTS, READ = 3, N_KEPT = 5, N_ALONE };
@@ -10,7 +10,7 @@ input_of(const KlCall *call, uint32_t i)
     return call->inputs[call->args[INPUTS].input + i];
 }
 
-/* The gradient of each input, of its shape; how torch lays it out is left open. */
+/* Make the gradient of each input, with its shape and unknown strides. */
 KlStatus
 shape_gradient_of(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -33,7 +33,7 @@ dtype_gradient_of(const KlCall *call, KlInferred *result, KlError *error)
     return KL_OK; /* they have those of the inputs */
 }
 
-/* Python has seen that no row of an output has to do with others. */
+/* derived.py has checked that each row of an output depends only on the same row of the inputs. */
 KlStatus
 place_gradient_of(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
@@ -48,7 +48,8 @@ place_gradient_of(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(err
     return KL_OK;
 }
 
-/* As counted when it was recorded. Going back, gradients wait for the backward of the calls in between. */
+/* The bytes are counted when the call is recorded. In its backward, gradients are held during the backward of the calls
+ * that it differentiates. */
 void
 saves_gradient_of(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

@@ -4,12 +4,12 @@
 
 #include <string.h>
 
-/* torch runs an index as an elementwise op over the value, with stride 0 where it is indexed, and the
- * index tensors. */
+/* Set the strides of an indexed result. torch runs indexing as an elementwise op over the value, with stride 0 in the
+ * indexed dims, and the index tensors. */
 static KlStatus
 index_strides(const KlOutline *outline, KlMeta *out, KlError *error)
 {
-    KlMeta source = *out; /* its strides are the value's so far */
+    KlMeta source = *out; /* at this point its strides are the value's */
     const KlMeta *operands[KL_OUTLINE_TENSORS_MAX + 1] = {&source};
     KlMeta indices[KL_OUTLINE_TENSORS_MAX];
     source.is_strided = outline->basic.is_strided;
@@ -59,8 +59,8 @@ shape_getitem(const KlCall *call, KlInferred *result, KlError *error)
 
 /* --- places --------------------------------------------------------------------------------------------- */
 
-/* The digit of the batch dim after item `number` sliced it: whole turns of the rows stay rows, and the
- * slice's own numbers follow the chunk. NULL, or the reason why not. */
+/* Find the place of the rows after a slice of their dim. A slice that keeps whole repetitions of all rows has rows, and
+ * its numbers are rewritten for chunks. Return NULL, or the reason why there are no rows. */
 static const char *
 slice_place(const KlCall *call, KlInferred *result, int32_t at, KlPlace *place)
 {
@@ -84,7 +84,7 @@ slice_place(const KlCall *call, KlInferred *result, int32_t at, KlPlace *place)
     return NULL;
 }
 
-/* The dim of an index tensor that counts all of the rows' dim, -1: there is none. */
+/* Return the dim of an index tensor that counts all entries of the rows' dim (0, 1, 2, ...); -1: there is none. */
 static int32_t
 range_dim(const KlOutlineTensor *tensor, int64_t size)
 {
@@ -100,7 +100,7 @@ range_dim(const KlOutlineTensor *tensor, int64_t size)
     return kl_meta_n_elements(&tensor->meta) == size ? found : -1;
 }
 
-/* Every index tensor but `skipped` follows the digit `want` of the block. */
+/* Make each index tensor but `skipped` follow the rows at `want` of the block. */
 static const char *
 follow_block(const KlCall *call, KlInferred *result, const KlOutline *outline, const KlPlace *want,
              int32_t skipped)
@@ -129,7 +129,7 @@ follow_block(const KlCall *call, KlInferred *result, const KlOutline *outline, c
     return NULL;
 }
 
-/* x[arange(size), index]: each entry of the rows' dim is met with its own index. */
+/* x[arange(size), index]: each entry of the rows' dim is read with its own index. */
 static const char *
 range_place(const KlCall *call, KlInferred *result, const KlOutline *outline, int32_t at,
             KlPlace *place)
@@ -162,7 +162,7 @@ first_rows_tensor(const KlCall *call, const KlOutline *outline)
     return -1;
 }
 
-/* Where the rows of the indexed value are in what the index gives. NULL, or the reason why nowhere. */
+/* Find where the rows of the indexed value are in the result. Return NULL, or the reason why it has none. */
 static const char *
 indexed_place(const KlCall *call, KlInferred *result, const KlOutline *outline, KlPlace *place)
 {
@@ -185,7 +185,7 @@ indexed_place(const KlCall *call, KlInferred *result, const KlOutline *outline, 
                                                            : NULL;
 }
 
-/* The dim of the result that what was rows of the indexed value is in, if rows were taken; -1: none is. */
+/* Return the result dim that holds a selection of the indexed value's rows; -1: there is none. */
 static int32_t
 taken_dim(const KlCall *call, const KlInferred *result, const KlOutline *outline)
 {
@@ -231,8 +231,8 @@ place_getitem(const KlCall *call, KlInferred *result, KlError *error)
 
 /* --- x[index] = value ------------------------------------------------------------------------------------ */
 
-/* x[mask] = value, with the same value for all that the mask chooses: the one use of a mask whose shapes do
- * not depend on its values. */
+/* Whether the call is x[mask] = value with a single value: the only use of a mask in which no shape depends on the mask's
+ * values. */
 static bool
 is_mask(const KlCall *call)
 {
@@ -308,7 +308,7 @@ shape_setitem(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_out(result, call->inputs[0], error) : status;
 }
 
-/* What is written to is a view, whose gradient is copied on its way, and zeros then. */
+/* The call writes through a view: in backward torch copies the view's gradient and then fills it with zeros. */
 void
 saves_setitem(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -322,7 +322,7 @@ saves_setitem(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* The written value follows the rows at `place` of what the index gives. */
+/* Make the written value follow the rows at `place` of the indexed part. */
 static const char *
 follow_value(const KlCall *call, KlInferred *result, const KlOutline *outline, const KlPlace *place)
 {
@@ -335,7 +335,7 @@ follow_value(const KlCall *call, KlInferred *result, const KlOutline *outline, c
     return kl_rules_follow(call, result, call->args[2].input, &own);
 }
 
-/* Rows written into a WHOLE value: where they land it must be as long as the batch, and is then sliced. */
+/* Find the place at which a WHOLE target of written rows is sliced: it must have the size of the batch there. */
 static const char *
 target_place(const KlCall *call, const KlInferred *result, const KlOutline *outline, KlPlace *place)
 {
@@ -373,7 +373,7 @@ place_setitem(const KlCall *call, KlInferred *result, KlError *error)
         uint32_t mask = call->args[1].u.items[0].input;
         place = kl_place_is_rows(&place) ? place : call->inputs[mask]->place;
         reason = kl_rules_match(call, result, 0, &place);
-        /* A mask of fewer dims than that of the rows is given whole, which one with rows cannot be. */
+        /* A mask that ends before the rows' dim is read whole, so it must not have rows. */
         bool is_met =
             place.dim < call->inputs[mask]->n_dims || kl_place_is_rows(&call->inputs[mask]->place);
         if (reason == NULL && is_met) {
@@ -398,7 +398,7 @@ place_setitem(const KlCall *call, KlInferred *result, KlError *error)
     }
     KlPlace written = place;
     if (reason == NULL) {
-        /* Also for a WHOLE target: the slice that the index takes of it may hold a number to rewrite. */
+        /* This is needed for a WHOLE target, too: a slice in the index may have a number to rewrite. */
         reason = indexed_place(call, result, &outline, &written);
     }
     if (reason == NULL) {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_join.c - ops that put values together or take them apart along a dim: cat, stack, split, repeat,
- * flip. Along the batch they add to the digit's left or right (see NOTE [digits]). */
+/* rules_join.c - ops that join values or take them apart along a dim: cat, stack, split. Along the rows' dim they change
+ * what is left or right of the row's digit (NOTE [digits] in rules_digits.c). */
 #include "rules.h"
 
 #include <string.h>
@@ -11,14 +11,14 @@ static const char batch_split[] = "the batch itself is split";
 
 /* --- cat and stack ------------------------------------------------------------------------------------- */
 
-/* torch.tensor([]), which cat passes over whatever the others' dims: only its dtype counts. */
+/* Whether a value is like torch.tensor([]): cat ignores its shape, and only its dtype counts. */
 static bool
 is_legacy_empty(const KlMeta *meta)
 {
     return meta->n_dims == 1 && meta->shape[0] == 0;
 }
 
-/* The number of the first input that cat does not pass over, or n_inputs. */
+/* Return the first input that cat does not ignore, or n_inputs. */
 static uint32_t
 first_joined(const KlCall *call)
 {
@@ -29,7 +29,7 @@ first_joined(const KlCall *call)
     return i;
 }
 
-/* cat makes a row-major value unless all inputs are NHWC in memory; `n_added` dims of 1 at the end. */
+/* Set the strides of cat: row-major, unless all inputs, with `n_added` dims of size 1 at the end, are NHWC in memory. */
 static void
 set_join_strides(const KlCall *call, KlMeta *out, int32_t n_added)
 {
@@ -51,7 +51,7 @@ set_join_strides(const KlCall *call, KlMeta *out, int32_t n_added)
     }
 }
 
-/* One more value along dim `at` of the output. */
+/* Add an input to the shape of the output, along dim `at`. */
 static KlStatus
 join_shape(KlMeta *out, const KlMeta *input, int32_t at, KlError *error)
 {
@@ -143,7 +143,7 @@ dtype_join(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return KL_OK;
 }
 
-/* All inputs have the rows of the first one in ROWS; along another dim than the batch. */
+/* Place a join along another dim than the rows': all inputs follow the rows of the first input that has them. */
 static KlStatus
 join_beside(const KlCall *call, KlInferred *result)
 {
@@ -164,7 +164,7 @@ join_beside(const KlCall *call, KlInferred *result)
     return KL_OK;
 }
 
-/* cat along the batch dim: the digit gets more to its left, [a; b] is (2, rows). */
+/* Place a cat along the rows' dim: [a; b] is (2, rows), so `outer` of the digit grows. */
 static KlStatus
 join_batch(const KlCall *call, KlInferred *result, int32_t at)
 {
@@ -212,7 +212,7 @@ place_stack(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 
 /* --- split ---------------------------------------------------------------------------------------------- */
 
-/* One more view of the first input: entries start .. start + size - 1 of dim `at`. */
+/* Make `out` a view of `size` entries of dim `at` of the first input. */
 static void
 take_part(const KlCall *call, KlMeta *out, int32_t at, int64_t size)
 {
@@ -300,7 +300,7 @@ shape_chunk(const KlCall *call, KlInferred *result, KlError *error)
     return split_evenly(call, result, at, (call->inputs[0]->shape[at] + n - 1) / n, error);
 }
 
-/* torch's graph does not know of views made so: where grad mode is off they require no gradient. */
+/* Return `status`. Autograd does not track the views of these ops, so in no_grad mode they require no grad. */
 static KlStatus
 untracked(KlStatus status, const KlCall *call, KlInferred *result)
 {
@@ -354,7 +354,7 @@ shape_unbind(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* A part of the batch dim is rows again if it is a number of whole turns of the digit. */
+/* Whether a part of the rows' dim consists of whole repetitions of all rows; if so, set its place. */
 static bool
 set_turns(KlMeta *out, const KlPlace *place, int64_t turn)
 {
@@ -380,7 +380,7 @@ place_split(const KlCall *call, KlInferred *result, KlError *error)
     }
     const KlArg *sizes = &call->args[1];
     if (sizes->kind == KL_ARG_INT && result->n_outs == 1) {
-        return KL_OK; /* a size that a chunk cannot exceed either */
+        return KL_OK; /* no chunk is longer than the size of a part, either */
     }
     for (uint32_t i = 0; i < (sizes->kind == KL_ARG_INTS ? sizes->n : 1); i++) {
         int64_t size = sizes->kind == KL_ARG_INTS ? sizes->u.ints[i] : sizes->u.i;
@@ -400,7 +400,7 @@ place_chunk(const KlCall *call, KlInferred *result, KlError *error)
     if (status != KL_OK || at != place->dim) {
         return status == KL_OK ? place_moved(call, result, error) : status;
     }
-    /* The number of parts stays; each must hold whole turns whatever the rows are. */
+    /* The number of parts is fixed: in each chunk, each part must hold all rows a whole number of times. */
     if (place->outer % call->args[1].u.i != 0) {
         return kl_rules_once_again(result, batch_split, at);
     }

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_labels.c - rows of ops that are more than elementwise, and small tools of the layer rules.
+/* rules_labels.c - finds the rows of ops that are described like einsum, and functions that layer rules share.
  *
- * NOTE [labels]: write an op as einsum does, with a letter for each dim that runs through it on
- * its own: conv2d is "n..., ... -> n...", scaled_dot_product_attention "bld, bsd, bsd -> bld".
- * The letter of the rows' dim then says everything: inputs that have it are sliced, inputs that
- * lack it are given whole, outputs that have it are in ROWS. A dim that is mixed with others of
- * its value (the channels of a convolution, the dim of a softmax) has no letter. Rows whose
- * letter no output has are summed over. */
+ * NOTE [labels]: describe an op as einsum does, with a letter for each dim along which it works entry by
+ * entry: conv2d is "n..., ... -> n...", scaled_dot_product_attention "bld, bsd, bsd -> bld". The letter of
+ * the rows' dim then determines the split: inputs that have it are sliced, inputs that lack it are read
+ * whole, outputs that have it have rows. A dim whose entries the op mixes (the channels of a convolution,
+ * the dim of a softmax) has no letter. If no output has the letter, the op sums over the rows. */
 #include "rules.h"
 
 #include <string.h>
@@ -25,7 +24,7 @@ find_letter(const KlLabels *labels, int32_t n_dims, uint8_t letter, bool *is_twi
     return found;
 }
 
-/* Slice every input that has the letter; NULL, or the reason why that cannot be. */
+/* Slice every input that has the letter. Return NULL, or the reason why that is impossible. */
 static const char *
 follow_letter(const KlCall *call, KlInferred *result, const KlWiring *wiring, uint8_t letter,
               KlPlace want)

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-/* The memory format in args[arg]; PRESERVE is torch's default for copies. */
+/* Get the memory format in args[arg]; PRESERVE is torch's default for copies. */
 static KlStatus
 get_format(const KlCall *call, uint32_t arg, KlFormat fallback, KlFormat *format)
 {
@@ -37,7 +37,7 @@ set_format(KlMeta *out, const KlMeta *input, KlFormat format)
     return KL_DECLINED;
 }
 
-/* The output is the first input, the very object. */
+/* Make the output the first input, the same Python object. */
 static void
 set_same(const KlCall *call, KlInferred *result)
 {
@@ -46,7 +46,7 @@ set_same(const KlCall *call, KlInferred *result)
     kl_rules_alias(result, KL_ALIAS_SAME, 0);
 }
 
-/* A dense value with no dim of one entry has only one way to be row-major. */
+/* Whether a dim has size 1. Without one, a dense value has only one row-major stride order. */
 static bool
 has_one(const KlMeta *meta)
 {
@@ -104,7 +104,7 @@ shape_clone(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], format) : status;
 }
 
-/* The memory format among a cast's arguments. */
+/* Return the memory format among a cast's arguments. */
 static KlFormat
 find_format(const KlCall *call)
 {
@@ -206,7 +206,7 @@ dtype_to_dense(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error)
     return cast_to(call, result, kl_rules_dtype(call, call->inputs[0]->dtype), false);
 }
 
-/* x.type(dtype); without one it is a question */
+/* x.type(dtype); x.type() only returns the name of the type */
 KlStatus
 dtype_type(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
@@ -216,7 +216,7 @@ dtype_type(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 
 /* --- new values ------------------------------------------------------------------------------------------ */
 
-/* dtype, layout, device, pin_memory, requires_grad in a row, beginning at args[first] */
+/* Read dtype, layout, device, pin_memory and requires_grad, in args[first] to args[first + 4]. */
 static KlStatus
 read_options(const KlCall *call, KlInferred *result, uint32_t first)
 {
@@ -324,7 +324,7 @@ shape_new_full(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_is_number(&call->args[2]) ? new_value(call, result, 3, error) : KL_DECLINED;
 }
 
-/* The value depends on no row. Whether a size is the batch's shows where the value is used. */
+/* The value depends on no row. Whether one of its sizes is the number of rows is decided when a call reads it. */
 KlStatus
 place_constant(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
 {

@@ -2,15 +2,15 @@
 /* rules_loss.c - losses whose terms are elements or rows, summed or averaged over all of them.
  *
  * A mean over the rows is combined from the sum of each chunk and the number of terms, see
- * KL_REDUCE_LOSS in python/koila/partials.py: the mean of means is wrong where chunks differ in
- * size. */
+ * KL_REDUCE_LOSS in koila/reductions/partials.py: the mean of the chunks' means is wrong if chunks
+ * have different sizes. */
 #include "rules.h"
 
 #include <string.h>
 
 enum { REDUCTION_NONE, REDUCTION_SUM = 2 };
 
-/* Number of the word `reduction` in the row's signature. */
+/* Return the number of the word `reduction` in the row's signature. */
 static uint32_t
 reduction_arg(const KlCall *call)
 {
@@ -27,7 +27,7 @@ reduction_arg(const KlCall *call)
 KlStatus
 kl_rules_reduction(const KlCall *call, bool *is_reduced)
 {
-    /* The schema's default is Mean, but torch's argument parser reads that text as 0. */
+    /* The schema's default is Mean, but torch's argument parser converts it to 0, "none". */
     int64_t reduction = REDUCTION_NONE;
     KlStatus status = kl_rules_int(call, reduction_arg(call), REDUCTION_NONE, &reduction);
     *is_reduced = reduction != REDUCTION_NONE;
@@ -52,7 +52,7 @@ kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms, 
     return status;
 }
 
-/* Wire inputs of `terms`' shape, aligned from the right; `is_term` says which dims are dims of the loss. */
+/* Place a loss whose inputs have n_dims dims, aligned from the right; the first n_dims_terms are dims of its terms. */
 static KlStatus
 wire_loss(const KlCall *call, KlInferred *result, int32_t n_dims, int32_t n_dims_terms)
 {
@@ -93,7 +93,7 @@ shape_loss(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
 }
 
-/* The targets, args[1], must not need a gradient: torch refuses, or keeps things no rule describes. */
+/* Decline targets, args[1], that require grad: torch refuses them, or saves tensors that no rule describes. */
 KlStatus
 shape_loss_plain_target(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -107,7 +107,7 @@ shape_loss_ranking(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_needs_grad(call, 2) ? KL_DECLINED : shape_loss(call, result, error);
 }
 
-/* input and target are of one shape; weights broadcast to it and need no gradient */
+/* input and target have one shape; weights broadcast to it and require no grad */
 KlStatus
 shape_loss_equal(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -148,7 +148,7 @@ place_loss(const KlCall *call, KlInferred *result, KlError *error)
     if (terms.shape[dim] != kl_rules_span(place, kl_rules_rows(call, result))) {
         return kl_rules_once(result, "a batch of one sample is broadcast");
     }
-    /* mse_loss and its kin divide the gradient of a mean by the size of the operand, broadcast or not. */
+    /* mse_loss and similar losses divide a mean's gradient by the operand's size, even if it is broadcast. */
     for (uint32_t i = 0; i < 2 && is_reduced; i++) {
         if (kl_meta_n_elements(call->inputs[i]) != kl_meta_n_elements(&terms)) {
             return kl_rules_once(result, "a loss broadcasts its operands");
@@ -171,7 +171,7 @@ saves_loss_l1(const KlCall *call, const KlInferred *result, KlSaves *saves)
     kl_rules_save_new(result, saves, count_terms(call), call->inputs[0]->dtype);
 }
 
-/* Weights of the positive terms are blended in on the way back, and so is a target that wants a gradient. */
+/* Backward computes with pos_weight, and for the gradient of a target, in temporary tensors. */
 void
 saves_loss_logits(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -228,7 +228,7 @@ is_same_shape(const KlMeta *left, const KlMeta *right, int32_t n_dims)
            memcmp(left->shape, right->shape, (size_t)n_dims * sizeof(left->shape[0])) == 0;
 }
 
-/* Vectors (n, d) or (d); the first `n_vectors` inputs are of that shape, the others of (n) or (). */
+/* Make a loss of vectors (n, d) or (d): the first `n_vectors` inputs have that shape, the others (n) or (). */
 static KlStatus
 shape_vectors(const KlCall *call, uint32_t n_vectors, KlInferred *result, KlError *error)
 {
@@ -339,7 +339,7 @@ saves_loss_triplet(const KlCall *call, const KlInferred *result, KlSaves *saves)
     kl_rules_save_new(result, saves, (is_swapped ? 3 : 2) * (n + n_rows) + n_rows, input->dtype);
 }
 
-/* multilabel_margin_loss: where the targets are, as numbers */
+/* multilabel_margin_loss: a tensor that marks the targets */
 void
 saves_loss_multilabel(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -347,7 +347,7 @@ saves_loss_multilabel(const KlCall *call, const KlInferred *result, KlSaves *sav
     kl_rules_save_new(result, saves, kl_meta_n_elements(call->inputs[0]), call->inputs[0]->dtype);
 }
 
-/* Floats of one dtype; ints are class numbers and may stand among them. */
+/* All floats have one dtype; int tensors are class numbers and are allowed. */
 KlStatus
 dtype_loss(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
@@ -362,7 +362,7 @@ dtype_loss(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return kl_meta_dtype_is_float(dtype) ? KL_OK : KL_DECLINED;
 }
 
-/* The same without half types, which have no kernel on the CPU. */
+/* Likewise, without half precision, for which the CPU has no kernel. */
 KlStatus
 dtype_loss_wide(const KlCall *call, KlInferred *result, KlError *error)
 {

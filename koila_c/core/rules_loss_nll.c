@@ -1,24 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* rules_loss_nll.c - cross-entropy and negative log-likelihood.
  *
- * NOTE [weighted mean]: the mean of these losses divides by the sum of the weights of the labels
- * that count (all but ignore_index), which is in the data: a mean of chunk means is wrong even
- * for equal chunks. It is combined as sum(part 0) / sum(part 1): part 0 is the op itself with
- * reduction="sum", part 1 the weight of the chunk's labels, which reads target and weight only.
- * That holds with label smoothing too, because torch divides the smooth part by the same weight.
- * Class probabilities count 1 each, whatever their weights. */
+ * NOTE [weighted mean]: the mean of these losses divides by the sum of the weights of all labels
+ * except ignore_index, which depends on the data: the mean of the chunks' means is wrong even for
+ * chunks of equal size. It is combined as sum(part 0) / sum(part 1): part 0 is the op itself with
+ * reduction="sum", part 1 the weight of the chunk's labels, which reads only target and weight.
+ * This also holds with label smoothing, because torch divides the smooth term by the same weight.
+ * With class probabilities each row counts 1, whatever the weights. */
 #include "rules.h"
 
 enum { INPUT, TARGET, WEIGHT };
 
-/* Class numbers, (n, d1, ...), or probabilities, of the input's own shape. */
+/* Whether the target has class numbers, (n, d1, ...), and not probabilities, in the input's shape. */
 static bool
 has_class_numbers(const KlMeta *input, const KlMeta *target)
 {
     return target->n_dims == input->n_dims - 1;
 }
 
-/* The dims of the loss: those of the input without the classes. */
+/* Find the dims of the loss terms: those of the input without the class dim. */
 static KlStatus
 read_terms(const KlCall *call, KlMeta *terms, KlError *error)
 {
@@ -82,7 +82,7 @@ shape_nll(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
 }
 
-/* nll_loss takes one or two dims, nll_loss2d four; nll_loss_nd sends the others to one of them */
+/* nll_loss takes one or two dims, nll_loss2d four; nll_loss_nd reshapes others for one of them */
 KlStatus
 shape_nll_flat(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -104,8 +104,8 @@ dtype_nll(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return kl_meta_dtype_is_float(call->inputs[INPUT]->dtype) ? KL_OK : KL_DECLINED;
 }
 
-/* The rows are the classes: each label finds its score in one chunk, and the exponentials of a term's scores are
- * summed over all chunks. */
+/* Place a loss whose classes are the rows: the logit of each label is in one chunk, and the exponentials of a term's
+ * logits are summed over all chunks. */
 static KlStatus
 place_classes(const KlCall *call, KlInferred *result)
 {
@@ -154,7 +154,7 @@ place_nll(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
 
-/* Keep an argument that is made dense on the way if it is not: then the copy, or both where that is not known. */
+/* Note that an argument is saved, or the dense copy of it if it is not dense; both, if its strides are unknown. */
 static void
 save_dense(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg)
 {
@@ -224,8 +224,8 @@ place_ctc(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(
     return kl_rules_once(result, "ctc_loss takes the lengths of all samples at once");
 }
 
-/* The forward variables of every path are kept, (n, t, 2 * longest target + 1): the longest is
- * in the data, at most the targets' size. */
+/* The forward variables of each path are saved, (n, t, 2 * longest target + 1). The length of the longest target
+ * depends on the data; it is at most the targets' size. */
 void
 saves_ctc(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

@@ -25,7 +25,7 @@ expect_size(int64_t left, int64_t right, KlError *error)
     return KL_OK;
 }
 
-/* Both arguments, or KL_DECLINED. */
+/* Get args[arg] and the next argument, both tensors. */
 static KlStatus
 get_pair(const KlCall *call, uint32_t arg, const KlMeta **left, const KlMeta **right)
 {
@@ -50,8 +50,8 @@ letters(uint8_t first, uint8_t second, uint8_t third)
     return (KlLabels){{first, second, third}};
 }
 
-/* args[arg] and args[arg + 1] of `n_left` and `n_right` dims are multiplied: the last dim of the
- * left by the last but one (or only) of the right. */
+/* Make the product of args[arg] and args[arg + 1], of `n_left` and `n_right` dims: it sums over the last dim of the
+ * left and the last but one (or only) dim of the right. */
 static KlStatus
 shape_pair(const KlCall *call, uint32_t arg, int32_t n_left, int32_t n_right, KlInferred *result,
            KlError *error)
@@ -82,7 +82,7 @@ shape_pair(const KlCall *call, uint32_t arg, int32_t n_left, int32_t n_right, Kl
     return make_plain(result, shape, n_dims, error);
 }
 
-/* The first argument is added to the product: it must broadcast to it. */
+/* Check that the first argument, which is added to the product, broadcasts to it. */
 static KlStatus
 check_addend(const KlCall *call, const KlInferred *result, KlError *error)
 {
@@ -126,7 +126,7 @@ SHAPE_ADDED(addmv, 2, 1)
 SHAPE_ADDED(baddbmm, 3, 3)
 #undef SHAPE_ADDED
 
-/* What is made is laid out for kernels, in whole 16 bytes: other sizes are declined. */
+/* torch pads rows of the result to whole 16 bytes; sizes that need padding are declined. */
 KlStatus
 shape_grouped_mm(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -163,7 +163,7 @@ shape_addbmm(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? check_addend(call, result, error) : status;
 }
 
-/* Shape of a vector by a vector, every pair of entries. */
+/* Make the outer product of two vectors. */
 static KlStatus
 shape_pairs(const KlCall *call, uint32_t arg, KlInferred *result, KlError *error)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_matmul_nd.c - torch.matmul, which is a dot product, mv, mm, bmm or a folded mm by the
- * number of dims, and what the products keep for backward. The cases follow _matmul_impl in
- * ATen's LinearAlgebra.cpp, because copies made on the way are what is kept. */
+/* rules_matmul_nd.c - torch.matmul, which runs a dot product, mv, mm, bmm or a folded mm, depending on the
+ * number of dims, and the tensors that products save. The cases follow _matmul_impl in ATen's
+ * LinearAlgebra.cpp, because autograd saves the copies that it makes. */
 #include "rules.h"
 
 enum { LETTER_ROW = 20, LETTER_SUM = 21, LETTER_COLUMN = 22 };
@@ -18,7 +18,7 @@ size_sum_right(const KlMeta *right)
     return right->shape[right->n_dims >= 2 ? right->n_dims - 2 : 0];
 }
 
-/* Drop a leading dim of size 1. */
+/* Return `meta` without its first dim, if that has size 1. */
 static KlMeta
 squeeze_first(const KlMeta *meta)
 {
@@ -57,7 +57,7 @@ squeeze_pair(KlMeta *left, KlMeta *right)
     }
 }
 
-/* The batch dims of the larger operand are folded into a matrix, so that mm serves. */
+/* Whether torch folds the batch dims of the larger operand into the rows of a matrix and calls mm. */
 static bool
 is_folded(const KlMeta *left, const KlMeta *right)
 {
@@ -147,7 +147,7 @@ shape_matmul(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* Letters of one operand: its batch dims as the output counts them, then two of its own. */
+/* Return the letters of an operand: those of the output's batch dims, then those of its last two dims. */
 static KlLabels
 label_operand(const KlMeta *meta, int32_t n_out_batch, uint8_t before, uint8_t last)
 {
@@ -183,8 +183,8 @@ place_matmul(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* Keep `meta`, args[arg], or the copy that merging its first dims makes. Where the strides are
- * not known it may be either: both are counted. */
+/* Note that args[arg], `meta`, is saved, or the copy that merging its first dims makes. With unknown
+ * strides it may be either, so both are counted. */
 static void
 save_folded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg,
             const KlMeta *meta)
@@ -198,9 +198,9 @@ save_folded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32
     }
 }
 
-/* The same for an operand that is expanded to the batch of the output and then folded to three
- * dims: a copy is made for the other's gradient, or only while the product runs; and its own
- * gradient is as large as that copy before it is summed. */
+/* Likewise for an operand that is expanded to the output's batch dims and then folded to three dims: the
+ * copy is saved for the other operand's gradient, or else freed after the product; and its own gradient
+ * has the size of that copy until it is summed. */
 static void
 save_expanded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg,
               const KlMeta *meta, bool is_kept, int32_t n_out_batch)

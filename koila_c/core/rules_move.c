@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_move.c - views that reorder, drop, add or repeat whole dims. A shape rule says in dim_map where
- * each dim of the input went; place_moved sends the rows along. */
+/* rules_move.c - views that reorder, remove, add or repeat whole dims. A shape rule stores in dim_map the output dim of
+ * each input dim, from which place_moved finds the rows. */
 #include "rules.h"
 
 #include <string.h>
 
-/* One output that is a view of the first input, without dims yet. */
+/* Make one output that is a view of the first input; its dims are added later. */
 static KlStatus
 begin_view(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -182,7 +182,7 @@ shape_squeeze(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* A squeezed dim that holds nothing but the rows stays in the whole batch, and is dropped in a chunk of one row. */
+/* Squeeze leaves a dim that consists of the rows as it is, but would remove it in a chunk of one row. */
 KlStatus
 place_squeeze(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -309,7 +309,7 @@ shape_diagonal(const KlCall *call, KlInferred *result, KlError *error)
     return KL_OK;
 }
 
-/* A dim in word 1, an int in word 2, and one in word 3 where it is asked for. */
+/* Get a dim in word 1, an int in word 2, and an int in word 3 if `third` is not NULL. */
 static KlStatus
 get_dim_and_ints(const KlCall *call, int32_t *dim, int64_t *second, int64_t *third, KlError *error)
 {
@@ -409,7 +409,7 @@ shape_narrow(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* Whole turns of the rows stay rows, as in a slice. */
+/* A part that consists of whole repetitions of all rows still has rows, as in a slice. */
 KlStatus
 place_narrow(const KlCall *call, KlInferred *result, KlError *error)
 {

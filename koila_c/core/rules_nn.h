@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_nn.h - the words of the sections in ops_nn.def: products, layers, losses, attention, draws. */
+/* rules_nn.h - declares the rules of the ops in ops_nn.def: products, layers, losses, attention, draws. */
 #ifndef KL_RULES_NN_H
 #define KL_RULES_NN_H
 
 /* --- labels (rules_labels.c): see NOTE [labels] there ----------------------------------------- */
 
-/* One letter for each dim of a value. Dims with the same letter run together; 0: a dim of its own. */
+/* A letter for each dim of a value (NOTE [labels] in rules_labels.c). Equal letters are aligned; 0: no letter. */
 typedef struct KlLabels {
     uint8_t of[KL_DIMS_MAX]; /* [n_dims] */
 } KlLabels;
 
-enum { KL_LABELS_MAX = 8 }; /* inputs a rule labels; those after them have no letters */
+enum { KL_LABELS_MAX = 8 }; /* the inputs that a rule can label; later ones have no letters */
 
-/* How a call moves its rows. */
+/* The letters of a call's inputs and outputs. */
 typedef struct KlWiring {
     KlLabels inputs[KL_LABELS_MAX]; /* [n_inputs] */
     KlLabels outs[4];               /* [n_outs] */
@@ -20,40 +20,40 @@ typedef struct KlWiring {
     const char *reason; /* ... with this reason; also for rows in a dim without letter */
 } KlWiring;
 
-/* Wire a call: find the letter of the rows, slice every input that has it, place the outputs. */
+/* Place a call: find the letter of the rows, slice each input that has it, and place the outputs. */
 KlStatus kl_rules_wire(const KlCall *call, KlInferred *result, const KlWiring *wiring);
 
-/* Letters 1 .. n_dims from the left for a value of the full shape. */
+/* Return the letters 1 .. n_dims, from the left. */
 KlLabels kl_rules_letters(int32_t n_dims);
-/* The letters of an operand with `n_dims` that broadcasts from the right to `full`, of n_dims_full. */
+/* Return the letters of an operand with `n_dims` dims that broadcasts from the right to `full`, of n_dims_full. */
 KlLabels kl_rules_letters_right(KlLabels full, int32_t n_dims_full, int32_t n_dims);
 
 /* --- small tools (rules_labels.c) ------------------------------------------------------------- */
 
-/* The strides are those of a new row-major tensor, also in dims of size 1 (where torch's choice
- * of memory format looks at them). */
+/* Whether the strides are those of a new row-major tensor, including dims of size 1 (which torch's choice
+ * of memory format reads). */
 bool kl_rules_is_plain(const KlMeta *meta);
-/* A new output: row-major strides if every tensor of the call is plain, else not known. */
+/* Set the strides of a new output: row-major if every tensor of the call is plain, else unknown. */
 void kl_rules_settle_plain(const KlCall *call, KlInferred *result);
-/* kl_rules_out, settled so. */
+/* kl_rules_out, then kl_rules_settle_plain. */
 KlStatus kl_rules_out_plain(const KlCall *call, KlInferred *result, const KlMeta *like,
                             KlError *error);
-/* The same by torch's memory formats: outputs of 4 dims are channels_last if one of the first
+/* Likewise, considering torch's memory formats: outputs of 4 dims are channels_last if one of the first
  * `n_deciders` inputs, all of 4 dims, suggests it, else row-major. Other numbers of dims: as
  * kl_rules_settle_plain. */
 void kl_rules_settle_format(const KlCall *call, KlInferred *result, uint32_t n_deciders);
-/* Input of args[arg] as bit of KlSaves.inputs; nothing where it is no tensor. */
+/* Note that args[arg] is saved, if it is a tensor. */
 void kl_rules_save(const KlCall *call, KlSaves *saves, uint32_t arg);
-/* The tensor args[arg] requires grad. */
+/* Whether args[arg] is a tensor that requires grad. */
 bool kl_rules_needs_grad(const KlCall *call, uint32_t arg);
-/* New memory of n elements. */
+/* Note that a new tensor of n elements is saved. */
 void kl_rules_save_new(const KlInferred *result, KlSaves *saves, int64_t n, KlDtype dtype);
-/* The other dims of `meta` can be merged into dim 0 without a copy: view(-1, shape[-1]). */
+/* Whether view(-1, shape[-1]) needs no copy. */
 bool kl_rules_is_foldable(const KlMeta *meta);
-/* args[arg] as `n` numbers, one for each spatial dim: a tuple, one number for all, or the fallback. */
+/* Get args[arg] as `n` numbers, one for each spatial dim: a tuple, one number for all, or the fallback. */
 KlStatus kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fallback,
                           int64_t *values); /* rules_conv.c */
-/* The same where a tuple needs `n` entries and the word must be given. */
+/* Likewise, but the argument is required, and a tuple must have `n` entries. */
 KlStatus kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *values);
 
 KL_DTYPE(uniform); /* all tensors share one dtype, the output's; no bool */
@@ -181,9 +181,9 @@ KL_SAVES(rms_norm);
 
 /* --- losses (rules_loss.c, rules_loss_nll.c) -------------------------------------------------- */
 
-/* The loss's word `reduction`, an int: something other than "none". */
+/* Find whether the loss's argument `reduction`, an int, is not "none". */
 KlStatus kl_rules_reduction(const KlCall *call, bool *is_reduced);
-/* The output of a loss whose terms have the shape of `terms`: of that shape, or a scalar. */
+/* Make the output of a loss: with the shape of its terms, or a scalar. */
 KlStatus kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms,
                             KlError *error);
 

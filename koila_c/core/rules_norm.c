@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_norm.c - normalisation over the features of a row (layer, rms, group, instance) and over
- * the rows themselves (batch_norm in training, which couples them). */
+/* rules_norm.c - normalization over the features of a row (layer, rms, group, instance) and over the rows
+ * (batch_norm in training). */
 #include "rules.h"
 
-/* Whether batch_norm is given the statistics of the batch: words of koila's own, and the last inputs. */
+/* Whether batch_norm is given the statistics of all rows, in words of koila's own that are the last inputs. */
 static bool
 has_batch_statistics(const KlCall *call)
 {
     return call->n_args > 10 && kl_rules_is_given(call, 9) && kl_rules_is_given(call, 10);
 }
 
-/* Input 0 is real floating point; weights and statistics have its dtype, or float32 beside a half type. */
+/* Input 0 is real floating-point; weights and statistics have its dtype, or float32 with a half-precision input. */
 KlStatus
 dtype_norm(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
@@ -29,14 +29,14 @@ dtype_norm(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return KL_OK;
 }
 
-/* The statistics a normalisation keeps: in the dtype of its parameters where they are wider. */
+/* Return the dtype of saved statistics: that of the parameters, if these are wider than the input. */
 static KlDtype
 stats_dtype(const KlCall *call)
 {
     return call->inputs[call->n_inputs > 1 ? 1 : 0]->dtype;
 }
 
-/* args[arg] is absent, None or a vector of n entries. */
+/* Whether args[arg] is absent, None or a vector of n entries. */
 static bool
 is_vector(const KlCall *call, uint32_t arg, int64_t n)
 {
@@ -47,7 +47,7 @@ is_vector(const KlCall *call, uint32_t arg, int64_t n)
 
 /* --- layer_norm, rms_norm: input, normalized_shape, weight, [bias,] eps ----------------------- */
 
-/* Dims that args[1] normalises, the last ones; weights must have their shape. */
+/* Find the number of last dims that args[1] normalizes; the weights must have their shape. */
 static KlStatus
 read_normalized(const KlCall *call, uint32_t n_weights, int32_t *n, KlError *error)
 {
@@ -112,7 +112,7 @@ place_layer_norm(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* Elements of the input for each normalised group. */
+/* Return the number of groups that are normalized each by itself. */
 static int64_t
 count_groups(const KlCall *call)
 {
@@ -137,7 +137,7 @@ saves_layer_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* Composed of smaller ops, which work in float32 on half types. What they hold beside what they keep is measured. */
+/* torch composes it of smaller ops, which compute in float32 for half precision. Their temporary memory is measured. */
 void
 saves_rms_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -166,7 +166,7 @@ saves_rms_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
 
 /* --- group_norm: input, num_groups, weight, bias, eps ----------------------------------------- */
 
-/* A new output that follows torch's memory format of the first input. */
+/* Make an output in torch's memory format of the first input. */
 static KlStatus
 make_like(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -205,7 +205,7 @@ place_group_norm(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(erro
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* The input is kept, or the dense copy that was made of it. */
+/* Note that the input is saved, or the dense copy that torch makes of it. */
 static void
 save_dense(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -319,8 +319,8 @@ saves_batch_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* It is a batch_norm of (1, n * c, ...): rows are apart. Running statistics move by the mean of those of the
- * rows, and are written even when they are only read. */
+/* torch runs it as a batch_norm of (1, n * c, ...), so rows are independent. Running statistics are updated with the mean
+ * over the rows' statistics, and written even if they are only read. */
 KlStatus
 shape_instance_norm(const KlCall *call, KlInferred *result, KlError *error)
 {

@@ -69,7 +69,7 @@ read_tensor(Reader *reader, const KlIndex *item, int32_t at)
         tensor.meta = *reader->call->inputs[item->input];
         tensor.input = (int32_t)item->input;
         if (tensor.meta.dtype != KL_DTYPE_INT64 && tensor.meta.dtype != KL_DTYPE_INT32) {
-            return KL_DECLINED; /* a mask gives a shape that depends on its values */
+            return KL_DECLINED; /* the shape depends on the mask's values */
         }
         if (tensor.meta.n_dims == 0) {
             outline->basic_of[reader->next++] = -1; /* x[t] selects one entry, as an int does */
@@ -119,7 +119,7 @@ read_item(Reader *reader, const KlIndex *item, int32_t at, int32_t n_skipped, Kl
     return read_tensor(reader, item, at);
 }
 
-/* The index tensors' common shape, and where its dims go. */
+/* Find the broadcast shape of the index tensors, and where its dims are in the result. */
 static KlStatus
 settle_block(KlOutline *outline, KlError *error)
 {

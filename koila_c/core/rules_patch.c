@@ -31,7 +31,7 @@ read_window(const KlCall *call, uint32_t arg, Window *window)
     return KL_OK;
 }
 
-/* Windows that fit into (height, width). */
+/* Return the number of windows that fit into (height, width). */
 static int64_t
 count_windows(const Window *window, const int64_t *size)
 {
@@ -94,7 +94,7 @@ shape_col2im(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_plain(call, result, &out, error);
 }
 
-/* The first of `n_dims` dims is the batch, if the input has that many. */
+/* Place a call whose input has the batch in the first of `n_dims` dims; with fewer dims it has no batch. */
 static KlStatus
 wire_first(const KlCall *call, KlInferred *result, int32_t n_dims)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_place.c - how nodes are split that work row by row, or along whole dims. */
+/* rules_place.c - the place rules of ops that work row by row, or along whole dims. */
 #include "rules.h"
 
 KlStatus
@@ -26,8 +26,8 @@ place_rowwise(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return KL_OK;
 }
 
-/* The outputs have the rows of the first input, which went along dim_map; other inputs lend only a shape
- * or a dtype and keep their own place. */
+/* Give the outputs the rows of the first input, moved by dim_map. Other inputs provide only a shape or a dtype and keep
+ * their places. */
 static KlStatus
 move_first(const KlCall *call, KlInferred *result)
 {
@@ -60,8 +60,8 @@ place_along(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
                                  : kl_rules_once(result, "every sample depends on the others");
 }
 
-/* cumsum and its kin; the last word is koila's own: what each chunk starts from, see koila/scans.py. Rows lie
- * one after the other where their digit is the outermost of the dim. */
+/* cumsum and similar ops. The last word is koila's own: the totals of the chunks before (koila/reductions/scans.py). By
+ * rows is possible if the rows are the outermost digit of the dim. */
 KlStatus
 place_scan(const KlCall *call, KlInferred *result, KlError *error)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_pool.c - pooling by windows and to a given size. Channels are pooled one by one, so all
- * but the spatial dims keep their rows. */
+/* rules_pool.c - pooling by windows and to a given size. Each channel is pooled on its own, so rows may be in any
+ * dim that is not spatial. */
 #include "rules.h"
 
 enum { SPATIAL_MAX = 3 };
@@ -54,7 +54,7 @@ size_out(const Pool *pool, int32_t i, int64_t size)
     return is_outside ? out - 1 : out;
 }
 
-/* Outputs of that shape, the second (indices) of the same strides. */
+/* Make the outputs with that shape; the second one, indices, has the strides of the first. */
 static KlStatus
 make_outs(const KlCall *call, KlInferred *result, const KlMeta *like, KlError *error)
 {
@@ -72,7 +72,7 @@ make_outs(const KlCall *call, KlInferred *result, const KlMeta *like, KlError *e
     return status;
 }
 
-/* Input with its spatial dims last; declines an empty one, and other numbers of dims. */
+/* Get the input, whose last dims are spatial; decline an empty one, and other numbers of dims. */
 static KlStatus
 get_input(const KlCall *call, int32_t n, const KlMeta **input)
 {
@@ -130,7 +130,7 @@ shape_adaptive_pool(const KlCall *call, KlInferred *result, KlError *error)
         out.shape[input->n_dims - n + i] = sizes[i];
     }
     status = make_outs(call, result, &out, error);
-    /* four dims of which three are pooled are no images: no memory format is theirs */
+    /* an unbatched volume has four dims, too, but memory formats do not apply to it */
     bool is_volume = n == 3 && input->n_dims == n + 1;
     if (status == KL_OK && (is_volume || (result->n_outs == 1 && is_mean))) {
         kl_rules_settle_plain(call, result);
@@ -158,7 +158,7 @@ dtype_with_indices(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* A dim keeps its letter where the op treats its entries one by one: not in the last ones. */
+/* All dims but the last n_mixed have letters: the op treats their entries one by one. */
 KlStatus
 place_spatial(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
@@ -179,7 +179,7 @@ saves_max_pool(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* Down to one entry it is a mean, which keeps nothing. */
+/* With output size 1 torch computes a mean, which saves nothing. */
 void
 saves_adaptive_avg_pool(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

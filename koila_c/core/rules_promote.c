@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_promote.c - torch's type promotion: tensors, 0-dim tensors and numbers, in that order of weight. */
+/* rules_promote.c - torch's type promotion: tensors have priority over 0-dim tensors, and these over numbers. */
 #include "rules.h"
 
 bool
@@ -37,7 +37,7 @@ kl_rules_can_cast(KlDtype from, KlDtype to)
     return !(from != KL_DTYPE_BOOL && to == KL_DTYPE_BOOL);
 }
 
-/* The dtype a number takes part with; false: no dtype of ours. */
+/* Find the dtype of a number for promotion; false: it has none. */
 static bool
 number_dtype(const KlCall *call, const KlArg *arg, KlDtype *dtype)
 {
@@ -64,8 +64,8 @@ complex_of(KlDtype dtype)
     return dtype == KL_DTYPE_FLOAT64 ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64;
 }
 
-/* A weaker operand changes only the kind of the stronger one (int, float, complex), never its width.
- * KL_DTYPE_OTHER stands for "none". */
+/* Combine the dtypes of two priorities: the weaker one can change only the kind (int, float, complex) of the stronger
+ * one, not its width. KL_DTYPE_OTHER means that there is no operand of that priority. */
 static KlDtype
 combine(KlDtype strong, KlDtype weak)
 {
@@ -109,7 +109,7 @@ kl_rules_result_type(const KlCall *call, uint32_t first, uint32_t n, KlDtype *dt
     KlDtype weak = combine(by_rank[1], by_rank[2]);
     if (by_rank[0] != KL_DTYPE_OTHER && kl_meta_dtype_is_complex(weak) &&
         (by_rank[0] == KL_DTYPE_FLOAT16 || by_rank[0] == KL_DTYPE_BFLOAT16)) {
-        return KL_DECLINED; /* complex32, or torch's own idea of complex bfloat16 */
+        return KL_DECLINED; /* complex32, or torch's own rule for complex bfloat16 */
     }
     *dtype = combine(by_rank[0], weak);
     return *dtype == KL_DTYPE_OTHER ? KL_DECLINED : KL_OK;

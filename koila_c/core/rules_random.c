@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_random.c - ops that draw: dropouts and fills. A call that draws nothing (dropout in
- * evaluation) says so. A generator of the user's own is declined: it would have to be set back
- * with ours. */
+/* rules_random.c - ops that draw random numbers: dropouts and fills. A call that draws none (dropout in
+ * evaluation) clears is_random. A call with a generator of the user's is declined, because a rerun would
+ * have to restore that generator, too. */
 #include "rules.h"
 
 enum { INPUT, PROBABILITY, TRAIN };
@@ -20,7 +20,7 @@ read_dropout(const KlCall *call, double *p, bool *is_drawn)
     return KL_OK;
 }
 
-/* One draw for each entry of the noise: the input's own shape, or (n, c, 1, ...) for the feature kinds. */
+/* Return the shape of a dropout's noise: the input's shape, or (n, c, 1, ...) for feature dropouts. */
 static KlMeta
 shape_noise(const KlMeta *input, bool is_feature)
 {
@@ -59,7 +59,7 @@ shape_drop(const KlCall *call, bool is_feature, KlInferred *result, KlError *err
         kl_rules_alias(result, KL_ALIAS_SAME, call->args[INPUT].input);
         return KL_OK;
     }
-    KlMeta noise = {.n_dims = 0, .is_strided = true}; /* all is dropped: times 0 */
+    KlMeta noise = {.n_dims = 0, .is_strided = true}; /* p = 1: torch multiplies by a 0-dim zero */
     if (p < 1.0) {
         noise = shape_noise(input, is_feature);
     }
@@ -90,7 +90,7 @@ shape_native_dropout(const KlCall *call, KlInferred *result, KlError *error)
     KlStatus status = read_dropout(call, &p, &is_drawn);
     status = status == KL_OK ? kl_rules_bool(call, TRAIN, true, &is_training) : status;
     if (status != KL_OK || input == NULL || kl_meta_n_elements(input) == 0) {
-        return KL_DECLINED; /* of an empty input the mask is no mask */
+        return KL_DECLINED; /* for an empty input torch returns another mask */
     }
     status = kl_infer_reserve_outs(result, 2, error);
     for (uint32_t i = 0; status == KL_OK && i < 2; i++) {
@@ -153,7 +153,7 @@ saves_feature_dropout(const KlCall *call, const KlInferred *result, KlSaves *sav
 
 /* --- draws whose parameters are tensors ------------------------------------------------------- */
 
-/* No argument is of a kind the rules do not know: the generator is the default one. */
+/* Whether the call uses the default generator: any other argument has kind OTHER. */
 static bool
 has_default_generator(const KlCall *call)
 {
@@ -215,8 +215,8 @@ place_multinomial(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(err
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* rrelu: input, lower, upper, training. In training it draws as often as its values are negative: their
- * numbers are needed, and it is declined. The slopes are kept even where none is drawn. */
+/* rrelu: input, lower, upper, training. In training it is declined, since the number of draws depends on how many values
+ * are negative. The slopes are saved even if none is drawn. */
 KlStatus
 shape_rrelu(const KlCall *call, KlInferred *result, KlError *error)
 {

@@ -11,7 +11,7 @@ push_size(KlMeta *out, int64_t size)
     out->shape[out->n_dims++] = size;
 }
 
-/* `n_outs` dense outputs without the dims of the set, or with 1 in their place. */
+/* Make `n_outs` dense outputs without the dims of the set, or with size 1 instead. */
 static KlStatus
 reduce_dims(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept, uint32_t n_outs,
             KlError *error)
@@ -39,7 +39,7 @@ is_empty_tuple(const KlCall *call, uint32_t arg)
     return call->args[arg].kind == KL_ARG_INTS && call->args[arg].n == 0;
 }
 
-/* args: dims in args[arg], keepdim in args[arg_kept] */
+/* Reduce the dims in args[arg]; keepdim is in args[arg_kept]. */
 static KlStatus
 reduce_args(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t arg_kept, KlError *error)
 {
@@ -87,7 +87,7 @@ shape_std(const KlCall *call, KlInferred *result, KlError *error)
                            : status;
 }
 
-/* One dim that may be missing: then all of them. An empty dim has no largest entry. */
+/* Reduce one dim, or all dims if none is given. Decline an empty dim, which has no largest entry. */
 static KlStatus
 reduce_one(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs, bool is_index,
            KlError *error)
@@ -146,7 +146,8 @@ dtype_max(const KlCall *call, KlInferred *result, KlError *error)
     return dtype_value_index(call, result, error);
 }
 
-/* amax and amin share ties among the rows: combined with tie counts. The index is a choice. */
+/* max without dim is split like amax, with the number of elements that have the maximum. With a dim it is not: if
+ * elements are equal, torch chooses the index. */
 KlStatus
 place_max(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -157,7 +158,7 @@ place_max(const KlCall *call, KlInferred *result, KlError *error)
                                       : kl_rules_reduce_moved(call, result, KL_REDUCE_AMAX);
 }
 
-/* One dim, the last if none is named: values and indices. */
+/* Reduce one dim, by default the last, to values and indices. */
 static KlStatus
 reduce_last(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error)
 {
@@ -210,7 +211,7 @@ place_vector_norm(const KlCall *call, KlInferred *result, KlError *error)
 
 /* --- along a dim -------------------------------------------------------------------------------------- */
 
-/* `n_outs` outputs of the input's shape, whose dim in args[arg] is mixed. */
+/* Make `n_outs` outputs of the input's shape; the op mixes the dim in args[arg]. */
 static KlStatus
 along_dim(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs, KlError *error)
 {

@@ -5,7 +5,7 @@
 
 #include <string.h>
 
-/* Copies of the whole, `repeats` times along each dim, new dims first. */
+/* Make the shape of repeat: `repeats` copies along each dim, new dims first. */
 static KlStatus
 repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_t n, KlError *error)
 {
@@ -62,7 +62,7 @@ shape_tile(const KlCall *call, KlInferred *result, KlError *error)
     return shape_repeats(call, 0, result, error);
 }
 
-/* [b0 b1] repeated is [b0 b1 b0 b1]: more turns to the left of the digit. */
+/* [b0 b1] repeated is [b0 b1 b0 b1]: `outer` of the row's digit grows. */
 KlStatus
 place_repeat(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
@@ -113,8 +113,8 @@ shape_repeat_interleave(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* [b0 b1] interleaved is [b0 b0 b1 b1]: more entries to the right of the digit. Without a dim the value is
- * flattened first. */
+/* [b0 b1] interleaved is [b0 b0 b1 b1]: `inner` of the row's digit grows. Without a dim the value is flattened
+ * first. */
 KlStatus
 place_repeat_interleave(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
@@ -137,7 +137,7 @@ place_repeat_interleave(const KlCall *call, KlInferred *result, KlError *KL_UNUS
     return KL_OK;
 }
 
-/* roll and flip move entries of some dims: args[arg] names them; none named, a flattened value moves. */
+/* roll and flip move entries along the dims in args[arg]; without dims, roll moves those of the flattened value. */
 static KlStatus
 move_within(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error)
 {
@@ -198,7 +198,7 @@ shape_roll(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* tril and triu mix the last two dims: the diagonal counts entries there. */
+/* tril and triu mix the last two dims, since the diagonal depends on the position in both. */
 KlStatus
 shape_tril(const KlCall *call, KlInferred *result, KlError *error)
 {

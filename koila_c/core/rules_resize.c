@@ -91,7 +91,7 @@ read_mode(const KlCall *call, PadMode *mode)
     return KL_DECLINED;
 }
 
-/* Padding before and after each dim of the input. */
+/* Read the padding before and after each dim of the input. */
 static KlStatus
 read_pads(const KlCall *call, const KlMeta *input, int64_t (*pads)[2])
 {
@@ -111,7 +111,7 @@ read_pads(const KlCall *call, const KlMeta *input, int64_t (*pads)[2])
     return KL_OK;
 }
 
-/* Modes that read the input for the border have limits of their own. */
+/* Check the limits of the modes that fill the border from the input. */
 static KlStatus
 check_border(const KlMeta *input, int64_t (*pads)[2], PadMode mode, uint32_t n_given)
 {
@@ -147,7 +147,7 @@ shape_padded(const KlCall *call, PadMode mode, KlInferred *result, KlError *erro
         return status;
     }
     KlMeta *out = &result->outs[0];
-    bool is_cut = true; /* nothing is added: torch clones a part of the input */
+    bool is_cut = true; /* no padding is positive: torch clones a slice of the input */
     for (int32_t dim = 0; dim < input->n_dims; dim++) {
         out->shape[dim] += pads[dim][0] + pads[dim][1];
         is_cut = is_cut && pads[dim][0] <= 0 && pads[dim][1] <= 0;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_rnn.c - recurrent layers and cells. Rows are apart at every step: the batch is dim 1 (or
- * 0, batch_first) of the input and dim 1 of every state. A layer over packed sequences is recorded as
- * one over padded rows and their lengths (packed.py); as torch calls it, it is declined. */
+/* rules_rnn.c - recurrent layers and cells. Rows are independent in each time step: the batch is dim 1 (or 0,
+ * batch_first) of the input and dim 1 of each state. A layer over packed sequences is recorded as a layer over
+ * padded rows and their lengths (packed.py); torch's own call with packed data is declined. */
 #include "rules.h"
 
 #include <string.h>
 
 /* input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first; a packed layer has the lengths
- * after its input, and last whether they are sorted, and what it needs (KlUneven). */
+ * after its input, and at the end whether they are sorted, and its byte counts (KlUneven). */
 enum {
     INPUT,
     STATE,
@@ -22,7 +22,7 @@ enum {
     NEEDS
 };
 
-enum { LSTM = 4 }; /* gates: of these layers and cells alone, which have a second state */
+enum { LSTM = 4 }; /* the number of gates of an LSTM, which alone has a second state */
 
 typedef struct {
     const KlMeta *input;
@@ -38,7 +38,7 @@ typedef struct {
     bool is_packed, is_sorted;
 } Layer;
 
-/* Where the call has a word of an unpacked layer. */
+/* Return the number, in this call, of a word of an unpacked layer. */
 static uint32_t
 word(const KlCall *call, uint32_t of_layer)
 {
@@ -86,7 +86,7 @@ is_shape(const KlMeta *meta, int32_t n_dims, int64_t first, int64_t second)
            (n_dims < 2 || meta->shape[1] == second);
 }
 
-/* The weights of one layer in one direction: w_ih, w_hh, biases, and the projection. */
+/* Whether the weights of one layer in one direction have their shapes: w_ih, w_hh, biases, and the projection. */
 static bool
 are_weights(const KlMeta *const *params, const Layer *layer, int64_t n_inputs, bool is_projected)
 {
@@ -102,7 +102,7 @@ are_weights(const KlMeta *const *params, const Layer *layer, int64_t n_inputs, b
     return is_fit && (!is_projected || is_shape(params[2 + n_biases], 2, n_hidden, n_cells));
 }
 
-/* What is read must fit together, or it is another call than the one described here. */
+/* Check that the arguments fit together; decline other calls. */
 static KlStatus
 check_layer(const KlCall *call, Layer *layer)
 {
@@ -147,7 +147,7 @@ read_layer(const KlCall *call, Layer *layer)
     return status == KL_OK ? check_layer(call, layer) : status;
 }
 
-/* All tensors but the lengths share one real floating-point dtype, the result's; lengths are int64. */
+/* All tensors except the lengths have one real floating-point dtype, the result's; lengths are int64. */
 KlStatus
 dtype_rnn(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
@@ -162,8 +162,8 @@ dtype_rnn(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return is_fit ? KL_OK : KL_DECLINED;
 }
 
-/* output (t, n, directions * h), then the last states; batch_first swaps the first two dims of a
- * view, but for packed rows that were sorted first: they are copied back */
+/* output (t, n, directions * h), then the last states. batch_first exchanges the first two dims by a view; packed rows
+ * that were sorted first are copied back instead. */
 KlStatus
 shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -197,7 +197,7 @@ shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
         memcpy(state->shape, layer.states[i]->shape, sizeof(state->shape));
         kl_meta_set_contiguous(state);
     }
-    bool is_drawn = layer.dropout > 0.0 && layer.dropout < 1.0; /* of all or none nothing is */
+    bool is_drawn = layer.dropout > 0.0 && layer.dropout < 1.0; /* with 0 and 1 torch draws none */
     result->is_random = is_drawn && layer.is_training && layer.n_layers > 1;
     return KL_OK;
 }
@@ -221,8 +221,8 @@ place_rnn(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
 
-/* What the fused kernel of oneDNN (lstm in float32) keeps of all cells, in its workspace: measured, with the
- * weights in its own layout; and what it needs while it runs. */
+/* Count the workspace that oneDNN's fused kernel (LSTM in float32) saves for backward, with the weights in its own
+ * layout, and its temporary memory. The formulas are measured. */
 static void
 save_fused(const Layer *layer, int64_t n_rows, int64_t n_steps, KlSaves *saves)
 {
@@ -240,9 +240,9 @@ save_fused(const Layer *layer, int64_t n_rows, int64_t n_steps, KlSaves *saves)
     saves->bytes_backward = 4 * 6 * n_steps * n_rows * n_hidden;
 }
 
-/* Gates and states of every step, and what goes from layer to layer (with dropout twice), and of an input that is
- * turned a copy for each direction. While it runs, the input's part of all gates, of all steps of a layer at once;
- * of two directions the results of both, too. Without a graph: the results of steps, and the layer before. */
+/* Saved: gates and states of each step, the results between layers (with dropout twice), and a copy of a transposed input
+ * for each direction. Temporary: the input's contribution to the gates, for all steps of a layer; with two directions,
+ * also the results of both. Without a graph: the results of the steps, and of the layer before. */
 void
 saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -261,7 +261,7 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
     n_kept += (layer.n_layers - 1) * n_steps * n_cell * (result->is_random ? 2 : 1);
     saves_all(call, result, saves);
     saves->inputs &= ~(uint64_t)(is_copied);                     /* the copy, not the input */
-    saves->outputs = layer.n_gates == 1 ? 0 : (is_lstm ? 7 : 3); /* without gates, steps alone */
+    saves->outputs = layer.n_gates == 1 ? 0 : (is_lstm ? 7 : 3); /* without gates: only steps */
     if (layer.is_packed) {
         const KlArg *needs = &call->args[word(call, NEEDS)];
         for (uint32_t i = 0; needs->kind == KL_ARG_INTS && i < needs->n && i < KL_N_UNEVEN; i++) {
@@ -280,14 +280,14 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
     } else {
         int64_t n_bytes = n_steps * n_cell * (int64_t)kl_meta_dtype_bytes(dtype);
         bool is_both = layer.n_directions > 1, has_gates = layer.n_gates > 1;
-        /* Of the first states, which are no results, less is kept. */
+        /* The first step saves less: its states are inputs. */
         int64_t n_of_layer = has_gates ? 7 * n_steps - (is_lstm ? 2 : 1) : n_steps;
         n_kept += layer.n_layers * n_cell * n_of_layer;
         saves->bytes_workspace = (layer.n_gates + (is_both ? 2 : 0)) * n_bytes;
         saves->bytes_backward = is_both && !has_gates ? 2 * n_bytes : 0;
         saves->bytes_steps = (layer.n_layers > 1 ? 2 : 1) * layer.n_directions * n_bytes;
     }
-    bool is_kept = result->outs[0].requires_grad; /* else it is freed step by step */
+    bool is_kept = result->outs[0].requires_grad; /* otherwise torch frees it step by step */
     kl_rules_save_new(result, saves, layer.n_directions * (is_kept ? n_kept : n_copied), dtype);
 }
 

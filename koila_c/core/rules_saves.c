@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_saves.c - what torch keeps for backward: the words that a row names, and the cells of the column that
- * say more. torch keeps an input only where the gradient that needs it is wanted (derivatives.yaml). */
+/* rules_saves.c - the tensors that autograd saves: the arguments that a row lists, and saves rules that are functions.
+ * torch saves an input only if a gradient that needs it is required (derivatives.yaml). */
 #include "rules.h"
 
-/* Keep the tensor of a word, if it is one. What an op in place writes goes as a copy of the old value. */
+/* Note that the tensor of a word is saved, if it is one. Of the input that an in-place op writes, a copy is saved. */
 static void
 keep(const KlCall *call, uint32_t arg, KlSaves *saves)
 {
@@ -31,7 +31,7 @@ kl_rules_keep(const KlCall *call, const KlInferred *KL_UNUSED(result), KlSaves *
     saves->outputs = keeps->outputs;
 }
 
-/* Its kernel takes rows that lie together: of anything else it makes a copy. */
+/* The kernel needs a contiguous dim; of other inputs it makes a copy. */
 void
 saves_softmax(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -41,7 +41,7 @@ saves_softmax(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* max(x) keeps x and the value, max(x, dim) the indices, max(x, y) both; median likewise */
+/* max(x) saves x and the result, max(x, dim) the indices, max(x, y) both inputs; median likewise */
 void
 saves_max(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -67,7 +67,7 @@ saves_pow(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-/* x[...]: the index tensors, those made of lists too */
+/* x[...]: the index tensors, including those made from lists */
 void
 saves_index(const KlCall *call, const KlInferred *KL_UNUSED(result), KlSaves *saves)
 {
@@ -83,7 +83,7 @@ saves_index(const KlCall *call, const KlInferred *KL_UNUSED(result), KlSaves *sa
     }
 }
 
-/* the input, and an index or a number of terms for each of the results */
+/* the input, and an index or a number of terms for each result */
 void
 saves_input_indices(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {

@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-/* --- softmax, log_softmax: input, dim, dtype; logs, most: of a dim of the rows, see koila/meets.py */
+/* --- softmax, log_softmax: input, dim, dtype; logs, most: of a dim of the rows, see koila/reductions/meets.py */
 
 KlStatus
 shape_softmax(const KlCall *call, KlInferred *result, KlError *error)
@@ -53,7 +53,7 @@ place_softmax(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 
 /* --- cosine_similarity: x1, x2, dim, eps ------------------------------------------------------ */
 
-/* The shape both arguments broadcast to, and the dim in it. */
+/* Find the shape to which both arguments broadcast, and the dim in it. */
 static KlStatus
 read_pair(const KlCall *call, int64_t fallback, KlMeta *full, int32_t *dim, KlError *error)
 {
@@ -165,7 +165,7 @@ place_cross(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? wire_pair(call, result, &full, dim, true) : status;
 }
 
-/* For each side that needs a gradient: itself, its norm before and after clamping, the other normalised. */
+/* For each side that needs a gradient, saves it, its norm before and after clamping, and the other side normalized. */
 void
 saves_cosine_similarity(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -261,8 +261,8 @@ place_cdist(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     for (int i = 0; i < 2; i++) {
         int32_t n = call->inputs[i]->n_dims;
         int32_t n_points = (int32_t)out->shape[out->n_dims - 2 + i];
-        /* With many points torch goes through a matrix product, which is far less exact: a chunk
-         * of fewer points would not. */
+        /* With many points torch computes distances by a matrix product, which is far less exact;
+         * with the fewer points of a chunk it would not. */
         bool is_fragile = n_points > 25 && call->args[3].kind != KL_ARG_INT;
         wiring.inputs[i] = kl_rules_letters_right(full, out->n_dims - 2, n - 2);
         wiring.inputs[i].of[n - 2] = is_fragile ? 0 : own[i];

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_strides.c - the strides torch gives to new values, and when a view needs no copy. It follows
- * TensorIterator step by step, because a stride that is claimed must be exact; else it says unknown. */
+/* rules_strides.c - the strides that torch gives new values, and when a view needs no copy. It follows TensorIterator
+ * step by step, because known strides must be exact; otherwise they are marked as unknown. */
 #include "rules.h"
 
 #include <string.h>
 
-/* One operand after broadcasting: 0 where it is broadcast. */
+/* The strides of an operand after broadcasting: 0 in broadcast dims. */
 typedef struct {
     int64_t strides[KL_DIMS_MAX]; /* [n_dims of the output] */
 } Operand;
@@ -82,7 +82,7 @@ is_equal_shape(const KlMeta *left, const KlMeta *right)
            memcmp(left->shape, right->shape, (size_t)left->n_dims * sizeof(left->shape[0])) == 0;
 }
 
-/* TensorIterator::fast_set_up: all operands of one shape and of one layout. */
+/* TensorIterator::fast_set_up: all operands have one shape and one layout. */
 static bool
 iterate_fast(KlMeta *out, const KlMeta *const *operands, uint32_t n)
 {
@@ -115,7 +115,7 @@ iterate_fast(KlMeta *out, const KlMeta *const *operands, uint32_t n)
     return is_dense;
 }
 
-/* 1: dim0 comes after dim1 in memory order, -1: before, 0: nothing decides. */
+/* Return 1 if dim0 comes after dim1 in memory order, -1 if before, 0 if no operand decides it. */
 static int
 compare_dims(const KlMeta *out, const Operand *operands, uint32_t n, int32_t dim0, int32_t dim1)
 {
@@ -237,7 +237,7 @@ kl_rules_view_strides(const KlMeta *meta, KlMeta *out)
     }
     int32_t view_dim = out->n_dims - 1;
     int64_t base = meta->n_dims == 0 ? 1 : meta->strides[meta->n_dims - 1];
-    int64_t n_chunk = 1; /* elements of the run of input dims that lie evenly in memory */
+    int64_t n_chunk = 1; /* elements of the group of input dims that are contiguous to each other */
     int64_t n_view = 1;
     if (meta->n_dims == 0) {
         for (int32_t dim = 0; dim < out->n_dims; dim++) {
@@ -295,8 +295,8 @@ kl_rules_is_like_channels_last(const KlMeta *meta)
     return true;
 }
 
-/* Layouts are the CPU's. Where a GPU may lay the result out otherwise, nothing is said of it unless the input is
- * in row-major order. */
+/* The rules know the CPU's layouts. If a GPU may choose another one, the strides are unknown unless the input is
+ * row-major. */
 void
 kl_rules_settle_layout(const KlCall *call, KlInferred *result)
 {

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_view.c - views that keep the elements in order and give them another shape. The batch digit is
- * found again by factoring; a size that was written out and holds it is reported for rewriting. */
+/* rules_view.c - views that keep the order of the elements and change the shape. kl_rules_factor finds the rows in the
+ * new shape; if the call gives the size of their dim as a number, the number is rewritten for chunks. */
 #include "rules.h"
 
 #include <string.h>
 
-/* Fill `out` with the sizes asked for: one -1 takes what is left. */
+/* Fill `out` with the requested sizes; -1 stands for the remaining factor. */
 static KlStatus
 resolve_sizes(const int64_t *sizes, uint32_t n, int64_t n_elements, KlMeta *out, KlError *error)
 {
@@ -37,8 +37,8 @@ resolve_sizes(const int64_t *sizes, uint32_t n, int64_t n_elements, KlMeta *out,
     return KL_OK;
 }
 
-/* The first output has its shape: give it the strides of a view of the first input; where that cannot be,
- * a copy, or an error if the op never copies. */
+/* Set the strides of the first output, whose shape is known: a view of the first input; if that is impossible, a copy, or
+ * an error if the op never copies. */
 static KlStatus
 settle_view(const KlCall *call, KlInferred *result, bool can_copy, KlError *error)
 {
@@ -204,7 +204,7 @@ shape_unflatten(const KlCall *call, KlInferred *result, KlError *error)
 
 static const char cut_in_two[] = "the batch is cut in two";
 
-/* Of the output's dims that parts of the first input's digit are in, the largest. */
+/* Return the largest of the output's dims over which the first input's rows are split. */
 static int32_t
 dim_of_part(const KlCall *call, const KlInferred *result)
 {
@@ -224,7 +224,7 @@ dim_of_part(const KlCall *call, const KlInferred *result)
     return kl_rules_largest_dim(out, first, last);
 }
 
-/* Move the first input's digit to the only output; sizes written out stand in args[arg] and begin at dim `first`. */
+/* Find the first input's rows in the only output. args[arg] holds the sizes that the call gives, from dim `first` on. */
 static KlStatus
 factor_sizes(const KlCall *call, KlInferred *result, uint32_t arg, int32_t first)
 {
@@ -266,7 +266,7 @@ place_unflatten(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? factor_sizes(call, result, 2, at) : status;
 }
 
-/* x.view_as(other): the digit of either stands in both, or the view is no view of a chunk. */
+/* x.view_as(other): in a chunk it is a view only if both have their rows at places that correspond. */
 KlStatus
 place_factor_other(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {

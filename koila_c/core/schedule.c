@@ -27,14 +27,13 @@ last_of(const KlUnit *unit)
 static KlStep *
 add(KlBuild *build, KlStepOp op, KlGraph graph, KlSlice runs, KlSlice values)
 {
-    static KlStep nowhere;
     KlSchedule *schedule = build->schedule;
     if (build->status == KL_OK) {
         build->status = kl_alloc_reserve((void **)&schedule->steps, &schedule->n_steps_max,
                                          schedule->n_steps + 1, sizeof(KlStep), build->error);
     }
     bool is_there = build->status == KL_OK;
-    KlStep *step = is_there ? &schedule->steps[schedule->n_steps++] : &nowhere;
+    KlStep *step = is_there ? &schedule->steps[schedule->n_steps++] : &build->nowhere;
     *step = (KlStep){.op = (uint8_t)op,
                      .graph = (uint8_t)graph,
                      .run = runs.first,

@@ -42,7 +42,8 @@ typedef struct KlBuild {
     KlSchedule *schedule;
     KlError *error;
     KlStatus status;
-    KlUnit *units; /* [n_units] */
+    KlStep nowhere; /* add() returns it after a failure */
+    KlUnit *units;  /* [n_units] */
     uint32_t n_units;
     KlFacts *facts;     /* [n_values] */
     bool *is_needed;    /* [n_staged] scratch: a run of a body to recompute now */

@@ -94,7 +94,7 @@ is_data_value(const KlTape *tape, const KlStages *stages, KlValueId value)
 
 /* Whether a node is light work on data values, so that any body may run it again. A reduction may be heavy: its result is
  * kept, so it runs only once. A write in place is allowed: each body that runs it also makes the value it writes, or
- * writes a clone, in call order. A write of running statistics is not: it must happen even if no body reads the result. */
+ * writes a clone, in call order. A write of running statistics is not: it must happen even if no body reads the node. */
 static bool
 is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
 {

@@ -84,7 +84,7 @@ strike_read(Tail *tail)
     return has_any;
 }
 
-/* From first to last, keep is_end only if all inputs exist whole and one depends on a body. Return whether any changed. */
+/* From first to last, keep is_end if all inputs exist whole and one depends on a body. Return whether any changed. */
 static bool
 strike_early(Tail *tail)
 {

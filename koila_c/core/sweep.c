@@ -257,7 +257,7 @@ save(const KlSweep *sweep, KlValueId value, uint32_t at)
     storage->saved_by = storage->saved_by == KL_ID_NONE ? at : storage->saved_by;
 }
 
-/* Find for each storage its last use, its first saver, and whether it lives to the end: exports, and memory the run writes. */
+/* Find each storage's last use and first saver, and whether it lives to the end: exports, and memory the run writes. */
 static void
 find_lifetimes(KlSweep *sweep)
 {

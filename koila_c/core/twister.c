@@ -4,7 +4,7 @@
 
 enum { MIDDLE = 397 };
 
-/* What a word, and the next, bring to the one that takes its place. */
+/* Return the contribution of a word and the next one to the word that replaces the first. */
 static inline uint32_t
 twist(uint32_t word, uint32_t next)
 {
@@ -12,8 +12,8 @@ twist(uint32_t word, uint32_t next)
     return (mixed >> 1) ^ ((0U - (next & 1U)) & 0x9908b0dfU);
 }
 
-/* Make all words anew, of themselves. No step reads a word that one of the 226 before it wrote: they can be
- * made many at a time. */
+/* Replace all words by the next 624. No step reads a word that one of the 226 steps before it wrote, so that the compiler
+ * can vectorize the loops. */
 static void
 make(uint32_t *words)
 {

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* twister.h - the state of a Mersenne Twister, MT19937, moved past numbers that nobody wants.
+/* twister.h - advances a Mersenne Twister (MT19937) past random numbers without computing them.
  *
- * Such a generator makes 624 words at once from the 624 before (M. Matsumoto, T. Nishimura: Mersenne Twister,
- * ACM TOMACS 8, 1998), and hands them out one by one, each tempered. What is skipped is made, and not tempered,
- * nor turned into numbers, nor written anywhere: that is most of what a draw takes. */
+ * The generator computes 624 words at once from the previous 624 (M. Matsumoto, T. Nishimura: Mersenne Twister, ACM
+ * TOMACS 8, 1998) and returns them one by one, each tempered. Skipping computes only these words. It saves the
+ * tempering, the conversion to numbers and the writes, which take most of the time of a draw. */
 #ifndef KL_TWISTER_H
 #define KL_TWISTER_H
 
@@ -12,11 +12,11 @@
 enum { KL_TWISTER_N = 624 };
 
 typedef struct KlTwister {
-    uint32_t words[KL_TWISTER_N]; /* made last */
-    uint32_t n_used;              /* of these, handed out: KL_TWISTER_N at most */
+    uint32_t words[KL_TWISTER_N]; /* the current 624 words */
+    uint32_t n_used;              /* how many of them have been returned */
 } KlTwister;
 
-/* Skip `n` words: the generator is where `n` draws of one word each would leave it. */
+/* Skip `n` words: leave the generator in the state after `n` draws of one word each. */
 void kl_twister_skip(KlTwister *twister, uint64_t n);
 
 #endif

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* waiting.c - finds whether each tensor that autograd saves in a run exists anyway or can be recomputed by light calls. */
+/* waiting.c - finds whether all tensors that autograd saves in a run exist anyway or can be recomputed by light calls. */
 #include "waiting.h"
 
 #include "alloc.h"
