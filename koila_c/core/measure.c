@@ -202,7 +202,7 @@ hold(Step *step, KlValueId value)
 }
 
 static void
-release_value(Step *step, KlValueId value)
+free_value(Step *step, KlValueId value)
 {
     KlMeasureStorage *storage = &step->storages[storage_of(step, value)];
     if (!step->values[value].is_held) {
@@ -309,7 +309,7 @@ enter_body(Step *step, const KlStep *of)
 
 /* Hold the gradients that a segment's backward made for results of earlier segments, until their backward. */
 static void
-come_to_handed(Step *step, const KlRun *run)
+hold_handed_gradients(Step *step, const KlRun *run)
 {
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = import_of(step, run, i);
@@ -324,7 +324,7 @@ come_to_handed(Step *step, const KlRun *run)
 
 /* Free the gradients of a segment's results after its backward. */
 static void
-go_from_handed(Step *step, const KlRun *run)
+free_handed_gradients(Step *step, const KlRun *run)
 {
     for (uint32_t i = 0; i < run->exports.n; i++) {
         KlValueId value = export_of(step, run, i);
@@ -436,7 +436,7 @@ run_chunk(Step *step, const KlStep *of)
     bool is_graph = of->graph == KL_GRAPH_NOW || of->graph == KL_GRAPH_ACROSS;
     if (of->graph == KL_GRAPH_ACROSS) {
         hold_gradients(step, gradients_beside(step, run));
-        come_to_handed(step, run);
+        hold_handed_gradients(step, run);
         step->n_pieces = step->homes->n_pieces;
     }
     sweep_forward(step, run, is_graph);
@@ -495,7 +495,7 @@ free_values(Step *step, const KlStep *of)
         KlValueId value = value_of(step, of, k);
         KlMeasureValue *known = &step->values[value];
         if (step->depth == 0) {
-            release_value(step, value);
+            free_value(step, value);
         } else {
             step->held_per_row -= known->is_handed ? step->sweep.sizes[value].per_row : 0;
             known->is_handed = false;
@@ -584,11 +584,11 @@ left_gradients(const Step *step, const KlStep *of, bool is_whole)
 
 /* Note that the loop frees its `values` chunk by chunk. Return their bytes, which stay held until it ends. */
 static double
-let_go_of_left(Step *step, const KlStep *of)
+free_by_chunk(Step *step, const KlStep *of)
 {
     double before = step->held;
     for (uint32_t k = 0; k < of->values.n; k++) {
-        release_value(step, value_of(step, of, k));
+        free_value(step, value_of(step, of, k));
     }
     double left = before - step->held;
     step->held = before;
@@ -663,8 +663,8 @@ go_back_chunk(Step *step, const KlStep *of)
         sweep_again(step, run);
     }
     sweep_back(step); /* it counts the gradients of the segment's inputs while it runs */
-    come_to_handed(step, run);
-    go_from_handed(step, run);
+    hold_handed_gradients(step, run);
+    free_handed_gradients(step, run);
     set_there(step, run, false);
     step->open = KL_ID_NONE;
     if (of->graph == KL_GRAPH_ACROSS) {
@@ -689,7 +689,7 @@ open_pieces(Step *step, const KlStep *of)
     step->held += step->waiting.fixed;
     step->held_per_row += step->waiting.per_row;
     step->n_pieces = step->homes->n_pieces;
-    come_to_handed(step, &step->program->runs[of->run]);
+    hold_handed_gradients(step, &step->program->runs[of->run]);
     hold_gradients_by_row(step, -step->exchange.in_sweep); /* sweeps count only a piece's */
 }
 
@@ -707,7 +707,7 @@ static void
 open_exchange(Step *step, const KlStep *of)
 {
     double made = 0, freed_gradients = left_gradients(step, of, false);
-    double freed = freed_gradients + let_go_of_left(step, of);
+    double freed = freed_gradients + free_by_chunk(step, of);
     for (uint32_t r = 0; r < of->n_runs; r++) {
         made += gather_gradients(step, &step->program->runs[of->run + r], of->run + 1);
     }

@@ -151,7 +151,7 @@ place_attention(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error
     int32_t n = result->outs[0].n_dims;
     KlLabels full = kl_rules_letters(n - 2);
     if (is_grouped) {
-        full.of[n - 3] = 0; /* one head of the keys serves several of the queries */
+        full.of[n - 3] = 0; /* one head of the keys is used by several heads of the queries */
     }
     full.of[n - 2] = is_causal ? 0 : LETTER_QUERY;
     full.of[n - 1] = LETTER_VALUE;
@@ -211,8 +211,8 @@ saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
         }
         return;
     }
-    /* Otherwise the matrix of weights is kept, scaled copies of query and key, and values, as they are where that is a
-     * batch of matrices. What is widened, repeated for heads in groups, or made of a mask is there until the end. */
+    /* The other kernel saves the weights, scaled copies of query and key, and the value, or a copy of it. `there`: tensors
+     * that are widened, repeated for grouped heads, or made of a mask, which live until the call ends. */
     const KlMeta *value = call->inputs[VALUE];
     bool is_batch = is_batch_of_matrices(value), is_made = is_half || is_grouped;
     if (!is_made && (is_batch || !value->is_strided)) {
@@ -233,13 +233,13 @@ saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
     there += is_batch_of_matrices(query) ? 0 : size * kl_meta_n_elements(query);
     there += is_causal ? weights / n_queries * out->shape[out->n_dims - 2] : 0;
     there += mask != NULL && mask->dtype == KL_DTYPE_BOOL ? own * kl_meta_n_elements(mask) : 0;
-    /* Softmax has scores beside the weights, and a bool for each: is it -inf? When it returns, weights and result of
-     * half precision are there beside the wide ones. */
+    /* During softmax the scores exist besides the weights, and a bool for each that tells whether it is -inf. At the end
+     * weights and result in half precision exist besides those in float32. */
     int64_t early = is_grouped || (is_half && is_batch) ? values : 0, wider = given / own * size;
     int64_t scores = pair + early + 2 * weights + n_weights + n_queries - kept - given;
     saves->bytes_workspace = there + kl_larger(scores, is_half ? wider + own * n_weights : 0);
-    /* Back through the last product the gradient of weights comes beside all that is kept; through softmax that of
-     * scores, without values and what came; then those of query and key. Gradients of inputs count apart. */
+    /* The backward's peak: the gradient of the weights besides all saved tensors; or the gradient of the scores, when the
+     * value and the incoming gradient are freed; or those of query and key. The inputs' gradients are not counted here. */
     int64_t first = kl_larger(dropout > 0.0 ? 0 : 2 * weights, pair) - further - given;
     first = kl_larger(weights + (is_half ? wider - given : 0), first);
     for (uint32_t arg = QUERY; arg <= MASK; arg++) {

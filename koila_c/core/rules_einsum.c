@@ -217,7 +217,7 @@ align_operand(const Equation *equation, const KlMeta *meta, const KlLabels *labe
     }
 }
 
-/* What sumproduct_pair does with two aligned operands. */
+/* The steps of sumproduct_pair for two aligned operands. */
 typedef struct {
     KlMeta operands[2];
     bool is_summed[2];             /* dims that only this one has are summed before: a new tensor */

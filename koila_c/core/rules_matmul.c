@@ -103,7 +103,7 @@ check_addend(const KlCall *call, const KlInferred *result, KlError *error)
     return status;
 }
 
-/* Products of two arguments, the first in word `arg`, with so many dims. */
+/* The shape rule of a product of args[arg] and args[arg + 1], which have n_left and n_right dims. */
 #define SHAPE_PRODUCT(word, arg, n_left, n_right)                                                  \
     KL_SHAPE(word)                                                                                 \
     {                                                                                              \

@@ -85,7 +85,7 @@ broadcast_all(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* Numbers take part as 0-dim tensors, which keeps TensorIterator off its fast path. */
+/* Numbers count as 0-dim tensors, so TensorIterator does not use its fast path. */
 KlStatus
 shape_broadcast(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -107,7 +107,7 @@ shape_tensor_pair(const KlCall *call, KlInferred *result, KlError *error)
     return is_pair ? shape_broadcast(call, result, error) : KL_DECLINED;
 }
 
-/* Numbers are mere parameters. */
+/* Numbers are parameters, no operands. */
 KlStatus
 shape_tensors(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -126,7 +126,7 @@ shape_pow(const KlCall *call, KlInferred *result, KlError *error)
     return is_parameter ? shape_tensors(call, result, error) : shape_broadcast(call, result, error);
 }
 
-/* The first two inputs in the other order: rsub(x, y) is y - x, x.where(condition, y). */
+/* The first two inputs are exchanged: rsub(x, y) is y - x; x.where(condition, y). */
 KlStatus
 shape_swapped(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -206,8 +206,8 @@ shape_preserve(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* isfinite multiplies a comparison with another: their layout goes through the rule twice. What is
- * always finite gets ones_like. */
+/* isfinite multiplies two comparisons, so the rule for the layout is applied twice. Ints are always finite: they get
+ * ones_like. */
 KlStatus
 shape_isfinite(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -224,7 +224,7 @@ shape_isfinite(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* isinf runs abs, and compares with a number: two layouts one after the other. */
+/* isinf runs abs and a comparison with a number, so the rule for the layout is applied twice. */
 KlStatus
 shape_isinf(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -238,7 +238,7 @@ shape_isinf(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* log_sigmoid lays its output out row-major, whatever comes in. */
+/* The output of log_sigmoid is row-major for any input. */
 KlStatus
 shape_row_major(const KlCall *call, KlInferred *result, KlError *error)
 {

@@ -53,7 +53,7 @@ add_about(KlBuild *build, KlStepOp op, KlSlice values)
 
 /* List the exports of `runs` for which `is_such` holds (NULL: all of them). */
 static KlSlice
-left_of(KlBuild *build, KlSlice runs, IsSuch *is_such)
+exports_of(KlBuild *build, KlSlice runs, IsSuch *is_such)
 {
     size_t first = build->schedule->values.n;
     for (uint32_t r = runs.first; r < runs.first + runs.n; r++) {
@@ -91,7 +91,7 @@ static bool
 is_made_for_segments(const KlBuild *build, KlValueId value)
 {
     const KlFacts *facts = &build->facts[value];
-    return facts->is_handed && (facts->is_inner || facts->is_gone);
+    return facts->is_handed && (facts->is_inner || facts->is_freed);
 }
 
 /* Whether a result of a body is written into one tensor of all rows, because something reads it whole. If others read
@@ -110,7 +110,7 @@ is_put_together(const KlBuild *build, KlValueId value)
 
 /* Return the `i`-th input of a run: its imports, then the reductions whose partial results it combines. */
 static KlValueId
-given_to(const KlBuild *build, const KlRun *run, uint32_t i)
+input_of(const KlBuild *build, const KlRun *run, uint32_t i)
 {
     if (i < run->imports.n) {
         return kl_units_import(build, run, i);
@@ -124,7 +124,7 @@ static bool
 is_read_last_by(const KlBuild *build, KlValueId value, uint32_t u)
 {
     const KlFacts *facts = &build->facts[value];
-    return facts->last_read == u && facts->unit != u && !facts->is_gone &&
+    return facts->last_read == u && facts->unit != u && !facts->is_freed &&
            !build->program->is_kept[value];
 }
 
@@ -147,15 +147,15 @@ release_read(KlBuild *build, uint32_t u)
         for (uint32_t r = 0; r < build->units[u].runs.n; r++) {
             const KlRun *run = kl_units_run(build, &build->units[u], r);
             for (uint32_t i = 0; i < run->imports.n + run->combined.n; i++) {
-                KlValueId value = given_to(build, run, i);
+                KlValueId value = input_of(build, run, i);
                 KlFacts *facts = &build->facts[value];
                 bool is_last = is_read_last_by(build, value, u);
-                bool is_gone =
+                bool is_freed =
                     is_last && (is_done(build, value) ||
-                                kl_units_is_remade(build, &build->units[facts->unit], value));
+                                kl_units_is_recomputed(build, &build->units[facts->unit], value));
                 bool is_light = build->schedule->lights.number[value] != 0;
-                facts->is_gone |= is_gone && !is_emptying;
-                if (is_emptying ? is_last && is_light : is_gone) {
+                facts->is_freed |= is_freed && !is_emptying;
+                if (is_emptying ? is_last && is_light : is_freed) {
                     kl_units_add_value(build, value);
                 }
             }
@@ -171,7 +171,7 @@ static void
 add_others_back(KlBuild *build, const KlUnit *unit)
 {
     for (uint32_t r = last_of(unit).first; r-- > unit->runs.first;) {
-        KlSlice made = left_of(build, one(r), is_made_for_segments);
+        KlSlice made = exports_of(build, one(r), is_made_for_segments);
         add_about(build, KL_STEP_FREE, made);
         add(build, KL_STEP_RUN, KL_GRAPH_NOW, one(r), NONE);
         add(build, KL_STEP_BACK, KL_GRAPH_NOW, one(r), made);
@@ -185,10 +185,10 @@ add_forward(KlBuild *build, const KlUnit *unit)
     KlGraph graph = unit->waits ? KL_GRAPH_WAIT : KL_GRAPH_NONE;
     add(build, KL_STEP_LOOP, KL_GRAPH_NONE, unit->runs, NONE);
     for (uint32_t r = unit->runs.first; r <= last_of(unit).first; r++) {
-        KlSlice left = left_of(build, one(r), NULL);
-        add(build, KL_STEP_RUN, graph, one(r), left)->others = unit->again;
+        KlSlice left = exports_of(build, one(r), NULL);
+        add(build, KL_STEP_RUN, graph, one(r), left)->others = unit->to_recompute;
     }
-    add_about(build, KL_STEP_FREE, left_of(build, unit->runs, is_inner));
+    add_about(build, KL_STEP_FREE, exports_of(build, unit->runs, is_inner));
     add(build, KL_STEP_END, KL_GRAPH_NONE, unit->runs, NONE);
 }
 
@@ -197,7 +197,7 @@ static void
 add_last(KlBuild *build, const KlUnit *unit)
 {
     KlGraph graph = build->homes->n_across > 0 ? KL_GRAPH_ACROSS : KL_GRAPH_NOW;
-    add(build, KL_STEP_RUN, graph, last_of(unit), left_of(build, last_of(unit), is_read));
+    add(build, KL_STEP_RUN, graph, last_of(unit), exports_of(build, last_of(unit), is_read));
     add(build, KL_STEP_TAIL, graph, unit->runs, NONE);
     add(build, KL_STEP_BACK, graph, last_of(unit), NONE);
 }
@@ -207,11 +207,11 @@ static void
 add_at_once(KlBuild *build, const KlUnit *unit)
 {
     for (uint32_t r = unit->runs.first; r < last_of(unit).first; r++) {
-        add(build, KL_STEP_RUN, KL_GRAPH_FIRST, one(r), left_of(build, one(r), is_read));
+        add(build, KL_STEP_RUN, KL_GRAPH_FIRST, one(r), exports_of(build, one(r), is_read));
     }
     add_last(build, unit);
     add_others_back(build, unit);
-    KlSlice handed = left_of(build, unit->runs, is_handed);
+    KlSlice handed = exports_of(build, unit->runs, is_handed);
     add(build, KL_STEP_TAKE, KL_GRAPH_NONE, unit->runs, handed);
 }
 
@@ -221,14 +221,14 @@ static void
 add_in_pieces(KlBuild *build, const KlUnit *unit)
 {
     KlSlice body = one(unit->runs.first), head = last_of(unit);
-    add(build, KL_STEP_RUN, KL_GRAPH_NOW, body, left_of(build, body, is_read));
-    KlSlice handed = left_of(build, body, is_handed);
+    add(build, KL_STEP_RUN, KL_GRAPH_NOW, body, exports_of(build, body, is_read));
+    KlSlice handed = exports_of(build, body, is_handed);
     add(build, KL_STEP_LOOP, KL_GRAPH_NOW, head, handed);
     add_last(build, unit);
     add(build, KL_STEP_TAKE, KL_GRAPH_NONE, head, NONE);
     add(build, KL_STEP_END, KL_GRAPH_NONE, head, NONE);
     add(build, KL_STEP_BACK, KL_GRAPH_NOW, body, handed);
-    add_about(build, KL_STEP_FREE, left_of(build, body, is_inner));
+    add_about(build, KL_STEP_FREE, exports_of(build, body, is_inner));
     add(build, KL_STEP_TAKE, KL_GRAPH_NONE, body, handed);
 }
 
@@ -237,8 +237,8 @@ add_body_forward(KlBuild *build, const KlUnit *unit)
 {
     KlGraph graph = unit->is_fused ? KL_GRAPH_NOW : KL_GRAPH_NONE;
     KlSlice offloaded =
-        unit->is_offloaded ? left_of(build, unit->runs, kl_units_can_be_again) : NONE;
-    KlSlice whole = left_of(build, unit->runs, is_put_together);
+        unit->is_offloaded ? exports_of(build, unit->runs, kl_units_can_recompute) : NONE;
+    KlSlice whole = exports_of(build, unit->runs, is_put_together);
     add(build, KL_STEP_HOME, graph, unit->runs, offloaded)->others = whole;
     if (!unit->is_fused) {
         add_forward(build, unit);
@@ -276,7 +276,7 @@ mark_needed(KlBuild *build, uint32_t r)
     const KlRun *run = &build->program->runs[r];
     for (uint32_t i = 0; i < run->imports.n; i++) {
         const KlFacts *facts = &build->facts[kl_units_import(build, run, i)];
-        if (facts->unit != KL_NOWHERE && (facts->is_gone || facts->is_inner)) {
+        if (facts->unit != KL_NOWHERE && (facts->is_freed || facts->is_inner)) {
             build->is_needed[facts->run] = true;
         }
     }
@@ -292,7 +292,7 @@ recompute_segments(KlBuild *build, KlSlice runs)
         const KlRun *run = &build->program->runs[r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = kl_units_export(build, run, i);
-            if (build->facts[value].is_gone) {
+            if (build->facts[value].is_freed) {
                 kl_units_add_value(build, value);
             }
         }
@@ -305,14 +305,14 @@ recompute_segments(KlBuild *build, KlSlice runs)
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = kl_units_export(build, run, i);
             KlFacts *facts = &build->facts[value];
-            if (facts->is_inner || facts->is_gone) {
+            if (facts->is_inner || facts->is_freed) {
                 kl_units_add_value(build, value);
             }
-            facts->is_gone = false;
+            facts->is_freed = false;
         }
         add(build, KL_STEP_RUN, KL_GRAPH_NONE, one(r), kl_units_values_from(build, first));
     }
-    add_about(build, KL_STEP_FREE, left_of(build, runs, is_inner));
+    add_about(build, KL_STEP_FREE, exports_of(build, runs, is_inner));
     add(build, KL_STEP_END, KL_GRAPH_NONE, runs, NONE);
 }
 
@@ -376,7 +376,7 @@ is_combined(const KlBuild *build, const KlRun *run, KlValueId value)
 /* List the results of a unit to free before its backward: the backward of all their readers has run, so only their
  * gradients are needed. */
 static KlSlice
-left_over(KlBuild *build, const KlUnit *unit)
+exports_to_free(KlBuild *build, const KlUnit *unit)
 {
     size_t first = build->schedule->values.n;
     for (uint32_t r = 0; r < unit->runs.n; r++) {
@@ -384,9 +384,9 @@ left_over(KlBuild *build, const KlUnit *unit)
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = kl_units_export(build, run, i);
             KlFacts *facts = &build->facts[value];
-            if (!build->program->is_kept[value] && !facts->is_inner && !facts->is_gone &&
+            if (!build->program->is_kept[value] && !facts->is_inner && !facts->is_freed &&
                 !is_combined(build, run, value)) {
-                facts->is_gone = true;
+                facts->is_freed = true;
                 kl_units_add_value(build, value);
             }
         }
@@ -396,7 +396,7 @@ left_over(KlBuild *build, const KlUnit *unit)
 
 /* List the emptied values that a body reads, to be filled before it runs again, in the order they are made. */
 static KlSlice
-emptied_for(KlBuild *build, const KlUnit *unit)
+lights_read_by(KlBuild *build, const KlUnit *unit)
 {
     const KlLights *lights = &build->schedule->lights;
     size_t first = build->schedule->values.n;
@@ -421,7 +421,7 @@ add_again_and_back(KlBuild *build, const KlUnit *unit)
 {
     for (uint32_t r = unit->runs.first; r < last_of(unit).first; r++) {
         add(build, KL_STEP_RUN, KL_GRAPH_NONE, one(r),
-            left_of(build, one(r), is_made_for_segments));
+            exports_of(build, one(r), is_made_for_segments));
     }
     add(build, KL_STEP_RUN, KL_GRAPH_NOW, last_of(unit), NONE);
     add(build, KL_STEP_BACK, KL_GRAPH_NOW, last_of(unit), NONE);
@@ -434,8 +434,8 @@ static void
 add_body_back(KlBuild *build, const KlUnit *unit)
 {
     KlGraph graph = unit->waits ? KL_GRAPH_WAIT : KL_GRAPH_NOW;
-    KlSlice left = left_over(build, unit);
-    KlSlice needs = unit->waits ? unit->needs : emptied_for(build, unit);
+    KlSlice left = exports_to_free(build, unit);
+    KlSlice needs = unit->waits ? unit->needs : lights_read_by(build, unit);
     KlSlice by_chunk = unit->waits ? left : NONE;
     add_about(build, KL_STEP_FREE, unit->waits ? NONE : left);
     add(build, KL_STEP_LOOP, graph, unit->runs, by_chunk);
@@ -446,7 +446,7 @@ add_body_back(KlBuild *build, const KlUnit *unit)
         add_again_and_back(build, unit);
     }
     add_about(build, KL_STEP_FREE, by_chunk);
-    add(build, KL_STEP_TAKE, KL_GRAPH_NONE, unit->runs, left_of(build, unit->runs, is_handed));
+    add(build, KL_STEP_TAKE, KL_GRAPH_NONE, unit->runs, exports_of(build, unit->runs, is_handed));
     add_about(build, KL_STEP_EMPTY, needs);
     add(build, KL_STEP_END, graph, unit->runs, NONE);
 }
@@ -459,7 +459,7 @@ go_back(KlBuild *build)
         if (unit->is_fused) {
             add(build, KL_STEP_CHECK, KL_GRAPH_NONE, unit->runs, NONE);
         } else if (!unit->is_body) {
-            add_about(build, KL_STEP_FREE, left_over(build, unit));
+            add_about(build, KL_STEP_FREE, exports_to_free(build, unit));
             add(build, KL_STEP_JOINT_BACK, KL_GRAPH_NOW, unit->runs, NONE);
         } else if (unit->has_gradient) {
             recompute_inputs(build, u);

@@ -72,7 +72,7 @@ goes_back(const KlUnit *unit)
 
 /* Note that run `r` of unit `u` makes its exports. */
 static void
-find_left(KlBuild *build, uint32_t u, uint32_t r)
+find_makers(KlBuild *build, uint32_t u, uint32_t r)
 {
     const KlProgram *program = build->program;
     const KlRun *run = &program->runs[r];
@@ -89,7 +89,7 @@ find_left(KlBuild *build, uint32_t u, uint32_t r)
 
 /* Note how run `r` reads its imports, and that unit `u` is their last reader so far. */
 static void
-find_read(KlBuild *build, uint32_t u, uint32_t r)
+find_readers(KlBuild *build, uint32_t u, uint32_t r)
 {
     const KlProgram *program = build->program;
     const KlRun *run = &program->runs[r];
@@ -118,14 +118,14 @@ find_crossing(KlBuild *build)
         for (uint32_t u = 0; u < build->n_units; u++) {
             KlSlice runs = build->units[u].runs;
             for (uint32_t r = runs.first; r < runs.first + runs.n; r++) {
-                (is_reading ? find_read : find_left)(build, u, r);
+                (is_reading ? find_readers : find_makers)(build, u, r);
             }
         }
     }
 }
 
 bool
-kl_units_can_be_again(const KlBuild *build, KlValueId value)
+kl_units_can_recompute(const KlBuild *build, KlValueId value)
 {
     const KlFacts *facts = &build->facts[value];
     return !kl_units_is_parts(build, value) && !facts->is_inner &&
@@ -154,13 +154,13 @@ find_open(KlBuild *build)
 }
 
 bool
-kl_units_is_remade(const KlBuild *build, const KlUnit *unit, KlValueId value)
+kl_units_is_recomputed(const KlBuild *build, const KlUnit *unit, KlValueId value)
 {
     KlNodeId maker = build->tape->values[value].node;
     bool is_honoured = build->program->is_checkpointed && build->homes->offload_every == 0;
     bool is_inside = is_honoured && unit->is_body && unit->has_gradient && maker != KL_ID_NONE &&
                      build->tape->nodes[maker].region != 0 && !build->facts[value].is_open;
-    return (unit->is_again || is_inside) && kl_units_can_be_again(build, value);
+    return (unit->is_recomputed || is_inside) && kl_units_can_recompute(build, value);
 }
 
 /* Choose for each body whether its results are kept, recomputed or offloaded until its backward. */
@@ -176,12 +176,12 @@ choose_homes(KlBuild *build)
         for (uint32_t r = 0; r < unit->runs.n && unit->is_body; r++) {
             const KlRun *run = kl_units_run(build, unit, r);
             for (uint32_t i = 0; i < run->exports.n; i++) {
-                leaves_rows |= kl_units_can_be_again(build, kl_units_export(build, run, i));
+                leaves_rows |= kl_units_can_recompute(build, kl_units_export(build, run, i));
             }
         }
         if (leaves_rows && unit->has_gradient) {
             n_leaving++;
-            unit->is_again = homes->keep_every > 1 && n_leaving % homes->keep_every != 0;
+            unit->is_recomputed = homes->keep_every > 1 && n_leaving % homes->keep_every != 0;
             unit->is_offloaded |= homes->offload_every > 1 && n_leaving % homes->offload_every == 0;
         }
     }
@@ -209,7 +209,7 @@ choose_light(KlBuild *build, const KlWaiting *waiting)
         }
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = kl_units_export(build, run, i);
-            build->may_be_light[value] = kl_units_can_be_again(build, value) &&
+            build->may_be_light[value] = kl_units_can_recompute(build, value) &&
                                          !build->units[build->facts[value].last_read].is_fused;
         }
         build->status = kl_waiting_find_light(waiting, unit->runs.first, build->may_be_light,
@@ -258,7 +258,7 @@ choose_waiting(KlBuild *build)
         build->status = kl_waiting_find(&waiting, run, &unit->waits, values, &needs);
         unit->waits = unit->waits && is_worth_waiting(build, run);
         values->n = unit->waits ? values->n : first;
-        unit->again = kl_units_values_from(build, first);
+        unit->to_recompute = kl_units_values_from(build, first);
         first = values->n;
         for (size_t i = 0; i < needs.n && unit->waits; i++) {
             kl_units_add_value(build, needs.ids[i]);

@@ -13,12 +13,12 @@ typedef struct KlUnit {
     KlSlice runs; /* of the program's runs */
     bool is_body;
     bool has_gradient;
-    bool is_fused;     /* each chunk's backward runs right after its forward */
-    bool is_again;     /* its results with rows are freed, and recomputed before the backward */
-    bool is_offloaded; /* its results are offloaded until they are read again */
-    bool waits;        /* the graphs of its chunks are retained until its backward */
-    KlSlice again;     /* of the schedule's values: saved tensors to recompute for its backward */
-    KlSlice needs;     /* likewise: emptied values to fill before that, for its graphs */
+    bool is_fused;        /* each chunk's backward runs right after its forward */
+    bool is_recomputed;   /* its results with rows are freed, and recomputed before the backward */
+    bool is_offloaded;    /* its results are offloaded until they are read again */
+    bool waits;           /* the graphs of its chunks are retained until its backward */
+    KlSlice to_recompute; /* of the schedule's values: saved tensors to recompute in backward */
+    KlSlice needs;        /* likewise: emptied values to fill before that, for its graphs */
 } KlUnit;
 
 /* Facts about a value that one unit makes and another unit, or another segment of the same body, reads. */
@@ -28,7 +28,7 @@ typedef struct KlFacts {
     bool is_open;         /* a call outside the checkpoint that makes it reads it */
     bool is_inner;        /* only segments of the body that makes it read it */
     bool is_handed;       /* a later segment of the body that makes it reads it */
-    bool is_gone;         /* the schedule has freed it at this point */
+    bool is_freed;        /* the schedule has freed it at this point */
     bool is_read_whole;   /* a unit reads all its rows as one tensor */
     bool is_read_by_rows; /* another body reads it chunk by chunk */
     bool is_used_back;    /* a body whose backward runs later makes or reads it */
@@ -66,11 +66,11 @@ bool kl_units_is_parts(const KlBuild *build, KlValueId value);
 
 /* Whether a result of a body can be freed and recomputed (or offloaded): other bodies read it, only by rows, and
  * neither a hook nor retain_grad needs its whole gradient. */
-bool kl_units_can_be_again(const KlBuild *build, KlValueId value);
+bool kl_units_can_recompute(const KlBuild *build, KlValueId value);
 
 /* Whether a result of a unit is freed after its last reader of the forward pass and recomputed before its backward:
  * because of the policy, or because the user's checkpoint covers it. */
-bool kl_units_is_remade(const KlBuild *build, const KlUnit *unit, KlValueId value);
+bool kl_units_is_recomputed(const KlBuild *build, const KlUnit *unit, KlValueId value);
 
 /* Return the `i`-th value that leaves a run. */
 static inline KlValueId

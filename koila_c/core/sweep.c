@@ -202,13 +202,13 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
         return by_steps(sweep, at, KL_UNEVEN_BESIDE);
     }
     if (node->has_bytes) {
-        const KlNode *told = &sweep->tape->nodes[sweep->span.nodes[at]];
-        *further = told->saves.is_extra_rows ? by_rows(sweep, told, told->saves.bytes_extra)
-                                             : (KlBytes){(double)told->saves.bytes_extra, 0};
-        further->fixed += (double)told->saves.bytes_fixed;
-        workspace = by_rows(sweep, told, told->saves.bytes_workspace);
-        workspace.fixed += (double)told->saves.bytes_row;
-        steps = by_rows(sweep, told, told->saves.bytes_steps);
+        const KlNode *call = &sweep->tape->nodes[sweep->span.nodes[at]];
+        *further = call->saves.is_extra_rows ? by_rows(sweep, call, call->saves.bytes_extra)
+                                             : (KlBytes){(double)call->saves.bytes_extra, 0};
+        further->fixed += (double)call->saves.bytes_fixed;
+        workspace = by_rows(sweep, call, call->saves.bytes_workspace);
+        workspace.fixed += (double)call->saves.bytes_row;
+        steps = by_rows(sweep, call, call->saves.bytes_steps);
     }
     if (parts != NULL && parts->keeps != NULL) {
         const KlAmount *keeps = parts->keeps;
@@ -647,7 +647,7 @@ in_flight(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held)
                                          held->back_masks));
         }
     }
-    if (held->relaid > 0 && sweep->sizes[node->first_out].is_laid_otherwise) {
+    if (held->relaid > 0 && sweep->sizes[node->first_out].has_other_layout) {
         more = plus(more, times(held->relaid, size_of(sweep, node->first_out)));
     }
     return held->is_wide ? plus(more, wide_gradients(sweep, node, held)) : more;
@@ -836,9 +836,9 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     if (node->is_uneven) {
         go_back_through_steps(sweep, at, more, moments);
     } else if (node->has_bytes) {
-        const KlNode *told = &sweep->tape->nodes[id];
-        more = plus(more, by_rows(sweep, told, told->saves.bytes_backward));
-        more.fixed += (double)told->saves.bytes_row;
+        const KlNode *call = &sweep->tape->nodes[id];
+        more = plus(more, by_rows(sweep, call, call->saves.bytes_backward));
+        more.fixed += (double)call->saves.bytes_row;
     }
     if (node->held != NULL && node->held->is_composed) {
         more = plus(more, node->further);

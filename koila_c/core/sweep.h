@@ -64,7 +64,7 @@ typedef struct KlSize {
     bool is_put_together; /* its chunks are views of one tensor of all rows */
     bool is_there;        /* it exists already: the run that makes it allocates nothing */
     bool is_let_go;       /* likewise, but no gradient is sent to it: it is freed before backward */
-    bool is_laid_otherwise; /* its gradient has another memory layout than itself */
+    bool has_other_layout; /* its gradient has another memory layout than itself */
 } KlSize;
 
 /* What a sweep reads of a node, close together: KlNode is several times as large. */

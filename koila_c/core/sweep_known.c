@@ -24,12 +24,12 @@ kl_sweep_known_sizes(KlSweep *sweep)
 
 /* Note that the gradient of a value, and of the values it is a view of all of, has another layout than the value. */
 static void
-turn(KlSweep *sweep, KlValueId value)
+note_layout(KlSweep *sweep, KlValueId value)
 {
     int64_t n_elements = sweep->sizes[value].n_elements;
-    while (value != KL_ID_NONE && !sweep->sizes[value].is_laid_otherwise &&
+    while (value != KL_ID_NONE && !sweep->sizes[value].has_other_layout &&
            sweep->sizes[value].n_elements == n_elements) {
-        sweep->sizes[value].is_laid_otherwise = true;
+        sweep->sizes[value].has_other_layout = true;
         value = sweep->tape->values[value].view_of;
     }
 }
@@ -37,35 +37,35 @@ turn(KlSweep *sweep, KlValueId value)
 void
 kl_sweep_known_node(KlSweep *sweep, KlNodeId id)
 {
-    const KlNode *told = &sweep->tape->nodes[id];
-    const KlSaves *saves = &told->saves;
-    const bool is_reduction = told->mode == KL_MODE_REDUCE;
+    const KlNode *call = &sweep->tape->nodes[id];
+    const KlSaves *saves = &call->saves;
+    const bool is_reduction = call->mode == KL_MODE_REDUCE;
     KlSweepNode *node = &sweep->nodes[id];
-    *node = (KlSweepNode){.first_input = told->first_input,
-                          .n_inputs = told->n_inputs,
-                          .first_out = told->first_out,
-                          .n_outs = told->n_outs,
-                          .held = told->row != NULL ? told->row->held : NULL,
-                          .saved_inputs = told->row != NULL ? saves->inputs : UINT64_MAX,
-                          .saved_outputs = told->row != NULL ? saves->outputs : UINT64_MAX,
+    *node = (KlSweepNode){.first_input = call->first_input,
+                          .n_inputs = call->n_inputs,
+                          .first_out = call->first_out,
+                          .n_outs = call->n_outs,
+                          .held = call->row != NULL ? call->row->held : NULL,
+                          .saved_inputs = call->row != NULL ? saves->inputs : UINT64_MAX,
+                          .saved_outputs = call->row != NULL ? saves->outputs : UINT64_MAX,
                           .has_bytes = saves->bytes_extra != 0 || saves->bytes_fixed != 0 ||
                                        saves->bytes_workspace != 0 || saves->bytes_backward != 0 ||
                                        saves->bytes_row != 0,
                           .is_uneven = saves->uneven[KL_UNEVEN_STEPS] > 0,
-                          .accruing = kl_stage_accruing(sweep->tape, told),
-                          .is_open = told->is_open,
-                          .is_writing = told->writes != 0,
-                          .is_random = told->is_random,
-                          .is_for_chunks = told->is_for_chunks};
-    node->parts = is_reduction ? kl_ops_parts((KlReduce)told->reduce, told->is_for_chunks) : NULL;
-    for (uint32_t k = 0; k < told->n_outs; k++) {
-        node->has_gradient |= sweep->sizes[told->first_out + k].needs_gradient;
+                          .accruing = kl_stage_accruing(sweep->tape, call),
+                          .is_open = call->is_open,
+                          .is_writing = call->writes != 0,
+                          .is_random = call->is_random,
+                          .is_for_chunks = call->is_for_chunks};
+    node->parts = is_reduction ? kl_ops_parts((KlReduce)call->reduce, call->is_for_chunks) : NULL;
+    for (uint32_t k = 0; k < call->n_outs; k++) {
+        node->has_gradient |= sweep->sizes[call->first_out + k].needs_gradient;
     }
-    for (uint32_t k = 0; k < told->n_inputs; k++) {
-        KlValueId value = sweep->tape->inputs[told->first_input + k].value;
-        sweep->inputs[told->first_input + k] = value;
-        if (value != KL_ID_NONE && !told->is_open && node->held != NULL && node->held->turns) {
-            turn(sweep, value);
+    for (uint32_t k = 0; k < call->n_inputs; k++) {
+        KlValueId value = sweep->tape->inputs[call->first_input + k].value;
+        sweep->inputs[call->first_input + k] = value;
+        if (value != KL_ID_NONE && !call->is_open && node->held != NULL && node->held->turns) {
+            note_layout(sweep, value);
         }
     }
 }
