@@ -40,7 +40,8 @@ kl_py_id(PyObject *object, void *id)
     return 1;
 }
 
-/* bind(folders, reductions, objects): each object of the dict by the name that it has here. */
+/* bind(folders, reductions, objects): set kl_py's Python objects from a dict, by the names below; also the folders
+ * whose files are not the user's, and the reductions that Python can split. */
 static PyObject *
 core_bind(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -110,7 +111,7 @@ bits_of(PyObject *dtypes)
     return bits;
 }
 
-/* set_blocks(width, dtypes, of these in tiles): see KlCall. */
+/* set_blocks(width, dtypes, tiled): how oneDNN lays out convolutions on this CPU, see KlCall. */
 static PyObject *
 core_set_blocks(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -138,7 +139,7 @@ static PyMethodDef functions[] = {
 };
 #undef KL_METHOD
 
-/* Look up the Python objects that all files use; the error names the first that is missing. */
+/* Look up the Python objects that all files use; the exception names the first that is missing. 0 or -1. */
 static int
 find_names(void)
 {
@@ -190,14 +191,14 @@ import_torch(void)
         kl_py.ndarray = PyObject_GetAttrString(numpy, "ndarray");
         Py_DECREF(numpy);
     }
-    PyErr_Clear(); /* torch works without numpy, and so do we */
+    PyErr_Clear(); /* torch works without numpy, and so does koila */
     return 0;
 }
 
 static int
 module_exec(PyObject *module)
 {
-    if (kl_py.lazy != NULL) { /* its lazies would be of a class that nothing here knows any more */
+    if (kl_py.lazy != NULL) { /* this copy would not recognise the first one's LazyTensors */
         PyErr_SetString(PyExc_ImportError,
                         "koila._core is loaded already, and cannot live twice in a process");
         return -1;

@@ -9,7 +9,7 @@
  *     }
  *     kl_py_bound_fini(&bound);                                             always, after the call is read
  *
- * Binding never reads tensor data, never runs user code and allocates nothing for calls of ordinary size. */
+ * Binding reads no tensor data, runs no user code, and allocates nothing for calls of ordinary size. */
 #ifndef KL_PY_ARGS_H
 #define KL_PY_ARGS_H
 
@@ -35,8 +35,9 @@ typedef struct KlPyWord {
     bool is_index;
     bool is_device;
     bool is_out;
-    bool is_size; /* :size, for whoever looks at the signature; the rules prove it */
-    bool is_rows; /* :rows, the same */
+    bool
+        is_size; /* :size, for readers of the signature: binding ignores it, the rules of the op use it */
+    bool is_rows; /* :rows, likewise */
 } KlPyWord;
 
 typedef struct KlPySignature {
@@ -45,31 +46,29 @@ typedef struct KlPySignature {
     KlPyWord words[KL_PY_WORDS_MAX];
 } KlPySignature;
 
-/* What binding must know of torch's objects: the same for every call, and on every thread. `context` is
- * what the caller of kl_py_args_bind_dict gave. */
+/* What binding must know of torch's objects; the same for every call and thread. The callbacks get the `context`
+ * that was given to kl_py_args_bind_dict, and set no exception. */
 typedef struct KlPyTypes {
     PyTypeObject *dtype_type, *device_type, *format_type;
     PyObject *dtypes[KL_N_DTYPES];
     PyObject *formats[4]; /* by KlFormat */
-    /* The meta of a tensor, or NULL: no tensor, or one that no rule can describe. Valid until the call is
-     * inferred. Sets no exception. */
+    /* The meta of a tensor, valid until the call is inferred. NULL: no tensor, or one that no KlMeta describes. */
     const KlMeta *(*meta_of)(void *context, PyObject *object);
-    /* Index of a torch.device, or of what stands for one (a str); -1: not known. Sets no exception. */
+    /* Index of a torch.device or of its name (str); -1: not known. */
     int (*device_of)(void *context, PyObject *object);
-    /* The values of this index tensor are 0 .. rows - 1, in order. NULL: not looked at. */
+    /* Whether the values of this index tensor are 0 .. rows - 1, in order. NULL: no tensor is asked. */
     bool (*is_row_range)(void *context, PyObject *object, const KlMeta *meta);
 } KlPyTypes;
 
-/* Where an argument came from. `position` counts as in a vectorcall: positional arguments, then the values
- * of the keywords in their order; -1: absent. */
+/* Where an argument came from. `position` counts as in a vectorcall: positional arguments, then the values of
+ * keywords in their order; -1: the argument is absent. */
 typedef struct KlPyOrigin {
     int32_t position;
-    bool is_variadic; /* entry e is the argument at position + e */
-    bool
-        is_sequence; /* entry e is item e of the argument; neither: the argument itself is entry 0 */
+    bool is_variadic; /* entry e of the word is the argument at position + e */
+    bool is_sequence; /* entry e is item e of the argument; neither: the argument is entry 0 */
 } KlPyOrigin;
 
-/* Where a tensor input came from: entry `entry` of args[arg]. */
+/* Where a tensor input came from: it is entry `entry` of args[arg]. */
 typedef struct KlPyInput {
     PyObject *object; /* borrowed from the call */
     uint32_t arg;
@@ -89,7 +88,7 @@ typedef struct KlPyBound {
     uint32_t n_ints_used;
     uint32_t n_items_used;
     uint32_t n_floats_used;
-    KlPyBlock *blocks; /* what did not fit below */
+    KlPyBlock *blocks; /* memory for what exceeds the fixed arrays below */
     const KlMeta *inputs_fixed[KL_PY_INPUTS_FIXED];
     KlPyInput input_origins_fixed[KL_PY_INPUTS_FIXED];
     int64_t ints_fixed[KL_PY_INTS_FIXED];
@@ -97,19 +96,19 @@ typedef struct KlPyBound {
     double floats_fixed[KL_PY_FLOATS_FIXED];
 } KlPyBound;
 
-/* Parse a row's `call`. New, or NULL with an exception (a misspelt row). */
+/* Parse a row's `call`. Returns a new signature, or NULL with an exception if the text is misspelt. */
 KlPySignature *kl_py_signature_new(const char *call);
 void kl_py_signature_free(KlPySignature *signature);
 
-/* Look up torch's dtypes and formats; the callbacks are the caller's to fill. 0, or -1 with an exception. */
+/* Look up torch's dtypes and formats; the caller fills in the callbacks. 0, or -1 with an exception. */
 int kl_py_types_init(KlPyTypes *types);
 void kl_py_types_fini(KlPyTypes *types);
 
 void kl_py_bound_init(KlPyBound *bound);
 void kl_py_bound_fini(KlPyBound *bound);
 
-/* Bind a call of a tuple and a dict (or NULL); positions count the dict's values in its order. 1: bound; 0: the call
- * does not fit the signature (decline it); -1: exception. `context` goes to the callbacks of `types`. */
+/* Bind a call of a tuple and a dict (or NULL), whose values get positions in its order. 1: bound; 0: the call does
+ * not fit the signature, so that the row declines it; -1: exception. */
 int kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
                          void *context, PyObject *args, PyObject *kwargs);
 

@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_bridge.c - a program is cut where a call comes that cannot be recorded: what waits stays on a tape of
- * its own, and the user's lazies get real tensors instead. bridge.py says what these are. */
+/* py_bridge.c - cuts the program before a call that cannot be recorded: the pending calls stay on a tape of their
+ * own, and the user's LazyTensors get real tensors instead (bridge.py makes them) */
 #include "py.h"
 #include "py_describe.h"
 
 #include "alloc.h"
 
-/* -- what is handed out --------------------------------------------------------------------------- */
+/* -- which values can be handed out ----------------------------------------------------------------- */
 
-/* Whether a lazy, which has no tensor yet, can be given one: nobody looks at its gradient, and its memory is
- * known, and was made by the program. Of a leaf without gradient its number is a view, as in eager. */
+/* Whether the LazyTensor of a value can be given a real tensor: nobody watches its gradient, its memory is known,
+ * and a call of the program made that memory. Views of a leaf that needs no gradient may go too: their tensors are
+ * views, as in eager. */
 static bool
 can_hand_out(const KlTape *core, KlValueId id)
 {
@@ -117,8 +118,8 @@ kl_bridge_reached(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return handed;
 }
 
-/* Mark the storages that autograd would keep if the pending calls ran whole, and return the bytes that it keeps
- * beside them; -1 if that is not known. */
+/* Mark the storages that autograd would save if the pending calls ran whole. Returns the bytes that it would save
+ * besides them; -1 if a node has no row, writes or draws, so that they are not known. */
 static int64_t
 mark_saved(const KlTape *core, bool *is_saved /* [n_storages] */)
 {
@@ -147,9 +148,9 @@ mark_saved(const KlTape *core, bool *is_saved /* [n_storages] */)
     return further;
 }
 
-/* Bytes that are saved if the pending calls run whole: a part that is cut off keeps its inputs to run again, a graph
- * keeps what autograd saves, and makes the rest on the way. Less than 0 if that is not known. What is handed out, and
- * what the user holds, takes its memory either way. */
+/* Bytes that a whole run of the pending calls saves over cutting them off; less than 0: none, or not known. A part
+ * that is cut off keeps its inputs, to run again. A graph keeps what autograd saves, and computes the other values
+ * on the way. What the user holds takes its memory either way. */
 static int64_t
 bytes_won_whole(const Tape *tape, bool *is_saved, bool *is_held /* [n_storages] */)
 {
@@ -191,9 +192,9 @@ kl_bridge_won_whole(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return is_there ? PyLong_FromLongLong(won) : PyErr_NoMemory();
 }
 
-/* -- handing it out ---------------------------------------------------------------------------------- */
+/* -- handing them out ----------------------------------------------------------------------------- */
 
-/* Check a list of pairs of a value that waits and a tensor. */
+/* Check that a list holds pairs of (pending value, tensor). False with an exception. */
 static bool
 are_pairs(const Tape *tape, PyObject *pairs)
 {
@@ -215,14 +216,15 @@ are_pairs(const Tape *tape, PyObject *pairs)
     return true;
 }
 
-/* The value of entry `i` of a list that was checked. */
+/* The value of entry `i` of a list that are_pairs() has checked. */
 static KlValueId
 value_of(PyObject *pairs, Py_ssize_t i)
 {
     return (KlValueId)PyLong_AsUnsignedLong(PyTuple_GET_ITEM(PyList_GET_ITEM(pairs, i), 0));
 }
 
-/* New lazies for the values of `pairs`; the user's, if there are, are kept in `before`. NULL: nothing changed. */
+/* Make new LazyTensors for the values of `pairs`. `before` gets the user's Values, which they replace on the tape,
+ * or NULL. On failure returns NULL and restores the tape. */
 static PyObject *
 stand_ins_for(Tape *tape, PyObject *pairs, Value **before /* [n_pairs] */)
 {
@@ -249,19 +251,19 @@ stand_ins_for(Tape *tape, PyObject *pairs, Value **before /* [n_pairs] */)
     return NULL;
 }
 
-/* A lazy of the user's gets its tensor. */
+/* Give one of the user's Values its tensor. */
 static void
 settle(Value *lazy, PyObject *pair)
 {
     if (lazy != NULL) {
         PyObject *tensor = PyTuple_GET_ITEM(pair, 1);
         kl_lazy_detach(lazy, tensor);
-        /* What is done with it is recorded, as with the batch, also after a backward. */
+        /* Calls on it are recorded, as calls on the batch are, also after a backward. */
         lazy->is_input = kl_meta_requires_grad(tensor) > 0;
     }
 }
 
-/* The lazy of a value leaves the tape: the user's, to be given what it stands for. */
+/* Take the user's Value of a value off the tape, for settle() to give it a tensor. Borrowed, or NULL. */
 static Value *
 take_off(Tape *tape, KlValueId id)
 {
@@ -305,7 +307,7 @@ kl_bridge_hand_out(PyObject *Py_UNUSED(module), PyObject *args)
             kl_lazy_leave(tape, (KlValueId)i, tape->values[i].real);
         }
         if (tape->core.values[i].node == KL_ID_NONE && tape->core.values[i].n_pending == 0) {
-            Py_CLEAR(tape->values[i].real); /* what a call writes next would keep the part */
+            Py_CLEAR(tape->values[i].real); /* else the part would copy it before the next write */
         }
         if (tape->core.values[i].state == KL_STATE_KNOWN && tape->values[i].result != NULL) {
             tape->core.values[i].state = KL_STATE_PENDING; /* the user's lazies have it */
@@ -377,7 +379,7 @@ kl_bridge_replace_leaf(PyObject *Py_UNUSED(module), PyObject *args)
     if (tape == NULL || id >= tape->core.n_values || tape->values[id].real == NULL) {
         return PyErr_Format(PyExc_IndexError, "replace_leaf: there is no leaf %u", id);
     }
-    /* The table of tensors that entered is not asked any more: nothing is recorded onto this tape. */
+    /* Nothing is recorded onto this tape any more, so no look-up by tensor will miss this one. */
     Py_SETREF(tape->values[id].real, Py_NewRef(tensor));
     kl_tape_refresh_leaf(tape, id);
     return Py_NewRef(Py_None);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_core.c - the small functions of koila._core: each checks its arguments and asks one question of a
- * lazy, of this thread's tape, or of the state. What they do is said in the table of module.c. */
+/* py_core.c - the small functions of koila._core: each checks its arguments and asks one question of a LazyTensor,
+ * of this thread's tape, or of kl_py. methods.def has their docstrings. */
 #include "py.h"
 
 #include <malloc.h>
@@ -98,8 +98,8 @@ core_is_input(PyObject *Py_UNUSED(module), PyObject *object)
     return value == NULL ? NULL : PyBool_FromLong(value->is_input);
 }
 
-/* Whether nobody but a lazy, and the tape, holds its tensor, and no call waits that reads it: then what is done
- * with it is recorded from now on, as with an input. */
+/* Only the Value and the tape may hold the tensor, and no pending call may read it: then nobody can change it
+ * unseen, and calls on it are recorded from now on, as on an input. */
 PyObject *
 core_keep_lazy(PyObject *Py_UNUSED(module), PyObject *object)
 {
@@ -146,7 +146,7 @@ core_is_pending_here(PyObject *Py_UNUSED(module), PyObject *object)
     return PyBool_FromLong(is_here && kl_lazy_real(value) == NULL);
 }
 
-/* (dtype, shape, strides or None, requires_grad, device number), or None where there is no KlMeta. */
+/* (dtype, shape, strides or None, requires_grad, device number) */
 static PyObject *
 describe(const KlMeta *meta)
 {
@@ -251,7 +251,7 @@ core_read(PyObject *Py_UNUSED(module), PyObject *object)
     return value == NULL || kl_live_read(value) < 0 ? NULL : Py_XNewRef(kl_lazy_number(value));
 }
 
-/* Whether a value is a view of another, and of its graph. */
+/* Whether a value is a view of `other` that belongs to its graph. */
 static bool
 is_view_of(const Tape *tape, KlValueId value, KlValueId other)
 {
@@ -264,7 +264,7 @@ is_view_of(const Tape *tape, KlValueId value, KlValueId other)
     return value == other && !is_detached;
 }
 
-/* Whether other lazies have memory of a value that the program made, or are views of it. */
+/* Whether other LazyTensors share the memory of a value that the program made, or are views of it. */
 static bool
 is_shared(const Tape *tape, KlValueId id)
 {
@@ -278,8 +278,8 @@ is_shared(const Tape *tape, KlValueId id)
     return is_found;
 }
 
-/* leave(lazy): its tensor. Where other lazies may show what is done with that, and what they show is still on
- * the tape: None. One that has a number is that from now on; what made it has a tensor of its own. */
+/* A write to the tensor would show in other LazyTensors of its memory, while those still show a value on the tape.
+ * So then the tensor is not handed out. A known value is detached from the tape, whose own calls keep their tensor. */
 PyObject *
 core_leave(PyObject *Py_UNUSED(module), PyObject *object)
 {
@@ -378,8 +378,8 @@ core_abandon(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return Py_NewRef(Py_None);
 }
 
-/* leaves_of(tensor or None) -> [value] of the real tensors that pending calls read, unchanged, and that share its
- * memory; None: that have no rows and need no gradient, a module's buffers for one. */
+/* leaves_of(tensor): the leaves that are unchanged, that pending calls read, and that share memory with a tensor.
+ * None instead of a tensor: those without rows that need no gradient, such as a module's buffers. */
 PyObject *
 core_leaves_of(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
@@ -391,13 +391,13 @@ core_leaves_of(PyObject *Py_UNUSED(module), PyObject *tensor)
         if (real == NULL || value->n_pending == 0) {
             continue;
         }
-        if (tensor == Py_None /* those that read a statistic write it */
+        if (tensor == Py_None /* n_aside: the calls that read a running statistic also write it */
                 ? kl_place_is_rows(&value->meta.place) || value->meta.requires_grad ||
                       value->n_aside
                 : real != tensor && !kl_meta_may_alias(real, tensor)) {
             continue;
         }
-        int is_lost = kl_stale_is_lost(tape, (KlValueId)i); /* its readers have no number */
+        int is_lost = kl_stale_is_lost(tape, (KlValueId)i); /* then its readers raise anyway */
         if (is_lost < 0 || (!is_lost && kl_py_append_new(list, PyLong_FromSize_t(i)) < 0)) {
             Py_CLEAR(list);
         }
@@ -442,7 +442,6 @@ core_storage(PyObject *Py_UNUSED(module), PyObject *object)
     return is_own ? PyLong_FromUnsignedLong(id) : Py_NewRef(Py_None);
 }
 
-/* has_views(lazy): whether a lazy that is no view itself has views that need a gradient. */
 PyObject *
 core_has_views(PyObject *Py_UNUSED(module), PyObject *object)
 {
@@ -462,8 +461,6 @@ core_has_views(PyObject *Py_UNUSED(module), PyObject *object)
     return PyBool_FromLong(has_views);
 }
 
-/* set_for_chunks(lazy): only chunks need the reduction that made it, for the call that comes next. Whether it is
- * one. */
 PyObject *
 core_set_for_chunks(PyObject *Py_UNUSED(module), PyObject *object)
 {
@@ -490,7 +487,6 @@ core_has_draw(PyObject *Py_UNUSED(module), PyObject *is_dead)
                                                                : kl_tape_has_draw(&tape->core)));
 }
 
-/* [(node, first output, number of outputs)] of the random calls that have still to draw. */
 PyObject *
 core_waiting_draws(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
@@ -544,7 +540,6 @@ core_hook(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromUnsignedLong(id);
 }
 
-/* As what the gradient is kept of a value, or of the one that the lazy of a value keeps it of. */
 PyObject *
 core_retained(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -643,7 +638,9 @@ core_close(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
         return NULL;
     }
     bool has_effect = kl_program_has_effect(tape);
-    bool is_needed = has_effect || kl_tape_has_draw(&tape->core); /* nothing else may ask for it */
+    bool is_needed =
+        has_effect ||
+        kl_tape_has_draw(&tape->core); /* nobody can reach its results, but it must run */
     for (size_t i = 0; i < tape->core.n_values && !is_needed; i++) {
         is_needed = tape->core.values[i].node != KL_ID_NONE && tape->values[i].handle != NULL;
     }
@@ -658,7 +655,6 @@ core_close(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return PyBool_FromLong(!is_needed);
 }
 
-/* Bytes that the pending calls would make and keep, by a quick sum. */
 PyObject *
 core_pending_bytes(PyObject *Py_UNUSED(module), PyObject *is_graph)
 {
@@ -683,8 +679,8 @@ core_fix_malloc(PyObject *Py_UNUSED(module), PyObject *size)
         return NULL;
     }
 #ifdef __GLIBC__
-    /* glibc raises its threshold when a large block is freed, and sends later ones to the heap, which does
-     * not shrink. Fixed, large blocks, and as large an end of the heap, go back when they are freed. */
+    /* By default glibc raises this threshold when a large block is freed, and takes later blocks from the heap, which
+     * does not shrink. Once it is set, freed large blocks, and a free end of the heap of that size, are returned. */
     bool is_fixed = mallopt(M_MMAP_THRESHOLD, n_bytes) && mallopt(M_TRIM_THRESHOLD, n_bytes);
     (void)malloc_trim(0);
     return PyBool_FromLong(is_fixed);

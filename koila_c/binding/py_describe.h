@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_describe.h - what inference found, as Python objects. */
+/* py_describe.h - results of inference as Python objects */
 #ifndef KL_PY_DESCRIBE_H
 #define KL_PY_DESCRIBE_H
 
@@ -7,12 +7,13 @@
 
 #include "infer.h"
 
-/* Add to `dict` what `result` says of a call: outs, mode, reason, reduce, random, effects, alias, saves,
+/* Add the results of inference for a call to `dict`: outs, mode, reason, reduce, random, effects, alias, saves,
  * inputs, in_places, rewrites. 0, or -1 with an exception. */
 int kl_py_describe(PyObject *dict, const KlInferred *result, const KlSaves *saves,
                    const KlPyBound *bound, Py_ssize_t n_args, PyObject *kwargs);
 
-/* Add an object, and drop the caller's reference to it; NULL is passed on. 0 or -1. */
+/* Add `value` or `item`, and drop the caller's reference to it. NULL: it could not be created, an exception is set.
+ * 0 or -1. */
 int kl_py_set_new(PyObject *dict, const char *key, PyObject *value);
 int kl_py_append_new(PyObject *list, PyObject *item);
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_live.c - one-chunk replay: the recorded calls run in order with torch, as the user wrote them, on
- * real tensors with real autograd. It is also how a call runs that cannot be recorded. */
+/* py_live.c - whole replay: runs the recorded calls in order with torch, as the user wrote them, on real tensors
+ * with real autograd. Also runs the calls that cannot be recorded. */
 #include "py.h"
 
 /* -- replay ------------------------------------------------------------------------------------------ */
@@ -17,9 +17,9 @@ real_of(void *env, KlValueId value)
     return entry->recorded != NULL ? entry->recorded : entry->real;
 }
 
-/* requires_grad says what a call sees when it is made, not when it runs: a leaf that was switched since is
- * replaced by an alias that is as it was. What should not get a gradient gets none; the other way round
- * torch drops it, unless the leaf needs one again by then. */
+/* A recorded call must see the requires_grad that its leaves had when it was recorded. A leaf whose flag has
+ * changed is replaced by an alias with the old flag. So a leaf that was frozen then gets no gradient. For one that
+ * is frozen now torch drops the gradient, unless it was unfrozen by the time of backward. 0 or -1. */
 static int
 keep_flags(Tape *tape)
 {
@@ -46,7 +46,7 @@ keep_flags(Tape *tape)
     return 0;
 }
 
-/* What was promised when the call was recorded must be what torch gives. */
+/* Raise if torch's output differs from what inference promised when the call was recorded. 0 or -1. */
 static int
 check_output(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
 {
@@ -62,16 +62,17 @@ check_output(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
     return requires_grad < 0 ? -1 : is_same ? 0 : kl_promise_break(tape, id, value, real, -1);
 }
 
+/* Store the tensor of a value, and hand it to hooks.bind if somebody watches its gradient. 0 or -1. */
 static int
 bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
 {
     if (tape->core.values[value].node != id) {
-        return 0; /* it was cut: what reads it goes no further */
+        return 0; /* it is a leaf by now, and keeps its number */
     }
     if (check_output(tape, id, value, real) < 0) {
         return -1;
     }
-    Py_XSETREF(tape->values[value].real, Py_NewRef(real)); /* an interrupt may have left one */
+    Py_XSETREF(tape->values[value].real, Py_NewRef(real)); /* left by an interrupted run */
     if (!kl_tape_is_looked_at(&tape->core, value) && !tape->values[value].is_told) {
         return 0;
     }
@@ -84,13 +85,13 @@ bind_outputs(Tape *tape, KlNodeId id, PyObject *result)
 {
     const KlNode *node = &tape->core.nodes[id];
     if (node->writes != 0) {
-        if (result == Py_None) { /* __setitem__ gives nothing back */
+        if (result == Py_None) { /* __setitem__ returns None */
             result = tape->values[tape->core.inputs[node->first_input].value].real;
         }
         if (bind(tape, id, node->first_out, result) < 0 || node->n_outs == 1) {
             return PyErr_Occurred() ? -1 : 0;
         }
-        /* A view was written: the base, the last input, is the same tensor as before. */
+        /* A view was written: the base, the last input, is still the same tensor. */
         KlValueId base = tape->core.inputs[node->first_input + node->n_inputs - 1].value;
         return bind(tape, id, node->first_out + 1, tape->values[base].real);
     }
@@ -118,7 +119,7 @@ release_if_dead(Tape *tape, KlValueId value)
     }
 }
 
-/* A node is over, and with it what only chunks need for it: what nobody needs from here on is let go. */
+/* A node is done, and so is the node before it that only chunks run: free the tensors that no one needs. */
 static void
 set_done(Tape *tape, KlNodeId id)
 {
@@ -154,7 +155,7 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
     }
     const KlNode *node = &tape->core.nodes[id];
     if (node->refresh_of != KL_ID_NONE) {
-        /* The view from before the write is there, and torch let it see the write. */
+        /* The view from before the write exists, and shows the write. */
         if (bind(tape, id, node->first_out + node->refresh_out,
                  tape->values[node->refresh_of].real) < 0) {
             return -1;
@@ -187,9 +188,9 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
     return 0;
 }
 
-/* Whether the exception says nothing of the call: an interrupt, or that memory ran out. */
+/* Whether the exception tells something about the call: it is no interrupt, and memory has not run out. */
 static bool
-is_of_call(void)
+tells_of_call(void)
 {
     if (!PyErr_ExceptionMatches(PyExc_Exception)) {
         return false;
@@ -206,21 +207,21 @@ is_of_call(void)
     return result;
 }
 
-/* As in eager, what depends on a call that raised does not exist; the rest does. */
+/* As in eager, the results of a call that raised do not exist, nor does what depends on them. */
 static void
 note_failed(Tape *tape, KlNodeId id)
 {
     const KlNode *node = &tape->core.nodes[id];
-    if (!is_of_call() && node->writes == 0 && node->leaf_writes == 0 && !node->is_random) {
-        return; /* it can be made again */
+    if (!tells_of_call() && node->writes == 0 && node->leaf_writes == 0 && !node->is_random) {
+        return; /* a later run can make the call again */
     }
     kl_failure_set(tape, id);
 }
 
-/* The call that needs what waits, while this thread runs it; borrowed. */
+/* Borrowed: the call of this thread for which pending calls run, for the report. */
 static _Thread_local PyObject *caller;
 
-/* Tell how much ran whole, and what it raised; an exception stays. */
+/* Report how many calls ran whole, and what they raised. An exception that is set stays. 0 or -1. */
 static int
 note_ran(unsigned long long n_calls, long long n_bytes)
 {
@@ -238,8 +239,7 @@ note_ran(unsigned long long n_calls, long long n_bytes)
     return result;
 }
 
-/* A run failed. Its draws were recorded before, and as in eager nothing that is drawn next may have their
- * numbers. The error of the run stays the one that is told. */
+/* In eager, the draws of the program came before whatever is drawn next. The exception of the run stays set. */
 void
 kl_live_draw_waiting(void)
 {
@@ -247,7 +247,7 @@ kl_live_draw_waiting(void)
     PyErr_Fetch(&type, &value, &traceback);
     PyObject *moved = PyObject_CallNoArgs(kl_py.move_on);
     Py_XDECREF(moved);
-    PyErr_Restore(type, value, traceback); /* in place of an error of its own */
+    PyErr_Restore(type, value, traceback); /* replaces an exception of move_on */
 }
 
 static bool
@@ -257,9 +257,9 @@ has_run(const Tape *tape, KlValueId value)
     return node != KL_ID_NONE && tape->core.nodes[node].is_done && tape->values[value].real != NULL;
 }
 
-/* The tape stays open for what was abandoned when a run stopped. What ran leaves it, as it leaves a tape that is
- * closed: a later write or view goes on from its tensor, for the values on the way there are gone. What still
- * waits for it is watched from now on, as readers of any other tensor are. */
+/* A run stopped, and the tape stays open for the calls that it abandoned. Detach what ran, as from a tape that is
+ * closed: later writes and views use its tensors, since the values between are gone. What abandoned calls still
+ * read becomes a leaf, and is watched for changes from now on. */
 static void
 release_what_ran(Tape *tape)
 {
@@ -287,8 +287,8 @@ release_what_ran(Tape *tape)
     PyErr_Restore(type, error, traceback);
 }
 
-/* Whether the number of a value is all that a live run needs of it: no gradient goes through it, and no write
- * or other name of its memory hangs on the call that made it. */
+/* Whether a live run can use the number of a value instead of its call: no gradient passes it, and no write or
+ * other value of its storage depends on the call. */
 static bool
 is_settled(const Tape *tape, KlValueId id)
 {
@@ -300,8 +300,9 @@ is_settled(const Tape *tape, KlValueId id)
            kl_stale_is_enough(tape, id);
 }
 
-/* What has its number is not made again, nor what led to it alone: a plan counts on that. Statistics that are
- * still to be moved are moved by their calls. */
+/* Make leaves of the values whose numbers are settled, and drop the calls that led only to them: a plan counts on
+ * that. Calls whose statistics are still to be written must run, so while there are any nothing is dropped. 0 or
+ * -1. */
 static int
 keep_numbers(Tape *tape)
 {
@@ -327,7 +328,7 @@ keep_numbers(Tape *tape)
     return is_moved < 0 ? -1 : 0;
 }
 
-/* Whether a live run passes over a node. What only chunks need, and nobody, is done. */
+/* Whether a live run skips a node. Marks a node done that only chunks run, once nothing needs its outputs. */
 static bool
 is_passed_over(Tape *tape, KlNodeId id)
 {
@@ -342,7 +343,7 @@ is_passed_over(Tape *tape, KlNodeId id)
     return node->is_done || node->is_abandoned || node->is_for_chunks;
 }
 
-/* All that waits runs now: what it is to write on the side need not be watched any more. */
+/* All pending calls run now: unwritten.py need no longer watch the leaves that they write. 0 or -1. */
 static int
 note_written(const Tape *tape)
 {
@@ -381,7 +382,7 @@ run_tape(Tape *tape)
             if (is_passed_over(tape, (KlNodeId)i)) {
                 continue;
             }
-            /* Ctrl-C says nothing of the call, which waits until it is asked for. */
+            /* Ctrl-C is no failure of the call, which stays pending. */
             result = PyErr_CheckSignals();
             if (result == 0) {
                 n_calls++;
@@ -410,7 +411,7 @@ run_tape(Tape *tape)
     return result;
 }
 
-/* Whether a pending call draws, or puts the generator where it was to draw the same again. */
+/* Whether a pending call draws, or sets the generator back to draw again what it drew before. */
 static bool
 has_random(const KlTape *core)
 {
@@ -444,7 +445,7 @@ kl_live_run(Tape *tape)
     return result;
 }
 
-/* Whether the program of a value, which is this thread's to run, gave it its number in chunks; -1. */
+/* Let replay.py compute a value of this thread's tape in chunks. 1: it has its number; 0: it must run live; -1. */
 static int
 read_in_chunks(Value *value)
 {
@@ -452,7 +453,7 @@ read_in_chunks(Value *value)
         return 0;
     }
     kl_tape_ask(&value->tape->core, value->id);
-    /* What has no gradient may be had of labels alone, without the model. */
+    /* A value without a gradient may depend on labels alone: try to compute it without the model. */
     bool is_plain = !value->tape->core.values[value->id].meta.requires_grad;
     for (int is_known_only = is_plain; is_known_only >= 0; is_known_only--) {
         PyObject *answer =
@@ -470,7 +471,7 @@ read_in_chunks(Value *value)
     return 0;
 }
 
-/* A number is enough: where the program can run in chunks it does, and its values become known. */
+/* A number is enough, so the program runs in chunks if it can, and keeps the graph of its values. */
 int
 kl_live_read(Value *value)
 {
@@ -483,7 +484,7 @@ kl_live_read(Value *value)
         if (kl_turn_begin(&turn, value->tape) < 0) {
             return -1;
         }
-        /* Another thread may have run it meanwhile. */
+        /* another thread may have run it while this one waited */
         is_read = kl_lazy_number(value) != NULL ? 1 : read_in_chunks(value);
         kl_turn_end(&turn);
     }
@@ -492,7 +493,7 @@ kl_live_read(Value *value)
     return is_read > 0 || real != NULL ? 0 : -1;
 }
 
-/* What a run in chunks gave a number, and no run can make again, has but that. */
+/* Let numbers.py make leaves of the known values that no run can compute again. 0 or -1. */
 static int
 settle(const Tape *tape)
 {
@@ -513,7 +514,7 @@ kl_live_force(Value *value)
         }
         int result = settle(turn.tape);
         if (result == 0 &&
-            value->tape == turn.tape) { /* else another thread has run it meanwhile */
+            value->tape == turn.tape) { /* else another thread ran it while this one waited */
             KlValueId current = KL_ID_NONE;
             kl_tape_ask(&turn.tape->core, value->id);
             result = kl_tape_attach(turn.tape, value, &current);
@@ -535,12 +536,12 @@ kl_live_force(Value *value)
 
 #define KL_LAZY_ARGS_MAX 64
 
-/* The lazies of one call: their reals are found again among its results. */
+/* The LazyTensors of one call: results that are their real tensors become these LazyTensors again. */
 typedef struct LazyArgs {
     PyObject *lazies[KL_LAZY_ARGS_MAX]; /* borrowed from the call's arguments */
     int n;
     KlLiveKind kind;
-    PyObject *args, *kwargs; /* what was really passed */
+    PyObject *args, *kwargs; /* with real tensors in place of LazyTensors */
 } LazyArgs;
 
 static int
@@ -568,8 +569,8 @@ force_one(PyObject *lazy, void *context)
     return 0;
 }
 
-/* The place of a result: rows again where an input's rows are and the size is right. Cutting a value that
- * is there whole is right along any dim; this is the one likely to be of use. */
+/* Guess where a result has rows: where an argument has them, if the sizes agree. Any place is right for a value that
+ * is whole in memory, since it can be cut along any dim; a poor guess costs memory. Returns the argument, or NULL. */
 static const Value *
 find_rows(const LazyArgs *lazy_args, PyObject *real, KlPlace *place)
 {
@@ -612,7 +613,7 @@ is_among(PyObject *object, PyObject *tensor)
     return is_found;
 }
 
-/* What comes back is the very object that went in, where it was written or needed no change. */
+/* Torch may return an argument itself (written in place, or unchanged): return the LazyTensor of that argument. */
 static PyObject *
 wrap_tensor(const LazyArgs *lazy_args, PyObject *real)
 {
@@ -660,8 +661,8 @@ wrap(void *lazy_args, PyObject *object)
     return kl_call_map(object, wrap, lazy_args);
 }
 
-/* Whether a result is, or is a view of, the number of a lazy whose graph is still on the tape: torch gives
- * many inputs back unchanged, and its schemas do not say which. */
+/* Whether a result is, or is a view of, the number of a LazyTensor whose graph is still on the tape. torch returns
+ * many inputs unchanged, and its schemas do not say which. */
 static bool
 hands_out_number(const LazyArgs *lazy_args, PyObject *result)
 {
@@ -682,7 +683,7 @@ hands_out_number(const LazyArgs *lazy_args, PyObject *result)
     return false;
 }
 
-/* Make a call that may write what parts which were cut off read again: for those it stays what it was. */
+/* Make a call that may write memory which parts that were cut off will read again: bridge.py keeps a copy for them. */
 static PyObject *
 call_keeping(PyObject *func, PyObject *args, PyObject *kwargs)
 {
@@ -705,9 +706,9 @@ call_keeping(PyObject *func, PyObject *args, PyObject *kwargs)
     return result;
 }
 
-/* Whether a call may write a tensor that it is given, and a part may read that. */
+/* Whether a call may write a tensor that a part which was cut off reads. */
 static bool
-is_kept_from(PyObject *func, PyObject *kwargs, KlLiveKind kind)
+may_write_kept(PyObject *func, PyObject *kwargs, KlLiveKind kind)
 {
     if (kl_py.n_cut_off == 0 || kind == KL_LIVE_READ) {
         return false;
@@ -720,31 +721,31 @@ is_kept_from(PyObject *func, PyObject *kwargs, KlLiveKind kind)
            kl_function_is_in_place(function);
 }
 
-#define KL_BYTES_TOLD ((int64_t)1 << 20)
+#define KL_BYTES_REPORTED ((int64_t)1 << 20)
 
-/* Tell of large plain tensors that a call made or wrote of lazies: what is made of them is not recorded. */
+/* Report the large plain tensors that a call on LazyTensors made or wrote: calls on them are not recorded. 0 or -1. */
 static int
-tell_left(PyObject *func, PyObject *left, bool is_written)
+report_plain(PyObject *func, PyObject *left, bool is_written)
 {
     int status = 0;
     if (PyTuple_Check(left) || PyList_Check(left)) {
         for (Py_ssize_t i = 0; status == 0 && i < PySequence_Fast_GET_SIZE(left); i++) {
-            status = tell_left(func, PySequence_Fast_GET_ITEM(left, i), is_written);
+            status = report_plain(func, PySequence_Fast_GET_ITEM(left, i), is_written);
         }
         return status;
     }
     KlMeta meta;
     if (PyObject_TypeCheck(left, kl_py.tensor_base) && !kl_lazy_check(left) &&
-        kl_meta_read(left, &meta) == 0 && kl_meta_n_bytes(&meta) >= KL_BYTES_TOLD) {
-        PyObject *told = PyObject_CallFunctionObjArgs(kl_py.note_left, func, left,
-                                                      is_written ? Py_True : Py_False, NULL);
-        return kl_py_done(told);
+        kl_meta_read(left, &meta) == 0 && kl_meta_n_bytes(&meta) >= KL_BYTES_REPORTED) {
+        PyObject *noted = PyObject_CallFunctionObjArgs(kl_py.note_left, func, left,
+                                                       is_written ? Py_True : Py_False, NULL);
+        return kl_py_done(noted);
     }
     PyErr_Clear();
     return 0;
 }
 
-/* Borrowed: the tensor, or tensors, that a call writes; NULL. */
+/* Borrowed: the tensor, or tensors, that a call writes, or NULL. */
 static PyObject *
 written_by(PyObject *func, PyObject *args, PyObject *kwargs)
 {
@@ -777,8 +778,8 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
     if (real_args == NULL || (has_kwargs && real_kwargs == NULL)) {
         goto error;
     }
-    result = is_kept_from(func, real_kwargs, kind) ? call_keeping(func, real_args, real_kwargs)
-                                                   : PyObject_Call(func, real_args, real_kwargs);
+    result = may_write_kept(func, real_kwargs, kind) ? call_keeping(func, real_args, real_kwargs)
+                                                     : PyObject_Call(func, real_args, real_kwargs);
     Tape *tape = result != NULL ? kl_tape_open_or_null() : NULL;
     if (tape != NULL && kl_stale_release(tape) < 0) {
         Py_CLEAR(result);
@@ -793,8 +794,8 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
         Py_SETREF(result, wrap(&lazy_args, result));
         PyObject *written = written_by(func, args, has_kwargs ? kwargs : NULL);
         PyObject *left = written != NULL ? written : result;
-        bool is_told = result != NULL && (written != NULL || kind == KL_LIVE_SETTLED);
-        if (is_told && tell_left(func, left, written != NULL) < 0) {
+        bool is_reported = result != NULL && (written != NULL || kind == KL_LIVE_SETTLED);
+        if (is_reported && report_plain(func, left, written != NULL) < 0) {
             Py_CLEAR(result);
         }
     }

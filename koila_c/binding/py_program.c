@@ -40,9 +40,8 @@ node_inputs(const KlTape *core, const KlStages *stages, const KlNode *node)
     return tuple;
 }
 
-/* (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes, is data,
- * is open, is for chunks, its checkpoint's region, does its backward read what it saves, inputs as
- * imports) */
+/* (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes, is data, is open, is
+ * for chunks, its checkpoint's region, does its backward read what it saves, inputs as imports) */
 static PyObject *
 node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
 {

@@ -1,24 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_record.c - what happens when torch hands us a call with a lazy in it: it is recorded, entered, run
- * at once, or given to a handler. Nothing is guessed: a call that is not understood runs at once. */
+/* py_record.c - decides what happens to a call with a LazyTensor in it: it is recorded, entered, run at once, or
+ * given to a handler. A call that koila does not understand runs at once. */
 #include "py.h"
 
 #include <frameobject.h>
 
 #include "alloc.h"
 
-/* -- what the lazies of a call say ----------------------------------------------------------------- */
+/* -- what the arguments of a call are --------------------------------------------------------------- */
 
 typedef struct LazyArgs {
-    Tape *tape;          /* this thread's, or NULL */
-    bool is_any_lazy;    /* one at least is not settled: the call is worth recording */
-    bool is_any_of_rows; /* one at least is settled, and has rows */
-    bool is_any_foreign; /* one at least is made by another thread's program */
-    bool is_any_lost;    /* of one at least nobody knows what shares its memory */
-    bool is_any_own;     /* torch asks the class of another operand what the call is */
+    Tape *tape;            /* this thread's, or NULL */
+    bool is_any_lazy;      /* one at least is not settled: recording the call gains something */
+    bool is_any_of_rows;   /* one at least is settled, and has rows */
+    bool is_any_foreign;   /* a call of another thread's program makes one at least */
+    bool is_any_lost;      /* one at least may share memory with another: see KlStorage.is_lost */
+    bool is_any_own_class; /* torch asks the class of an operand what the call does */
 } LazyArgs;
 
-/* Settled: it has its number and nothing can be gained by recording on it. */
+/* Whether a value has its number, and recording calls on it gains nothing: it needs no gradient, or a backward
+ * since has freed its graph. */
 static bool
 is_settled(const Value *value)
 {
@@ -31,8 +32,8 @@ is_settled(const Value *value)
     }
     PyObject *is_leaf = PyObject_GetAttrString(value->real, "is_leaf");
     Py_XDECREF(is_leaf);
-    PyErr_Clear(); /* of one of several views, whose base was written, torch does not say: it is no leaf */
-    return is_leaf != Py_True; /* a leaf never is spent */
+    PyErr_Clear(); /* torch raises for a view of several whose base was written; such a view is no leaf */
+    return is_leaf != Py_True; /* a leaf has no graph that a backward could free */
 }
 
 static bool
@@ -43,7 +44,7 @@ is_lost(const Value *value)
 }
 
 static int
-look_at(PyObject *lazy, void *context)
+inspect_lazy(PyObject *lazy, void *context)
 {
     LazyArgs *found = context;
     const Value *value = kl_lazy_checked(lazy);
@@ -52,7 +53,8 @@ look_at(PyObject *lazy, void *context)
     }
     if (value->tape != NULL && value->tape != found->tape &&
         value->tape->core.values[value->id].node != KL_ID_NONE) {
-        found->is_any_foreign = true; /* a leaf is but a tensor: this tape takes it over */
+        found->is_any_foreign =
+            true; /* another thread's leaf is a real tensor, which this tape can enter */
     }
     if (!is_settled(value)) {
         found->is_any_lazy = true;
@@ -63,16 +65,15 @@ look_at(PyObject *lazy, void *context)
     return 0;
 }
 
-/* Whether unwritten.py gave a tensor this class, since a recorded call is to write it: what is recorded
- * comes after that call anyway. */
+/* Whether a class is one that unwritten.py gave to a tensor that a pending call will write. Calls recorded now run
+ * after that write, so the class changes nothing for them. */
 static bool
 is_watched(PyObject *type)
 {
     return PyObject_HasAttrString(type, "_koila_own_class");
 }
 
-/* Whether torch asks the class of an operand what a call is: a tensor of the user's own class, or an object
- * with a __torch_function__. */
+/* Tensors of the user's own classes, and objects with a __torch_function__. */
 bool
 kl_record_has_own_class(PyObject *object)
 {
@@ -114,29 +115,31 @@ holds_own_class(PyObject *object)
     return result || kl_record_has_own_class(object);
 }
 
-/* See what an argument says; -1. Most are lazies, plain tensors and sizes. */
+/* Add what an argument holds to `found`. 0 or -1. The quick answers come first: most arguments are LazyTensors,
+ * plain tensors and ints. */
 static int
-look_into(PyObject *argument, LazyArgs *found)
+inspect_argument(PyObject *argument, LazyArgs *found)
 {
     if (kl_lazy_check(argument)) {
-        return look_at(argument, found);
+        return inspect_lazy(argument, found);
     }
     if (Py_IS_TYPE(argument, kl_py.tensor) || Py_IS_TYPE(argument, kl_py.parameter) ||
         PyLong_CheckExact(argument)) {
         return 0;
     }
-    found->is_any_own = found->is_any_own || holds_own_class(argument);
-    return kl_call_visit(argument, look_at, found);
+    found->is_any_own_class = found->is_any_own_class || holds_own_class(argument);
+    return kl_call_visit(argument, inspect_lazy, found);
 }
 
 static int
-look_into_all(PyObject *args, PyObject *kwargs, LazyArgs *found)
+inspect_arguments(PyObject *args, PyObject *kwargs, LazyArgs *found)
 {
     int result = 0;
     for (Py_ssize_t i = 0; result == 0 && i < PyTuple_GET_SIZE(args); i++) {
-        result = look_into(PyTuple_GET_ITEM(args, i), found);
+        result = inspect_argument(PyTuple_GET_ITEM(args, i), found);
     }
-    return result == 0 && kwargs != NULL && kwargs != Py_None ? look_into(kwargs, found) : result;
+    return result == 0 && kwargs != NULL && kwargs != Py_None ? inspect_argument(kwargs, found)
+                                                              : result;
 }
 
 /* -- nodes and their results ----------------------------------------------------------------------- */
@@ -166,7 +169,8 @@ kl_record_results(Tape *tape, KlNodeId id, PyObject *container)
     return result;
 }
 
-/* A call is about to be recorded that writes leaves on the side: plain torch gets them written first. */
+/* Tell unwritten.py which leaves node n_nodes, about to be recorded, will write on the side (batch_norm's
+ * statistics): plain code that looks at them must run the node first. */
 static int
 note_write(Tape *tape, const KlRecord *record)
 {
@@ -220,7 +224,7 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
 
 /* -- inference by meta tensors ------------------------------------------------------------------------ */
 
-/* Strides are left open where meta kernels are not known to be right about the layout of their results. */
+/* Read one output of meta.infer. It gives no strides where meta kernels may return another layout than real ones. */
 static int
 read_out(PyObject *item, KlMeta *meta)
 {
@@ -242,7 +246,8 @@ read_out(PyObject *item, KlMeta *meta)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Ask torch on meta tensors. 1: it answered, and `*container` is a new reference; 0: run it live. */
+/* Infer a call with torch's meta tensors into tape->inferred. 1: done, `*container` is a new reference; 0: torch
+ * cannot tell, run the call live; -1. */
 static int
 infer_by_meta(Tape *tape, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **container,
               KlSaves *saves)
@@ -272,9 +277,9 @@ infer_by_meta(Tape *tape, PyObject *func, PyObject *args, PyObject *kwargs, PyOb
         tape->inferred.split = (KlSplit){
             .mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = tape->inferred.split.places};
         *container = Py_NewRef(PyTuple_GET_ITEM(answer, 0));
-        int is_told = PyArg_ParseTuple(PyTuple_GET_ITEM(answer, 2), "LLL", &saves->bytes_workspace,
+        int is_read = PyArg_ParseTuple(PyTuple_GET_ITEM(answer, 2), "LLL", &saves->bytes_workspace,
                                        &saves->bytes_extra, &saves->bytes_backward);
-        result = is_told ? 1 : -1;
+        result = is_read ? 1 : -1;
     }
 error:
     Py_DECREF(answer);
@@ -283,13 +288,13 @@ error:
 
 /* -- recording ------------------------------------------------------------------------------------------ */
 
-/* The inputs of the call that is being recorded; kept from call to call. */
+/* The input values of the call that is being recorded. */
 typedef struct Inputs {
     KlValueId *values;
     size_t n, n_max;
 } Inputs;
 
-/* Record a call without a row. 0: it cannot be; 1: recorded. */
+/* Record a call of an op without a row, which then runs on whole values. 1: recorded; 0: it cannot be; -1. */
 static int
 record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *args,
                PyObject *kwargs, PyObject **results)
@@ -304,7 +309,7 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
         return -1;
     }
     if (kl_context_is_autocast((uint32_t)context)) {
-        return 0; /* meta tensors know nothing of autocast */
+        return 0; /* inference on meta tensors does not see the casts of autocast */
     }
     KlSaves saves = {0};
     int result = infer_by_meta(tape, func, args, kwargs, &container, &saves);
@@ -317,7 +322,8 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
     }
     result = kl_tape_mixes_aside(&tape->core, (uint32_t)inputs.n, inputs.values, 0) ? 0 : -1;
     KlPlace *places = tape->inferred.split.places;
-    tape->inferred.split.places = NULL; /* without a row every input is given whole */
+    tape->inferred.split.places =
+        NULL; /* no places: a call without a row reads every input whole */
     const KlRecord record = {
         .inputs = inputs.values,
         .n_inputs = (uint32_t)inputs.n,
@@ -343,7 +349,8 @@ error:
     return result;
 }
 
-/* randn_like(x) reads only sizes: with no other draw pending it draws now, eager's own numbers. */
+/* randn_like(x) and the like read only sizes. With no other draw pending, they draw at once: the same numbers as in
+ * eager. */
 static PyObject *
 draw_now(PyObject *func, PyObject *args, PyObject *kwargs)
 {
@@ -366,7 +373,7 @@ has_gradient(PyObject *lazy, void *Py_UNUSED(context))
     return value->real != NULL ? kl_meta_requires_grad(value->real) : 0; /* NULL: its call failed */
 }
 
-/* Whether a call that waits reads memory of a plain tensor: it must run before that is written. */
+/* Whether a pending call reads the memory of a plain tensor, and so must run before that is written. */
 static bool
 is_read(const Tape *tape, PyObject *tensor)
 {
@@ -382,7 +389,7 @@ is_read(const Tape *tape, PyObject *tensor)
     return false;
 }
 
-/* Whether a call that waits reads memory of a lazy that has its tensor. */
+/* Whether a pending call reads the memory of a LazyTensor that has its real tensor. */
 static bool
 is_lazy_read(const Tape *tape, PyObject *lazy)
 {
@@ -396,7 +403,7 @@ is_attached(PyObject *lazy, void *tape)
     return kl_lazy_value(lazy)->tape == tape || is_lazy_read(tape, lazy);
 }
 
-/* Borrowed: what a call is given as out=, or NULL. */
+/* Borrowed: the `out=` of a call, or NULL. */
 static PyObject *
 out_of(PyObject *kwargs)
 {
@@ -405,9 +412,9 @@ out_of(PyObject *kwargs)
     return out != Py_None ? out : NULL;
 }
 
+/* What a call writes, as bits: plain tensors that pending calls read, plain tensors that they do not, others. */
 enum { KL_READ = 1, KL_UNREAD = 2, KL_OTHER = 4 };
 
-/* What there is among what a call writes: plain tensors that waiting calls read or do not, and others. */
 static unsigned
 kinds_written(const Tape *tape, PyObject *target)
 {
@@ -431,8 +438,8 @@ is_target_read(const Tape *tape, PyObject *args, PyObject *kwargs)
             (kinds_written(tape, PyTuple_GET_ITEM(args, 0)) & KL_READ) != 0);
 }
 
-/* Whether a call is given values that wait on this thread's tape, or that what waits reads, and none of them
- * runs now. */
+/* Whether a call meets pending work of this thread's tape: it is given pending values, or writes or reads memory
+ * that pending calls read. False during a replay. */
 static bool
 is_waiting(PyObject *args, PyObject *kwargs)
 {
@@ -444,7 +451,8 @@ is_waiting(PyObject *args, PyObject *kwargs)
            (kwargs != NULL && kwargs != Py_None && kl_call_visit(kwargs, is_attached, tape) != 0);
 }
 
-/* A call that needs the real graph: what waits is cut off before it, or runs, whole, and that is said. */
+/* Run a call that needs real graphs. If it meets pending work, bridge.py cuts that off before the call, or runs it
+ * whole and reports that. */
 PyObject *
 kl_record_live(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
 {
@@ -452,7 +460,7 @@ kl_record_live(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind
         return kl_live_call(func, args, kwargs, kind);
     }
     const Tape *tape = kl_tape_open_or_null();
-    bool has_graph = false; /* what waits without one is light: labels, masks */
+    bool has_graph = false; /* pending calls without a graph are cheap: labels, masks */
     for (size_t i = 0; i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];
         has_graph =
@@ -463,7 +471,7 @@ kl_record_live(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind
                                         kind == KL_LIVE_PLAIN ? Py_True : Py_False, NULL);
 }
 
-/* A call may write a lazy that has its tensor: what waits and reads that memory runs before. */
+/* A call may write this LazyTensor's real tensor: run the pending calls that read its memory before. */
 static int
 run_readers(PyObject *lazy, void *Py_UNUSED(context))
 {
@@ -478,7 +486,7 @@ run_before_write(PyObject *args, PyObject *out)
     return result < 0 || out == NULL ? result : kl_call_visit(out, run_readers, NULL);
 }
 
-/* Whether a call writes plain tensors and nothing else, and nothing waits that reads them. */
+/* Whether a call writes only plain tensors that no pending call reads. */
 static bool
 is_into_plain(const Tape *tape, const Function *function, PyObject *args, PyObject *out)
 {
@@ -488,7 +496,7 @@ is_into_plain(const Tape *tape, const Function *function, PyObject *args, PyObje
     return target != NULL && (kinds_written(tape, target) & ~(unsigned)KL_UNREAD) == 0;
 }
 
-/* The same, looked at in a turn at the tape; -1. */
+/* is_into_plain() while no other thread uses the tape; -1 on failure. */
 static int
 is_into_plain_only(const Function *function, PyObject *args, PyObject *out)
 {
@@ -501,9 +509,10 @@ is_into_plain_only(const Function *function, PyObject *args, PyObject *out)
     return result;
 }
 
-/* A call that draws now comes after the draws that were recorded before it. */
+/* Before a random call that runs now: advance the generators past pending draws, which come first in eager. 0 or
+ * -1. */
 static int
-draw_before(const Function *function)
+draw_pending_first(const Function *function)
 {
     const Tape *tape = kl_tape_open_or_null();
     if (!function->is_random || tape == NULL || tape->is_running ||
@@ -514,7 +523,7 @@ draw_before(const Function *function)
     return kl_py_done(moved);
 }
 
-/* Whether a call may write a tensor that it is given. A view of a number writes nothing. */
+/* Whether a call may write a tensor that it is given. */
 static bool
 may_write(const Function *function, const PyObject *out)
 {
@@ -522,9 +531,9 @@ may_write(const Function *function, const PyObject *out)
     return out != NULL || !is_known;
 }
 
-/* Whether a tensor is all that a call is given beside numbers, and it writes that: fill_diagonal_(0). */
+/* Whether a call writes its first argument, a LazyTensor, and its other arguments are numbers: fill_diagonal_(0). */
 static bool
-is_on_one(const Function *function, PyObject *args, PyObject *kwargs)
+writes_one_with_numbers(const Function *function, PyObject *args, PyObject *kwargs)
 {
     Py_ssize_t at = 0;
     PyObject *word = NULL, *given = NULL;
@@ -541,12 +550,12 @@ is_on_one(const Function *function, PyObject *args, PyObject *kwargs)
     return result;
 }
 
-/* Whether a call that has no row writes one value, whose number is known now and has left the tape: it is
- * written at once, and what is recorded can still be cut; -1. */
+/* Whether a call without a row writes one value whose number is known by now, and has left the tape. It can write
+ * that number at once, and the pending calls can still be cut off. -1 on failure. */
 static int
-is_of_number(const Function *function, PyObject *args, PyObject *kwargs)
+writes_known_number(const Function *function, PyObject *args, PyObject *kwargs)
 {
-    if (function->row != NULL || !is_on_one(function, args, kwargs)) {
+    if (function->row != NULL || !writes_one_with_numbers(function, args, kwargs)) {
         return 0;
     }
     Value *value = kl_lazy_value(PyTuple_GET_ITEM(args, 0));
@@ -566,7 +575,8 @@ is_lost_lazy(PyObject *lazy, void *Py_UNUSED(context))
     return is_lost(kl_lazy_value(lazy));
 }
 
-/* A write to memory that may be another lazy's too would show in both, or in one: nobody knows. */
+/* Refuse a write to a LazyTensor that may share memory with another: nobody knows whether the other would change. 0
+ * or -1. */
 static int
 refuse_lost(const Function *function, PyObject *args, PyObject *out)
 {
@@ -585,9 +595,9 @@ refuse_lost(const Function *function, PyObject *args, PyObject *out)
     return result != 0 ? -1 : 0;
 }
 
-/* How a call runs that is not recorded. Where no gradient goes through it and it hands out no memory of
- * its lazies, their numbers are enough: what else waits can still be cut. Code of the user's (`is_of_user`)
- * is called once. */
+/* Run a call that is not recorded. If it takes no gradient and its results share no memory with its LazyTensors,
+ * their numbers are enough, and pending calls need no graph yet. A call that user code watches (`is_of_user`) is
+ * made only once: it gets real graphs at once, not numbers first. */
 static PyObject *
 run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs, bool is_of_user)
 {
@@ -596,10 +606,10 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
         return NULL;
     }
     PyObject *out = out_of(kwargs);
-    int is_number = out == NULL && !is_of_user ? is_of_number(function, args, kwargs) : 0;
+    int is_number = out == NULL && !is_of_user ? writes_known_number(function, args, kwargs) : 0;
     if (is_number != 0) {
         bool is_ready =
-            is_number > 0 && draw_before(function) >= 0 && run_before_write(args, NULL) >= 0;
+            is_number > 0 && draw_pending_first(function) >= 0 && run_before_write(args, NULL) >= 0;
         return is_ready ? kl_live_call(func, args, kwargs, KL_LIVE_SETTLED) : NULL;
     }
     bool is_pure = function->has_meta && out == NULL && !is_of_user;
@@ -611,13 +621,14 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
             needs_graph = kl_call_visit(kwargs, has_gradient, NULL);
         }
     }
-    bool is_bridge = needs_graph > 0 && is_waiting(args, kwargs); /* which keeps what is written */
+    bool is_bridge =
+        needs_graph > 0 && is_waiting(args, kwargs); /* bridge.py copies what the call writes */
     if (needs_graph < 0 ||
         (!is_bridge && may_write(function, out) && run_before_write(args, out) < 0)) {
         return NULL;
     }
-    if (draw_before(function) < 0) {
-        return NULL; /* also where its lazies have their tensors, and nothing runs for it */
+    if (draw_pending_first(function) < 0) {
+        return NULL; /* - */
     }
     if (needs_graph == 0) {
         PyObject *result = kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
@@ -629,7 +640,7 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     return kl_record_live(func, args, kwargs, KL_LIVE_LAZY);
 }
 
-/* Whether this thread runs the program of `tape`: what is called meanwhile is no part of it. */
+/* Whether this thread is running the program of `tape`: calls made meanwhile are no part of it. */
 static bool
 is_in_a_run(const Tape *tape)
 {
@@ -637,7 +648,7 @@ is_in_a_run(const Tape *tape)
     return tape->is_running && (holder == 0 || holder == PyThreadState_Get()->id);
 }
 
-/* Record a call by its row, or by meta tensors, in a turn at the tape. As kl_rows_record. */
+/* Record a call by its row, or by meta tensors, while no other thread uses the tape. Returns as kl_rows_record. */
 static int
 record_on(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
           PyObject **results)
@@ -646,7 +657,7 @@ record_on(Tape *tape, const Function *function, PyObject *func, PyObject *args, 
     if (kl_lock_take(&tape->lock) < 0) {
         return -1;
     }
-    tape->is_running = true; /* what a finalizer calls on the way is not recorded into this */
+    tape->is_running = true; /* calls of a finalizer that runs meanwhile are not recorded */
     recorded = function->row != NULL ? kl_rows_record(tape, function, func, args, kwargs, results)
                                      : record_by_meta(tape, function, func, args, kwargs, results);
     tape->is_running = false;
@@ -654,9 +665,9 @@ record_on(Tape *tape, const Function *function, PyObject *func, PyObject *args, 
     return recorded;
 }
 
-/* Whether a handler took a call (1), with its results, or raised (-1). */
+/* Offer a call to a handler. 1: it took the call, `*results` is a new reference; 0: it declined; -1. */
 static int
-hand_over(PyObject *handler, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **results)
+offer(PyObject *handler, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **results)
 {
     if (handler == NULL) {
         return 0;
@@ -670,20 +681,19 @@ hand_over(PyObject *handler, PyObject *func, PyObject *args, PyObject *kwargs, P
     return *results == NULL ? -1 : 1;
 }
 
-/* Whether a call was recorded, with its results, or raised (-1), or must run now (0). What is known of
- * its rows comes first: asked on meta tensors, it runs on the whole batch. */
+/* Record a call. 1: recorded, `*results` is a new reference; 0: run it now; -1; KL_ROWS_ILLEGAL. The row comes
+ * before meta tensors: what they infer runs on the whole batch. */
 static int
 record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
        PyObject **results)
 {
     if (out_of(kwargs) != NULL) {
-        return hand_over(function->is_random ? NULL : kl_py.record_out, func, args, kwargs,
-                         results);
+        return offer(function->is_random ? NULL : kl_py.record_out, func, args, kwargs, results);
     }
     int recorded =
         function->row != NULL ? record_on(tape, function, func, args, kwargs, results) : 0;
     if (recorded == 0) {
-        recorded = hand_over(function->handler, func, args, kwargs, results);
+        recorded = offer(function->handler, func, args, kwargs, results);
     }
     if (recorded == 0 && function->row == NULL && function->has_meta) {
         recorded = record_on(tape, function, func, args, kwargs, results);
@@ -691,7 +701,8 @@ record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyO
     return recorded;
 }
 
-/* Whether torch's engine, or a run of the tape, calls a hook or a custom backward, which is to give tensors; -1. */
+/* Whether torch's engine, or a replay, is calling a hook or a custom backward: code there must get tensors. -1 on
+ * failure. */
 static int
 is_in_hook(const Tape *tape)
 {
@@ -716,10 +727,11 @@ is_in_hook(const Tape *tape)
     return answer == NULL ? -1 : answer == Py_True;
 }
 
-/* A call is not recorded, and is to run with what waits: what torch refuses by sizes alone it refuses now,
- * before anything runs; -1. */
+/* A call is not recorded: raise what torch raises for illegal sizes and dtypes, before pending calls run for it. 0
+ * or -1. */
 static int
-refuse(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs, bool is_illegal)
+raise_if_illegal(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
+                 bool is_illegal)
 {
     bool can_ask = function->row != NULL || function->has_meta;
     if (!can_ask || function->is_random || may_write(function, out_of(kwargs))) {
@@ -735,7 +747,7 @@ PyObject *
 kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
 {
     LazyArgs found = {.tape = kl_tape_open()};
-    if (found.tape == NULL || look_into_all(args, kwargs, &found) < 0) {
+    if (found.tape == NULL || inspect_arguments(args, kwargs, &found) < 0) {
         return NULL;
     }
     if (found.is_any_lost && refuse_lost(function, args, out_of(kwargs)) < 0) {
@@ -743,28 +755,28 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
     }
     int is_hook = is_in_hook(found.tape);
     if (is_hook < 0 || (is_hook > 0 && !may_write(function, out_of(kwargs)))) {
-        bool is_ready = is_hook > 0 && draw_before(function) >= 0;
+        bool is_ready = is_hook > 0 && draw_pending_first(function) >= 0;
         return is_ready ? kl_live_call(func, args, kwargs, KL_LIVE_READ) : NULL;
     }
     bool is_writing = !found.is_any_lazy && may_write(function, out_of(kwargs));
     bool is_detach = function->row != NULL && kl_ops_is_detached(function->row);
-    /* What has its number and rows is recorded with, as a batch is. */
+    /* A settled value with rows is recorded with, as the batch is: what reads it can then run in chunks. */
     if (!found.is_any_lazy && (is_writing || is_detach || !found.is_any_of_rows)) {
         PyObject *out = out_of(kwargs);
         Tape *tape = found.tape;
         if (is_writing && !is_in_a_run(tape) && is_target_read(tape, args, kwargs)) {
             return kl_record_live(func, args, kwargs, KL_LIVE_LAZY);
         }
-        if (draw_before(function) < 0 || (is_writing && run_before_write(args, out) < 0)) {
+        if (draw_pending_first(function) < 0 || (is_writing && run_before_write(args, out) < 0)) {
             return NULL;
         }
-        /* What is made stays lazy while anything waits: what is written with it is seen. */
+        /* While calls are pending, the results stay lazy, so that koila sees writes with them. */
         bool is_waited_for = tape->core.n_done < tape->core.n_nodes || kl_py.n_cut_off > 0;
         bool is_lazy = is_waited_for || found.is_any_of_rows;
         return kl_live_call(func, args, kwargs, is_lazy ? KL_LIVE_LAZY : KL_LIVE_SETTLED);
     }
     bool is_ours = !found.is_any_foreign && !is_in_a_run(found.tape);
-    int is_of_user = !is_ours ? 0 : found.is_any_own ? 1 : kl_context_runs_at_once(func);
+    int is_of_user = !is_ours ? 0 : found.is_any_own_class ? 1 : kl_context_runs_at_once(func);
     if (is_of_user < 0) {
         return NULL;
     }
@@ -782,7 +794,7 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         if (recorded != 0 && !is_illegal) {
             return recorded < 0 ? NULL : results;
         }
-        int refused = refuse(function, func, args, kwargs, is_illegal);
+        int refused = raise_if_illegal(function, func, args, kwargs, is_illegal);
         if (refused < 0 || is_illegal) {
             return refused < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
         }
@@ -807,7 +819,7 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
         Py_DECREF(result);
     }
     Function *function = kl_function_find(func);
-    bool is_asked = false; /* another class too, which may be a Python function's own affair */
+    bool is_asked = false; /* by a class that may have its own plan for a Python function */
     for (Py_ssize_t i = 0; PyTuple_Check(types) && i < PyTuple_GET_SIZE(types); i++) {
         PyObject *type = PyTuple_GET_ITEM(types, i);
         bool is_own = type != (PyObject *)kl_py.lazy && type != (PyObject *)kl_py.tensor;
@@ -833,7 +845,7 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
     Py_UNREACHABLE();
 }
 
-/* -- the net ------------------------------------------------------------------------------------------------ */
+/* -- __torch_dispatch__: calls that went past __torch_function__ --------------------------------------- */
 
 static int
 is_tracked(PyObject *lazy, void *Py_UNUSED(context))
@@ -871,7 +883,8 @@ read_one(PyObject *lazy, void *Py_UNUSED(context))
     return value == NULL ? -1 : kl_live_read(value);
 }
 
-/* Run what is pending as if from outside: down here autograd is off, and the program keeps its graph. */
+/* Compute the LazyTensors among the arguments. Below autograd gradients are off; re-entering torch's dispatcher
+ * turns them on, so that the program that runs keeps its graph. 0 or -1. */
 static int
 force_with_graph(PyObject *args, PyObject *kwargs, int (*force)(PyObject *, void *))
 {
@@ -899,8 +912,8 @@ force_with_graph(PyObject *args, PyObject *kwargs, int (*force)(PyObject *, void
     return result;
 }
 
-/* What reaches the dispatcher went past __torch_function__. It runs on real tensors; but autograd already
- * looked at the placeholder, so a gradient would be lost here: that is refused. */
+/* The call went past __torch_function__, and runs on real tensors. But autograd has looked at the placeholder
+ * already, so that a gradient would be lost: then the call is refused. */
 PyObject *
 kl_record_torch_dispatch(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n_args)
 {
@@ -924,7 +937,7 @@ kl_record_torch_dispatch(PyObject *Py_UNUSED(module), PyObject *const *args, Py_
             "give it x.detach()",
             args[0]);
     }
-    /* torch's argument parser asks for the number of what it takes for one. */
+    /* torch's argument parser calls item() on a placeholder where it wants a number: that is a read. */
     const Function *function = kl_function_find(args[0]);
     bool is_read = function != NULL && function->kind == KL_CALL_READ;
     return force_with_graph(args[2], kwargs, is_read ? read_one : force_one) < 0

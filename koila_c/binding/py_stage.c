@@ -1,40 +1,40 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_stage.c - runs the nodes of a run on one chunk, and gives values their numbers. It decides nothing:
- * which nodes, in which order and when their values die comes from program.c, on which rows from replay.py. */
+/* py_stage.c - runs the nodes of a run on one chunk, and gives values their numbers. It decides nothing: program.c
+ * chose the nodes, their order and when their values die; replay.py chooses the rows. */
 #include "py.h"
 
 #include "alloc.h"
 
 /* -- running nodes -------------------------------------------------------------------------------------- */
 
-/* One run on one chunk: env[value] is what was made in it, imports[i] what was given to it. */
+/* One run on one chunk: env[value] holds what it computed, imports[i] what it was given. */
 typedef struct Run {
     Tape *tape;
-    const KlProgram *program; /* NULL: one node runs alone, and env has all that it reads */
+    const KlProgram *program; /* NULL: one node runs alone, and env holds all that it reads */
     PyObject *env;            /* list [n_values] */
     PyObject *imports;        /* list [n_imports] */
-    PyObject *run_other; /* callable(node, function, args, kwargs): reductions, random draws, views
-                                 of what is written, products with large weights */
-    PyObject *cut;       /* callable(tensor, import number): rows of a value made in this run */
-    long long rows;      /* of the chunk; -1: whole */
-    const KlNode *node;  /* the one that runs */
-    uint32_t next;       /* its input after the one that was asked for last */
-    PyObject *scratch;   /* list: what must live while a call runs */
-    PyObject *cloned;    /* set: the nodes that write a clone */
-    PyObject
-        *clone; /* callable(value, its storage) -> (value, its storage), of memory of their own */
-    PyObject *forked; /* what that gave for the node that runs, or NULL */
-    PyObject *saved;  /* list, or NULL: what autograd saved of the node that runs */
-    PyObject *settle; /* callable(node): what is kept of that */
-    uint8_t *marks;   /* [n_values], or NULL: which values are wanted; what makes none is not run */
-    Tape *aside;      /* borrowed, or NULL: calls are recorded there, of lazies that it is given */
+    PyObject *run_other; /* callable(node, function, args, kwargs) for nodes that call_node() cannot
+                            run itself: reductions, random draws, views of written memory, ... */
+    PyObject *cut;  /* callable(tensor, import): the chunk's rows of a whole value of this run */
+    long long rows; /* of the chunk; -1: whole */
+    const KlNode *node; /* the node that runs now */
+    uint32_t next;      /* the input of that node to look at first for the next slot */
+    PyObject *scratch;  /* list of tensors that must live until the call returns */
+    PyObject *cloned;   /* set of the nodes that write a clone instead */
+    PyObject *clone;    /* callable(value, its storage) -> both as copies in new memory */
+    PyObject *forked;   /* what clone() returned for the node that runs, or NULL */
+    PyObject *saved;    /* list of what autograd saved for the node that runs, or NULL */
+    PyObject *settle;   /* callable(node): decides what of `saved` is kept */
+    uint8_t *marks;     /* [n_values], marks: only nodes that make marked values run; NULL: all */
+    Tape *aside;        /* borrowed, or NULL: the tape on which the calls are recorded instead */
 } Run;
 
-/* Marks of a value. */
+/* Marks of a value: a requested value depends on it; it is requested itself. */
 enum { IS_WANTED = 1, IS_ASKED_FOR = 2 };
 
-/* A call's slot says which value; the node's input with that value says how it is read: one that is given twice
- * has its inputs in the order of the slots. */
+/* Borrowed: the tensor for a slot that holds `value`; NULL if there is none. How it is read (its rows, its import)
+ * depends on the node's input. A value that is given twice has its inputs in the order of the slots, so the search
+ * goes on after the last one found. */
 static PyObject *
 run_value(void *env, KlValueId value)
 {
@@ -79,7 +79,7 @@ run_value(void *env, KlValueId value)
     return made != Py_None || (run->program == NULL && is_for_chunks) ? made : NULL;
 }
 
-/* Whether the node is given what a call on the side made for it. */
+/* Whether the node reads what a node that only chunks run (is_for_chunks) computed for it. */
 static bool
 reads_for_chunks(const Run *run)
 {
@@ -118,7 +118,7 @@ rewrite_slice(PyObject *object, int part, PyObject *integer)
                        slice->step);
 }
 
-/* Put scale * rows of the chunk where the call said scale * rows of the batch. */
+/* Where the call was given scale * rows of the batch, put scale * rows of the chunk. */
 static int
 apply_rewrites(const Run *run, PyObject *args)
 {
@@ -147,7 +147,7 @@ apply_rewrites(const Run *run, PyObject *args)
     return 0;
 }
 
-/* Call the function of a node; where calls are recorded aside, that tape is this thread's meanwhile. */
+/* Call the function of a node. With `aside`, that tape is this thread's meanwhile, and records the call. */
 static PyObject *
 call_function(const Run *run, const KlPyNode *call, PyObject *args, Py_ssize_t n_positional)
 {
@@ -163,8 +163,8 @@ call_function(const Run *run, const KlPyNode *call, PyObject *args, Py_ssize_t n
     return result;
 }
 
-/* Whether the node makes a view, or a copy in place of one, of memory that some call of the program writes: there
- * it can be told which of the two a chunk got. */
+/* Whether the node makes a view (or a copy instead of one) of memory that some call of the program writes. Then
+ * Python must check which of the two a chunk got. */
 static bool
 is_view_of_written(const KlTape *tape, const KlNode *node)
 {
@@ -194,7 +194,7 @@ call_node(Run *run, KlNodeId id)
     }
     Py_ssize_t n_named = call->kwnames != NULL ? PyTuple_GET_SIZE(call->kwnames) : 0;
     Py_ssize_t n_positional = PyList_GET_SIZE(args) - n_named;
-    /* Whether a reshape shares memory depends on the layout, which a chunk need not share with the whole. */
+    /* Whether reshape() gives a view depends on strides, which can differ between a chunk and the whole batch. */
     bool is_view = is_view_of_written(&run->tape->core, run->node);
     bool has_effect = run->node->is_random || run->node->leaf_writes != 0;
     bool is_accruing =
@@ -202,7 +202,7 @@ call_node(Run *run, KlNodeId id)
     bool is_other = has_effect || is_view || is_accruing || reads_for_chunks(run);
     if (run->node->mode != KL_MODE_REDUCE && !is_other) {
         result = call_function(run, call, args, n_positional);
-        if (result == Py_None && run->node->writes != 0) { /* __setitem__ gives nothing back */
+        if (result == Py_None && run->node->writes != 0) { /* __setitem__ returns None */
             Py_SETREF(result, Py_NewRef(PyList_GET_ITEM(args, 0)));
         }
         goto error;
@@ -230,9 +230,9 @@ error:
     return result;
 }
 
-/* New reference: a view in a chunk of one row, where the row's stride says nothing and torch gives it any.
- * Kernels that look for a memory format lay out by it what they make, and dropout fills that in its
- * order: so it is what it is in the whole. */
+/* New reference: `result` with the strides of the whole batch, if it is a view in a chunk of one row. A dim of size
+ * 1 may have any stride, and torch's kernels derive the memory format of their outputs from it; dropout then fills
+ * the output in that order. So the stride must be that of the whole. */
 static PyObject *
 lay_out(const Run *run, KlValueId value, PyObject *result)
 {
@@ -265,7 +265,8 @@ lay_out(const Run *run, KlValueId value, PyObject *result)
     return laid_out;
 }
 
-/* A part of a reduction is none of the node's own outputs; all else is what inference said. */
+/* Check a result against what inference promised, and store it. A part of a reduction is not checked: it is not
+ * what the node returns as a whole. */
 static int
 keep(const Run *run, KlValueId value, PyObject *result)
 {
@@ -331,12 +332,12 @@ kl_stage_wait_for_copy(const Tape *tape, const KlNode *node)
     return 0;
 }
 
-/* What a node that writes a clone is given instead: (value, its storage). */
+/* Let `forked` be what a node that writes a clone gets instead: (value, its storage). 0 or -1. */
 static int
 fork_written(Run *run)
 {
     const KlInput *inputs = &run->tape->core.inputs[run->node->first_input];
-    bool is_view = run->node->n_outs == 2; /* its storage is the last input */
+    bool is_view = run->node->n_outs == 2; /* a view; its storage is the last input */
     PyObject *storage = run_value(run, inputs[is_view ? run->node->n_inputs - 1 : 0].value);
     run->forked =
         storage != NULL ? PyObject_CallFunction(run->clone, "IO", inputs[0].value, storage) : NULL;
@@ -360,8 +361,8 @@ is_cloned(const Run *run, KlNodeId id)
     return result;
 }
 
-/* What the node is about to write and is asked for as it was: a copy of it (new reference), or NULL, also where
- * that failed. */
+/* New reference: a copy of the value that the node is about to write, if the value before the write is requested;
+ * else NULL. NULL with an exception on failure. */
 static PyObject *
 copy_written(const Run *run)
 {
@@ -400,7 +401,7 @@ run_one(Run *run, KlNodeId id, KlContextSwitch *context)
     return PyList_SetSlice(run->scratch, 0, PyList_GET_SIZE(run->scratch), NULL) < 0 ? -1 : status;
 }
 
-/* Let go of the values of which the node at `at` of the program's list is the last reader. */
+/* Drop the values whose last reader in the run is the node at `at` of the program's list. 0 or -1. */
 static int
 drop_dead(const Run *run, uint32_t at)
 {
@@ -416,7 +417,7 @@ drop_dead(const Run *run, uint32_t at)
     return 0;
 }
 
-/* Whether a node makes something that is wanted and not there. */
+/* Whether a node computes a marked value that env does not hold. Without marks, each node is needed. */
 static bool
 is_needed(const Run *run, KlNodeId id)
 {
@@ -430,7 +431,7 @@ is_needed(const Run *run, KlNodeId id)
     return run->marks == NULL;
 }
 
-/* Mark what is asked for, and what that is made of. */
+/* Mark the values that `asked` requests, and those that they are computed from. 0 or -1. */
 static int
 mark_wanted(Run *run, KlSlice nodes, PyObject *asked)
 {
@@ -460,7 +461,7 @@ mark_wanted(Run *run, KlSlice nodes, PyObject *asked)
     return 0;
 }
 
-/* Let Python see what autograd saved of the node that ran. */
+/* Let Python decide what it keeps of the tensors that autograd saved for the node that ran. 0 or -1. */
 static int
 settle_saved(const Run *run, KlNodeId id)
 {
@@ -471,7 +472,7 @@ settle_saved(const Run *run, KlNodeId id)
     return kl_py_done(result);
 }
 
-/* Run nodes in order; without a program the one node `alone`. */
+/* Run nodes in order; without a program, the node `alone`. New reference to None, or NULL. */
 static PyObject *
 run_nodes(Run *run, KlSlice nodes, KlNodeId alone, bool is_grad_off)
 {
@@ -514,10 +515,10 @@ has_room(const Run *run)
     return false;
 }
 
-/* run(program, run, env, imports, rows, no_grad, run_other, cut, cloned, clone, saved, settle, again, aside): run the
- * nodes of a run of what stage() gave. rows < 0: whole. `saved`, a list or None: what autograd saves of a node
- * gathers there, until settle(node) is called. `again`, a tuple or None: run only what makes these values, which
- * stay as they were made, of what env has and is given. `aside`, a tape or None: calls are recorded on that. */
+/* run(program, run, env, imports, rows, no_grad, run_other, cut, cloned, clone, saved, settle, again, aside): run
+ * the nodes of one run of a staged program. rows < 0: whole. `saved`, a list or None, collects what autograd saves
+ * for a node until settle(node) is called. `again`, a tuple or None: recompute only these values, from what env and
+ * imports hold; they stay in env as they were first made. `aside`, a tape or None: record the calls on it. */
 PyObject *
 kl_stage_run(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -558,7 +559,6 @@ kl_stage_run(PyObject *Py_UNUSED(module), PyObject *args)
     return result;
 }
 
-/* run_alone(node, env, rows, no_grad, run_other): run one node; env has all that it reads. */
 PyObject *
 kl_stage_run_alone(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -570,7 +570,7 @@ kl_stage_run_alone(PyObject *Py_UNUSED(module), PyObject *args)
                           &run.rows, &is_grad_off, &run.run_other)) {
         return NULL;
     }
-    run.imports = run.env; /* nothing is read of it; what a node reads was made before */
+    run.imports = run.env; /* not read, since env holds all inputs */
     const KlNode *node = id < run.tape->core.n_nodes ? &run.tape->core.nodes[id] : NULL;
     if (node == NULL || PyList_GET_SIZE(run.env) < (Py_ssize_t)(node->first_out + node->n_outs)) {
         return PyErr_Format(PyExc_IndexError, "run_alone: no node %u, or no room for it", id);
@@ -580,8 +580,8 @@ kl_stage_run_alone(PyObject *Py_UNUSED(module), PyObject *args)
 
 /* -- results ---------------------------------------------------------------------------------------------- */
 
-/* deliver(value, tensor, is_final): the number of a value the user can reach. Final: it leaves the tape,
- * with that tensor; else it is known, and its node stays. */
+/* deliver(value, tensor, is_final): give a value that the user can reach its number. Final: it leaves the tape with
+ * that tensor. Else it is known, and its node stays. */
 PyObject *
 kl_stage_deliver(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -605,8 +605,8 @@ kl_stage_deliver(PyObject *Py_UNUSED(module), PyObject *args)
         tape->values[id].handle->is_lost = storage->is_uncertain;
         kl_lazy_leave(tape, id, tensor);
     }
-    bool is_dead = kl_tape_is_dead(&tape->core, id); /* the number is the lazy's alone */
-    bool is_left = !is_dead && is_final; /* what is said of it then is not said to what waits */
+    bool is_dead = kl_tape_is_dead(&tape->core, id); /* only the LazyTensor needs it now */
+    bool is_left = !is_dead && is_final;             /* pending calls do not see the user's hooks */
     PyObject *result = is_dead   ? NULL
                        : is_left ? PyObject_CallMethod(tensor, "detach", NULL)
                                  : Py_NewRef(tensor);
@@ -614,7 +614,7 @@ kl_stage_deliver(PyObject *Py_UNUSED(module), PyObject *args)
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* cut(value, tensor): the number of a value, which is a leaf from now on where anything reads it or stands for it. */
+/* cut(value, tensor): make a value a leaf with this number, if a pending call or a LazyTensor still uses it. */
 PyObject *
 kl_stage_cut(PyObject *Py_UNUSED(module), PyObject *args)
 {

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_stale.c - whether a leaf is still what it was when it was recorded: its version, its memory, and its
- * numbers where its .data was handed out. A difference is an error that names the reader, never a stale
- * read. */
+/* py_stale.c - whether a leaf is still what it was when it was recorded: its version, its memory, and its numbers
+ * where its .data was handed out. A difference is an error that names the reader, never a stale read. */
 #include "py.h"
 #include "py_describe.h"
 

@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_turn.c - turns: a tape is used by one thread at a time.
  *
- * All of this runs under the GIL, which every call of Python or torch may give up: a thread that is in the
- * middle of something has its turn at the tape, and others wait without the GIL until it is over. Whoever
- * waits first is next. Another thread's program is run as its own thread would: while a turn lasts, that
- * tape is this thread's. */
+ * All of this runs under the GIL, which every call of Python or torch may give up: a thread that is in the middle of
+ * something has its turn at the tape, and others wait without the GIL until it is over. Whoever waits first is next.
+ * Another thread's program is run as its own thread would: while a turn lasts, that tape is this thread's. */
 #include "py.h"
 
 /* A thread that waits; each is on the stack of its own thread. */
@@ -17,8 +16,7 @@ typedef struct Waiter {
 
 static Waiter *waiters; /* the first came first */
 
-/* Draws of several programs from one generator must not mix: each is put back where it was for every run
- * of a chunk. */
+/* Draws of several programs from one generator must not mix: each is put back where it was for every run of a chunk. */
 static KlLock draws;
 
 static uint64_t

@@ -1,32 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recorder, planner and replayer behind koila: the types of the C module."""
+"""Types of the C module koila._core; methods.def says what its functions do.
+
+A value or a node is an int: its id on the tape of the thread.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NotRequired, TypedDict, type_check_only
 
 import torch
 
-# (axis, dim, outer, inner), see basics/rows.py
+# Where the rows of a value are: (axis, dim, outer, inner), see basics/rows.py
 _Place = tuple[int, int, int, int]
-# (dtype, shape, strides, requires_grad, number of the device)
+# (dtype, shape, strides or None, requires_grad, device number)
 _Description = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, bool, int]
-# (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes,
-#  is data, draws inside, imports)
 _Ids = tuple[int, ...]
+# An instruction of a schedule: (op, graph, first run, runs, values, others), see schedule.def
 _Step = tuple[int, int, int, int, _Ids, _Ids]
+# The policy of a schedule: (is_graph, keep_every, offload_every, n_pieces, n_light, n_across,
+# is_live, n_chunks), as KlHomes of schedule.h
 _Homes = tuple[bool, int, int, int, int, int, bool, int]
+# (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes,
+#  is data, is open, is for chunks, checkpoint, does its backward read what it saves, imports)
 _StagedNode = tuple[
-    int, int, int | None, int, int, int, int, int, bool, int, int, bool, int, bool, tuple[int, ...]
+    int,
+    int,
+    int | None,
+    int,
+    int,
+    int,
+    int,
+    int,
+    bool,
+    int,
+    int,
+    bool,
+    bool,
+    bool,
+    int,
+    bool,
+    tuple[int, ...],
 ]
-# (inputs, outputs, bytes_extra, is_extra_rows, bytes_fixed, bytes_workspace, bytes_backward)
+# What autograd saves of a node: (bits of inputs, bits of outputs, bytes_extra, is_extra_rows,
+# bytes_fixed, bytes_workspace, bytes_backward), as KlSaves of infer.h
 _NodeSaves = tuple[int, int, int, bool, int, int, int]
-# Where an argument is in a call, by position or by keyword
+# An argument of a call: its position or its keyword
 _Where = int | str
 
-# handle, roots, wanted, (storages of several lazies, how many), rows by axis, tensors that enter,
-# devices where values are made, how many nodes, values, imports and stages, last body, is tail
-# linear, tail node, is all, has writes, has effects, is drawing,
-# (bytes made, of these by calls that run once, bytes of rows that enter, calls that run once)
+# What stage() returns: handle, roots, values the user can reach, (storage with several
+# LazyTensors, how many), rows by axis, tensors that enter, devices on which calls allocate,
+# numbers of nodes, values, imports and stages, last body, is tail linear, tail node, are all
+# pending calls staged, has writes, has side effects, draws, (bytes that calls allocate, of these
+# calls that run once, bytes of imports with rows, bytes of leaves without rows, number of calls
+# that run once), has checkpoints, a call whose output is written through x.data or None
 _Staged = tuple[
     object,
     list[int],
@@ -51,10 +76,10 @@ _Staged = tuple[
     int | None,
 ]
 
-# Multiples of the result, of the first operand, and of a byte for each element of the larger.
+# Bytes as multiples: of the result, of the first operand, of the element count of the larger
 _Amount = tuple[float, float, float]
-# As KlHeld: run, back_outs, back_ins, back_masks, turned, handed_on, is_wide, is_stepwise,
-# is_composed, is_of_terms, turns.
+# Workspace of an op, as KlHeld of ops.h: run, back_outs, back_ins, back_masks, turned, handed_on,
+# is_wide, is_stepwise, is_composed, is_of_terms, turns
 _Held = tuple[_Amount, _Amount, _Amount, float, float, int, bool, bool, bool, bool, bool]
 
 @type_check_only
@@ -86,7 +111,7 @@ class _Saves(TypedDict):
 class _Inferred(TypedDict):
     status: str
     text: str
-    # The rest where the status is "OK".
+    # All that follows is there only if the status is "OK"
     mode: NotRequired[str]
     reason: NotRequired[str | None]
     reduce: NotRequired[str | None]
@@ -108,7 +133,7 @@ class _TorchFunction:
     def __name__(self) -> str: ...
     def __call__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None, /) -> Any: ...
 
-# What it has of its own beside what a tensor has; the texts are those of patches/install.py.
+# Its own attributes, besides a tensor's; patches/install.py sets their docstrings
 class LazyTensor(torch.Tensor):
     _node: Any
     def __repr__(self) -> str: ...  # type: ignore[override]
