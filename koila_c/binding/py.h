@@ -465,13 +465,15 @@ void kl_failure_set(Tape *tape, KlNodeId id);
 void kl_failure_raise(PyObject *error);
 /* Borrowed: the stored exception of a value whose call failed, or NULL. */
 PyObject *kl_failure_find(const Tape *tape, KlValueId value);
-/* Raise the stored exception of a value whose call failed. Returns -1. */
-int kl_failure_tell(const Tape *tape, KlValueId value);
 /* -1 with the stored exception if the call that makes `value` failed, else 0. */
 static inline int
 kl_failure_check(const Tape *tape, KlValueId value)
 {
-    return kl_tape_is_failed(&tape->core, value) ? kl_failure_tell(tape, value) : 0;
+    bool is_failed = kl_tape_is_failed(&tape->core, value);
+    if (is_failed) {
+        kl_failure_raise(kl_failure_find(tape, value));
+    }
+    return -(int)is_failed;
 }
 
 /* -- py_context.c: what a call depends on besides its arguments -------------------------------- */

@@ -99,10 +99,3 @@ kl_failure_find(const Tape *tape, KlValueId value)
     KlNodeId node = tape->core.values[value].node;
     return tape->nodes[tape->core.nodes[node].failed_by].error;
 }
-
-int
-kl_failure_tell(const Tape *tape, KlValueId value)
-{
-    kl_failure_raise(kl_failure_find(tape, value));
-    return -1;
-}

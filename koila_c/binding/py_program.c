@@ -654,14 +654,9 @@ static int
 refresh(Tape *tape)
 {
     kl_stale_drop_numbers(tape);
-    return kl_view_refresh(tape);
-}
-
-static int
-close_orders(Tape *tape)
-{
+    int status = kl_view_refresh(tape);
     kl_tape_close_orders(&tape->core);
-    return 0;
+    return status;
 }
 
 /* An order of which a chunk's own counts would leave their run; KL_ID_NONE: there is none. */
@@ -711,7 +706,7 @@ kl_program_stage(PyObject *Py_UNUSED(module), PyObject *args)
     if (tape == NULL || shared == NULL ||
         !PyArg_ParseTuple(args, "O!p|IpO:stage", &PyList_Type, &roots, &is_known_only, &n_segments,
                           &is_headed, &gets) ||
-        refresh(tape) < 0 || close_orders(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
+        refresh(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
         (is_known_only ? find_known : find_wanted)(tape, &wanted, &reached) < 0 ||
         find_shared(tape, &wanted, shared) < 0) {
         goto error;

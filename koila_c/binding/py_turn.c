@@ -19,12 +19,6 @@ static Waiter *waiters; /* the first came first */
 /* Draws of several programs from one generator must not mix: each is put back where it was for every run of a chunk. */
 static KlLock draws;
 
-static uint64_t
-this_thread(void)
-{
-    return PyThreadState_Get()->id;
-}
-
 /* -- waiting ------------------------------------------------------------------------------------------ */
 
 /* What a thread waits for, or NULL. */
@@ -118,7 +112,7 @@ leave(const Waiter *waiter)
 int
 kl_lock_wait(KlLock *lock)
 {
-    const uint64_t me = this_thread();
+    const uint64_t me = PyThreadState_Get()->id;
     if (is_hopeless(lock, me) != 0) {
         return -1;
     }

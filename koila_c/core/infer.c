@@ -391,6 +391,26 @@ kl_infer_call(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
+/* An elementwise kernel is given operands of one dtype: others are copied first, and so is what is written. */
+static int64_t
+bytes_cast(const KlCall *call, const KlInferred *result)
+{
+    const KlRow *row = call->row;
+    bool is_pair = row->shape == shape_broadcast || row->shape == shape_tensor_pair;
+    KlDtype common = KL_DTYPE_BOOL;
+    int64_t n = 0;
+    for (uint32_t i = 0; i < 2 * call->n_inputs && is_pair && row->dtype != dtype_same; i++) {
+        const KlMeta *one = call->inputs[i % call->n_inputs]; /* gone through twice */
+        if (one != NULL && one->n_dims > 0) {
+            common = kl_rules_promote(common, one->dtype);
+            n += i >= call->n_inputs && one->dtype != common ? kl_meta_n_elements(one) : 0;
+        }
+    }
+    bool is_other = n > 0 && row->kind == KL_ROW_INPLACE && call->inputs[0]->dtype != common;
+    n += is_other ? kl_meta_n_elements(&result->outs[0]) : 0;
+    return n * (int64_t)kl_meta_dtype_bytes(common);
+}
+
 void
 kl_infer_saves(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -400,6 +420,9 @@ kl_infer_saves(const KlCall *call, const KlInferred *result, KlSaves *saves)
         is_saved = is_saved || result->outs[i].requires_grad;
     }
     call->row->saves(call, result, saves);
+    const int64_t cast = bytes_cast(call, result);
+    saves->bytes_workspace += cast;
+    saves->bytes_backward += saves->inputs != 0 ? cast : 0;
     if (!is_saved) { /* the call computes these tensors in any case: scores, statistics, indices */
         saves->bytes_workspace += saves->bytes_extra;
         saves->inputs = saves->outputs = 0;

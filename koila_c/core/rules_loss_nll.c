@@ -224,8 +224,8 @@ place_ctc(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(
     return kl_rules_once(result, "ctc_loss takes the lengths of all samples at once");
 }
 
-/* The forward variables of each path are saved, (n, t, 2 * longest target + 1). The length of the longest target
- * depends on the data; it is at most the targets' size. */
+/* The forward variables of each path are saved, (n, t, 2 * longest target + 1), and backward allocates as many beside
+ * them. The length of the longest target depends on the data; it is at most the targets' size. */
 void
 saves_ctc(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
@@ -237,6 +237,7 @@ saves_ctc(const KlCall *call, const KlInferred *result, KlSaves *saves)
     saves->outputs = 1;
     kl_rules_save_new(result, saves, n * (2 * longest + 1) + 4 * log_probs->shape[1],
                       log_probs->dtype);
+    saves->bytes_backward = saves->bytes_extra;
     kl_rules_save_new(result, saves, kl_meta_n_elements(targets) + 4 * log_probs->shape[1],
                       KL_DTYPE_INT64);
 }

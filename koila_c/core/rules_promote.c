@@ -58,12 +58,6 @@ number_dtype(const KlCall *call, const KlArg *arg, KlDtype *dtype)
     return call->default_dtype == KL_DTYPE_FLOAT32 || call->default_dtype == KL_DTYPE_FLOAT64;
 }
 
-static KlDtype
-complex_of(KlDtype dtype)
-{
-    return dtype == KL_DTYPE_FLOAT64 ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64;
-}
-
 /* Combine the dtypes of two priorities: the weaker one can change only the kind (int, float, complex) of the stronger
  * one, not its width. KL_DTYPE_OTHER means that there is no operand of that priority. */
 static KlDtype
@@ -76,7 +70,8 @@ combine(KlDtype strong, KlDtype weak)
         return strong;
     }
     if (kl_meta_dtype_is_float(strong)) {
-        return kl_meta_dtype_is_complex(weak) ? complex_of(strong) : strong;
+        KlDtype as_complex = strong == KL_DTYPE_FLOAT64 ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64;
+        return kl_meta_dtype_is_complex(weak) ? as_complex : strong;
     }
     return strong == KL_DTYPE_BOOL || !kl_rules_is_integral(weak) ? kl_rules_promote(strong, weak)
                                                                   : strong;

@@ -5,12 +5,6 @@
 
 #include <string.h>
 
-static void
-push_size(KlMeta *out, int64_t size)
-{
-    out->shape[out->n_dims++] = size;
-}
-
 /* Make `n_outs` dense outputs without the dims of the set, or with size 1 instead. */
 static KlStatus
 reduce_dims(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept, uint32_t n_outs,
@@ -22,7 +16,7 @@ reduce_dims(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept,
         bool is_reduced = (dims >> dim & 1) != 0;
         result->dim_map[dim] = is_reduced ? -1 : (int8_t)out.n_dims;
         if (!is_reduced || is_kept) {
-            push_size(&out, is_reduced ? 1 : input->shape[dim]);
+            out.shape[out.n_dims++] = is_reduced ? 1 : input->shape[dim];
         }
     }
     kl_meta_set_contiguous(&out);

@@ -41,8 +41,8 @@ class Counter(TorchDispatchMode):
         for one in tensors:
             self._note(one.untyped_storage())
         given = [one for one in args if isinstance(one, Tensor)]
-        has_buffers = func.overloadpacket in _WITH_BUFFERS
-        held = 2 * sum(map(_n_bytes, (*given, *tensors))) if has_buffers else 0
+        n_times = _WITH_BUFFERS.get(func.overloadpacket, 0)
+        held = n_times * sum(map(_n_bytes, (*given, *tensors)))
         self._reach(self.now + held)
         return made
 
@@ -68,8 +68,13 @@ def _n_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-#: Their kernels lay out what they are given, and make, anew.
-_WITH_BUFFERS = frozenset((torch.ops.aten.convolution, torch.ops.aten.convolution_backward))
+#: How many times all that they are given and make lies in buffers of kernels: convolutions lay it
+#: out anew, and a power series has ten terms and sums of them for its one operand and result.
+_WITH_BUFFERS = {
+    torch.ops.aten.convolution: 2,
+    torch.ops.aten.convolution_backward: 2,
+    torch.ops.aten.linalg_matrix_exp: 5,
+}
 
 
 class TooMuchError(MemoryError):
