@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import koila
 from oracle import Lazy, assert_seen, eager, tell
 from stories import N_ROWS, each_split_further, rows
+from test_bridge import Square
 from training_lines import Counting
 
 Body = Callable[["Model", Tensor, Tensor], Tensor]
@@ -400,3 +401,47 @@ def test_gradients_of_some_inputs_only() -> None:
             with pytest.raises(koila.KoilaError, match="only its function reads gets no gradient"):
                 loss.backward(inputs=inputs)
         assert all(one.grad is None for one in inputs)
+
+
+def raw_square(x: Tensor) -> Tensor:
+    found: Tensor = Square.apply(x)  # type: ignore[no-untyped-call]
+    return found
+
+
+#: What of a step with a reentrant checkpoint torch differentiates for some tensors alone: its
+#: derivatives go back live, or in a part that was cut off.
+SOME: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
+    "grad": lambda loss, w, _: torch.autograd.grad(loss, w),
+    "grad of a value": lambda loss, _, h: torch.autograd.grad(loss, h),
+    "grad with a graph": lambda loss, w, _: torch.autograd.grad(loss, w, create_graph=True),
+    "backward": lambda loss, w, _: loss.backward(inputs=[w]),
+    "backward to a value": lambda loss, _, h: loss.backward(inputs=[h]),
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+@pytest.mark.parametrize("after", [torch.sin, raw_square], ids=["", "cut"])
+@pytest.mark.parametrize("around", [None, True, False])
+@pytest.mark.parametrize("ask", SOME)
+def test_a_reentrant_checkpoint_refuses_gradients_of_some(
+    ask: str, around: bool | None, after: Callable[[Tensor], Tensor], chunks: int
+) -> None:
+    """Also where no leaf is left out, and where the program runs live."""
+
+    def body(h: Tensor) -> Tensor:
+        return h.tanh() * 2
+
+    def inner(h: Tensor) -> Any:
+        return checkpoint(body, h, use_reentrant=True) * 2
+
+    def run(lazy: Any) -> None:
+        w = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+        h = lazy(torch.arange(33, dtype=torch.float64).view(11, 3)) @ w
+        k = checkpoint(body if around is None else inner, h, use_reentrant=around is not False)
+        SOME[ask](after(k).pow(2).mean(), w, h)
+
+    for lazy in (eager, koila.lazy):
+        with koila.config(chunks=chunks), pytest.raises(RuntimeError) as raised:
+            run(lazy)
+        is_part = "only a part of its gradient" in str(raised.value)  # of `h`, behind a cut
+        assert is_part or "checkpoint is incompatible with .grad()" in str(raised.value)

@@ -235,12 +235,7 @@ def check(program: Program, has_inputs: bool) -> None:
     """Raise where a program is to be differentiated otherwise than torch's checkpoints allow."""
     regions = reached(program) if program.has_checkpoints else set()
     if has_inputs and any(region % 2 for region in regions):
-        raise KoilaError(  # torch, too, says so, where it comes to the checkpoint
-            "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or "
-            "passing an `inputs` parameter to .backward(): a tensor that only its function reads "
-            "gets no gradient. Set use_reentrant=False, or call .backward() without passing the "
-            "`inputs` argument."
-        )
+        recomputed.refuse_inputs()
     if _state.has_reentrant or program.has_checkpoints:
         _check_hooks(program)
     known = _core.memo().get("modes", {}) if regions else {}

@@ -28,6 +28,16 @@ from koila.staged.facts import is_data
 _is_alias: Callable[[Tensor, Tensor], bool] = vars(torch._C)["_is_alias_of"]
 
 
+def refuse_inputs() -> NoReturn:
+    """Torch's engine goes back for some tensors alone, and comes to a reentrant checkpoint."""
+    raise KoilaError(  # torch, too, says so
+        "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or "
+        "passing an `inputs` parameter to .backward(): a tensor that only its function reads "
+        "gets no gradient. Set use_reentrant=False, or call .backward() without passing the "
+        "`inputs` argument."
+    )
+
+
 def version_of(tensor: Tensor) -> int | None:
     """How often it was written."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -207,6 +217,8 @@ class _Handle:
 
     def get(self) -> Tensor:
         """What it stands for, which it holds no longer."""
+        if self.body.is_reentrant and not torch.autograd._is_checkpoint_valid():
+            refuse_inputs()
         if self.tensor is None:
             self.body.recompute()
         tensor = self.tensor
@@ -269,6 +281,8 @@ class _Body:
         self.tree: _Tree = outer.tree if outer is not None else _Tree()
         self.tree.bodies.add(self)
         self.tree.outer[region] = outer.region if outer is not None else 0
+        #: It is, or is in, the body of a reentrant checkpoint.
+        self.is_reentrant: bool = region % 2 == 1 or (outer is not None and outer.is_reentrant)
         self.calls: list[_Call] = []
         self.last: dict[int, int] = {}  # the last of these that reads, or makes, what has a key
         self.entered: dict[int, _Kept | _Handle] = {}  # by key

@@ -208,7 +208,9 @@ def _stage(
     if not program.n_nodes:
         return program, plans.Plan(0)
     if roots:
-        checkpoints.check(program, gets is not None)
+        # Inside of torch's engine: a part that was cut off goes back.
+        is_some = gets is not None or not torch.autograd._is_checkpoint_valid()
+        checkpoints.check(program, is_some)
     explain.log_whole(program)
     is_whole = program.unstageable is not None or not program.has_body
     cause = explain.cause_of_whole(program) if is_whole else explain.FITS_LATER
