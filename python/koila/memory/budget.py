@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes a step may use: what the user allows, or what the device has free."""
+"""The bytes that a step may use: what the user's limit leaves, or what the device has free."""
 
 from __future__ import annotations
 
@@ -18,33 +18,38 @@ from koila import _core
 from koila.basics import config, machine
 from koila.memory import resident, storages
 
-# What the interpreter and torch's own threads may still take beside tensors.
+# Kept back of a limit of the process, for what the interpreter and torch's threads take.
 SLACK = 16 * 2**20
-# cuBLAS takes a workspace for each thread that calls it, forward and backward: of 32 MiB at most.
+# Kept back on a GPU: cuBLAS allocates a workspace of at most 32 MiB for each thread that calls it,
+# of which there are two, one forward and one backward.
 CUDA_SLACK = 64 * 2**20
-# How many kernels oneDNN keeps, which variables say so, and what one takes: 0.3 to 0.5 MiB.
+# The kernels that oneDNN caches by default, an upper bound of the bytes of one (they take 0.3 to
+# 0.5 MiB), and the environment variables that set the size of the cache.
 _KERNELS, _KERNEL_BYTES = 1024, 2**19
 _KERNELS_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")
-# A step that meets more kernels than are kept compiles them anew, so they are not fewer than this.
+# The share of the memory left that cached kernels may take, and the least number of kernels: a step
+# that uses more kernels than are cached compiles them again each time.
 _KERNELS_SHARE, _LEAST_KERNELS = 1 / 16, 8
 
-#: From what size on freed blocks go back at once; None: as malloc sees fit.
+#: Freed blocks of at least this size are returned to the system at once; None: malloc decides.
 _threshold: int | None = None
 
 
-#: A heap that fragments may take some times what its tensors do. Where that is left, it may: memory
-#: that goes back at each free comes in new pages, which take a twentieth of a step and more.
+#: A fragmented heap may take several times the bytes of its tensors. If this multiple of what a
+#: step needs is left, malloc may keep freed memory: new pages would cost a twentieth of a step or
+#: more.
 _HEAP_SHARE = 4
-#: Smaller blocks stay on the heap, where they leave holes of about their size: a small share of
-#: what is left to a process. The least costs each call new pages, the most nearly nothing.
+#: Freed blocks below the threshold stay on the heap, where they leave holes of about their size.
+#: The threshold is a share of what is left to the process, within bounds: at the lower one each
+#: call pays for new pages, at the upper one almost none does.
 _BLOCK_SHARE, _LEAST_BLOCK, _MOST_BLOCK = 1 / 256, 2**16, 2**22
 
 
 def fix_malloc(left: float = 0.0) -> None:
-    """Make blocks of memory that are freed go back to the system at once.
+    """Make malloc return large freed blocks to the system at once.
 
     Args:
-        left: bytes that a limit leaves. Of more, larger blocks may stay with the process.
+        left: the bytes that a limit leaves; the more, the larger the blocks that malloc may keep.
     """
     global _threshold
     size = int(min(max(_BLOCK_SHARE * left, _LEAST_BLOCK), _MOST_BLOCK))
@@ -54,18 +59,18 @@ def fix_malloc(left: float = 0.0) -> None:
 
 
 def _limits() -> tuple[int, int]:
-    """The process's own limits on data and on address space, as they are now."""
+    """Return the current limits of the process on data and on address space (RLIMIT_DATA, _AS)."""
     return resource.getrlimit(resource.RLIMIT_DATA)[0], resource.getrlimit(resource.RLIMIT_AS)[0]
 
 
 def is_bound() -> bool:
-    """Whether this process has a limit of its own, which code that libraries compile counts
-    against."""
+    """Tell whether the process has a limit on its data or address space. All its memory counts
+    against it, that of compiled kernels too."""
     return any(limit != resource.RLIM_INFINITY for limit in _limits())
 
 
 def _left_to_process() -> Iterator[int]:
-    """Bytes that each of the process's own limits still allows."""
+    """Yield the bytes that each limit of the process still allows."""
     if not is_bound():
         return
     status = machine.status()
@@ -75,17 +80,17 @@ def _left_to_process() -> Iterator[int]:
 
 
 def _kept_back(left: int) -> int:
-    """Of what a limit leaves, what others get: half of a little, which may still do for both."""
+    """Return the bytes to keep back for libraries of what a limit of the process leaves: SLACK, but
+    at most half."""
     return min(SLACK, max(0, left) // 2)
 
 
 def keep_fewer_kernels() -> None:
-    """Where a limit is set for this process or its control groups, let the kernels that oneDNN
-    compiles take a small share of what is left at most.
+    """Limit oneDNN's cache of kernels if the process or its control groups have a memory limit.
 
-    oneDNN compiles kernels for each shape that it meets and keeps `_KERNELS` of them, for eager's
-    steps too: hundreds of MiB where shapes are many. It reads how many before its first kernel, and
-    never again. An environment that says how many is left as it is.
+    oneDNN compiles kernels for each shape and caches `_KERNELS` of them, hundreds of MiB with many
+    shapes, in eager mode too. It reads the size of its cache once, before its first kernel. A size
+    that the environment sets already is left as it is.
     """
     left = min((*machine.left_in_groups(), *_left_to_process()), default=None)
     if left is None or any(name in os.environ for name in _KERNELS_KEPT):
@@ -96,17 +101,17 @@ def keep_fewer_kernels() -> None:
 
 
 def is_limited() -> bool:
-    """Whether the user, or the system for this process, allows less than there is."""
+    """Tell whether the user set a memory_limit or the process has a limit."""
     return config.get("memory_limit") is not None or is_bound()
 
 
 def slack() -> int:
-    """Bytes that are kept back for what a first step takes beside tensors."""
+    """Return the bytes kept back for what libraries take in a first step."""
     return min(map(_kept_back, _left_to_process()), default=0)
 
 
 def free_on_cpu() -> int:
-    """Bytes that this process may still take: the least that any limit leaves."""
+    """Return the bytes that this process may still allocate: the least that any limit leaves."""
     left: list[int] = []
     available = machine.available()
     if available is not None:
@@ -119,16 +124,16 @@ def free_on_cpu() -> int:
 
 
 def _fraction(index: int) -> float:
-    """The share of a GPU that this process may take."""
+    """Return the share of a GPU's memory that this process may use."""
     ask = getattr(torch.cuda, "get_per_process_memory_fraction", None)
     try:
         return float(ask(index)) if ask is not None else 1.0
-    except RuntimeError:  # an allocator of the user's own knows of none
+    except RuntimeError:  # a custom allocator has no fraction
         return 1.0
 
 
 def _stats(index: int) -> dict[str, int]:
-    """What the allocator of a GPU tells of itself; nothing where it is one of the user's own."""
+    """Return the statistics of a GPU's allocator; empty for a custom allocator."""
     try:
         return torch.cuda.memory_stats(index)
     except RuntimeError:
@@ -136,18 +141,18 @@ def _stats(index: int) -> dict[str, int]:
 
 
 def free_on_cuda(device: torch.device) -> int:
-    """Bytes that the allocator can still hand out on a GPU.
+    """Return the bytes that the allocator can still hand out on a GPU.
 
-    That is what the driver has and what the allocator has cached, but for what is in use (by
-    another stream too) and the free parts of blocks in use, into which not much may fit. A fraction
-    of the device set for this process bounds what the allocator may hold. The libraries' own
-    buffers, which they take on their first call, are kept back.
+    These are what the driver has free and what the allocator has cached and does not use, on any
+    stream. The free parts of blocks in use do not count, since little may fit into them. A memory
+    fraction set for this process bounds the result. CUDA_SLACK is kept back for the buffers that
+    libraries allocate on their first call.
     """
     index = device.index if device.index is not None else torch.cuda.current_device()
     free, total = torch.cuda.mem_get_info(index)
     stats = _stats(index)
     reserved = stats.get("reserved_bytes.all.current", 0)
-    # With cudaMallocAsync only what is allocated is counted.
+    # cudaMallocAsync counts allocated bytes only.
     names = ("active_bytes.all.current", "allocated_bytes.all.current")
     taken = max(stats.get(name, 0) for name in names)
     taken += stats.get("inactive_split_bytes.all.current", 0)
@@ -158,14 +163,18 @@ def free_on_cuda(device: torch.device) -> int:
     return max(0, left - CUDA_SLACK)
 
 
-#: More bytes than after the last time are worth the while to look for holes.
+#: `trim` does something once this many more bytes are resident than after it did so last.
 _MORE_RESIDENT = 2**22
 _after_trim = 0
 
 
 def trim(now: int) -> None:
-    """Give back what is free between small blocks on malloc's heap, where that is to be small and
-    more is resident `now` than when that was done last."""
+    """Return the free pages of malloc's heap to the system, if the heap is to be kept small and has
+    grown since the last time.
+
+    Args:
+        now: the bytes that are resident now.
+    """
     global _after_trim
     if _threshold is None or now <= _after_trim + _MORE_RESIDENT:
         _after_trim = min(_after_trim, now)
@@ -175,10 +184,10 @@ def trim(now: int) -> None:
 
 
 def defragment() -> None:
-    """Give back what malloc and the allocators of GPUs have cached, after memory ran out.
+    """Return the memory that malloc and the GPU allocators have cached, after memory ran out.
 
-    The latter do so themselves before they give up; but what is left then is cut to the sizes of
-    the run that failed, and the next has others.
+    The GPU allocators do so themselves before they fail; but afterwards their cache is split into
+    blocks of the sizes of the failed run, and the next run has other sizes.
     """
     if _threshold is not None:
         _core.fix_malloc(_threshold)
@@ -187,19 +196,19 @@ def defragment() -> None:
 
 
 def taken_on_cuda(device: torch.device) -> int:
-    """Bytes of all tensors on a GPU."""
+    """Return the bytes of all tensors on a GPU."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     return _stats(index).get("allocated_bytes.all.current", 0)
 
 
 class Meter:
-    """Bytes that tensors on GPUs take at the worst moment, beyond what was there at its start."""
+    """Measures the peak bytes of tensors on GPUs since its creation, beyond those at that time."""
 
     def __init__(self) -> None:
         self._before = {index: _stats(index) for index in _used_gpus()}
 
     def bytes(self) -> int | None:
-        """None where nobody counts, or a peak from before its start was not reached again."""
+        """Return the peak bytes; None: allocators keep no count, or an earlier peak was higher."""
         peak = "allocated_bytes.all.peak"
         after = {index: _stats(index) for index in self._before}
         if not after or any(after[i].get(peak, 0) <= self._before[i].get(peak, 0) for i in after):
@@ -209,7 +218,8 @@ class Meter:
 
 
 def _used_gpus() -> list[int]:
-    """The GPUs that hold tensors already: asking others sets them up."""
+    """Return the GPUs that hold tensors: reading the statistics of any other would initialize
+    it."""
     if not torch.cuda.is_initialized():
         return []
     found = range(torch.cuda.device_count())
@@ -217,9 +227,10 @@ def _used_gpus() -> list[int]:
 
 
 def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind some tensors."""
+    """Return the bytes of the distinct storages of tensors."""
     seen = {}
-    with torch._C.DisableTorchFunctionSubclass():  # of a tensor that is to be written: not for this
+    # A statistic whose write is pending is a subclass that would run the pending program here.
+    with torch._C.DisableTorchFunctionSubclass():
         for tensor in tensors:
             if tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
@@ -228,8 +239,8 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def taken(device: torch.device, held: Iterable[torch.Tensor]) -> int:
-    """Bytes of all tensors on a device, `held` among them, and of these alone where nobody knows
-    of others."""
+    """Return the bytes of all tensors on a device, `held` included; of `held` alone if the device
+    keeps no count."""
     here = [t for t in held if t.device == device]
     if device.type == "cpu":
         return storages.n_bytes(here)
@@ -238,7 +249,7 @@ def taken(device: torch.device, held: Iterable[torch.Tensor]) -> int:
 
 
 def outside(device: torch.device, held: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors on a device that are not of `held`, counted against
+    """Return the bytes of tensors on a device that are not in `held` and count against
     `config(memory_limit=)`."""
     if config.get("memory_limit") is None:
         return 0
@@ -247,12 +258,14 @@ def outside(device: torch.device, held: Iterable[torch.Tensor]) -> int:
 
 
 def counted(device: torch.device, entered: Iterable[torch.Tensor]) -> list[tuple[str, int]]:
-    """What counts against `config(memory_limit=)`: kinds of tensors with their bytes, none twice.
+    """Return what counts against `config(memory_limit=)`: kinds of tensors with their bytes.
+
+    A storage counts for the first of its kinds. Torch functions of tensor subclasses are disabled,
+    since they could run the pending program.
 
     Args:
-        device: where it is.
-        entered: the tensors that a program reads. Of subclasses of the user's, or koila's, none is
-            asked: they may run what waits.
+        device: the device.
+        entered: the tensors that a program reads.
     """
     with torch._C.DisableTorchFunctionSubclass():
         return _counted(device, entered)
@@ -285,15 +298,14 @@ def free_bytes(
     is_alone: bool = False,
     needed: float = math.inf,
 ) -> int:
-    """Bytes that a step may add on `device`.
+    """Return the bytes that a step may allocate on a device.
 
     Args:
         device: where the step runs.
-        held: what the step itself holds already, of the tensors that are counted against
-            `config(memory_limit=)`.
-        is_alone: as if there were no others.
-        needed: what it would add at most, if that is known: of memory that is free many times over,
-            what was free a moment ago is believed.
+        held: the existing tensors of the step, which count against `config(memory_limit=)`.
+        is_alone: ignore all other tensors.
+        needed: the most that the step will allocate, if known. If many times as much was free a
+            moment ago, that number is used again.
     """
     limit = config.get("memory_limit")
     if math.isfinite(needed) and _is_plenty(needed):
@@ -314,13 +326,13 @@ _quick: tuple[float, float, tuple[float, ...]] = (0.0, -1.0, ())
 
 
 def _bounds() -> tuple[float, ...]:
-    """What bounds this process now: its own limits, and its shares of the GPUs."""
+    """Return the limits of this process and its memory fractions of the GPUs, as they are now."""
     n_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     return *_limits(), *map(_fraction, range(n_gpus))
 
 
 def _free_anywhere() -> float:
-    """The least that is free on the CPU and on the GPUs that hold tensors already."""
+    """Return the least bytes free on the CPU and any GPU that holds tensors."""
     free = float(free_on_cpu())
     for index in _used_gpus():
         free = min(free, float(free_on_cuda(torch.device("cuda", index))))
@@ -328,11 +340,11 @@ def _free_anywhere() -> float:
 
 
 def _is_plenty(n_bytes: float) -> bool:
-    """Whether 64 times as much is free, or was half a second ago under the same limits.
+    """Tell whether 64 times `n_bytes` are free, or were half a second ago under the same limits.
 
-    Reading what is free takes a tenth of a millisecond and more: too long for each step of a small
-    model. The rest would have to be taken in between for what is believed to be wrong. A program
-    that is not so small runs for longer than it takes to ask again.
+    Reading what is free takes a tenth of a millisecond or more, too long for each step of a small
+    model. The old number would mislead only if 63 times `n_bytes` were allocated in between. If a
+    program is larger than that, reading again takes little of its time.
     """
     global _quick
     now, bounds = time.monotonic(), _bounds()
@@ -343,7 +355,7 @@ def _is_plenty(n_bytes: float) -> bool:
 
 
 def is_ample(n_bytes: int) -> bool:
-    """Whether a program whose values take `n_bytes` certainly fits, gradients and all."""
+    """Tell whether a program with values of `n_bytes` certainly fits, with its gradients."""
     return _is_plenty(n_bytes) or 4 * n_bytes <= _quick[0]
 
 
@@ -351,11 +363,12 @@ _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 
 def note_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Remember an optimizer that stepped: its state counts as memory that is taken."""
+    """Remember an optimizer that made a step: `optimizer_state` includes its state."""
     _optimizers.add(optimizer)
 
 
-#: How many tensors of a parameter's size torch's optimizers keep for it, from their first step on.
+#: By optimizer, from the options of a parameter group: how many tensors of a parameter's size the
+#: optimizer keeps for each parameter, from its first step on.
 _N_KEPT: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]] = {
     torch.optim.Adam: lambda group: 2 + bool(group["amsgrad"]),
     torch.optim.NAdam: lambda group: 2,
@@ -371,11 +384,12 @@ _searched = storages.Clock()
 
 
 def coming_state(parameters: Iterable[torch.Tensor], is_sure: bool = False) -> int:
-    """Bytes that optimizers which have yet to make their first step will keep for some parameters.
+    """Return the bytes of state that optimizers will make for parameters in their first step.
 
-    The steps after it have so much less. Optimizers are looked for among all objects: seldom, so
-    that it takes little of the time; in between nothing is known of them, but for who has to be
-    sure.
+    Args:
+        parameters: the parameters.
+        is_sure: search for optimizers in any case. It takes long, since it goes through all
+            objects, so otherwise it is done seldom, and 0 is returned in between.
     """
     if not is_sure and not _searched.is_due():
         return 0
@@ -394,7 +408,7 @@ def coming_state(parameters: Iterable[torch.Tensor], is_sure: bool = False) -> i
 
 
 def optimizer_state() -> list[torch.Tensor]:
-    """The tensors that optimizers keep between steps."""
+    """Return the tensors that optimizers keep between steps."""
     return [
         tensor
         for optimizer in list(_optimizers)

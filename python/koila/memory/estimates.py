@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step of a program needs in bytes, as the core measures it, and the chunks that allows."""
+"""The predicted bytes of a program's step, by the core's measure, and the largest chunk that
+fits."""
 
 from __future__ import annotations
 
@@ -17,60 +18,61 @@ from koila.random import draws
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Way
 
-# Bytes of the state of the CPU's generator.
+# The bytes of a state of the CPU's generator.
 _STATE = torch.Generator().get_state().nbytes
 
 
 class Course(NamedTuple):
-    """One moment of a step in chunks of some size, in bytes."""
+    """The bytes alive at one moment of a step, for one size of chunks."""
 
-    step: int  # of the schedule
-    node: int
-    is_back: bool  # autograd goes back through the node
+    step: int  # the index of the instruction in the schedule
+    node: int  # the call that runs
+    is_back: bool  # its backward runs
     n_bytes: float
-    gradients: float  # of these
-    temporary: float  # of these, what is there only while the node runs
+    gradients: float  # the part of n_bytes that gradients take
+    temporary: float  # the part of n_bytes that is alive only while the call runs
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a program needs beyond what is there already (leaves), at each of its moments."""
+    """The bytes that a step needs at each of its moments, beside what exists already (leaves)."""
 
-    moments: bytes  # KlMoment[], measure.h
-    rows: int
-    whole: float = math.inf  # run live: not cut, each gradient made once
-    #: Rows of many lengths: moments for chunks of so many rows.
+    moments: bytes  # KlMoment[] of measure.h
+    rows: int  # of the batch
+    whole: float = math.inf  # the peak bytes of a live run of the whole batch
+    #: For rows of many lengths: returns the moments for chunks of this many rows.
     again: Callable[[int], bytes] | None = None
 
     def _at(self, rows: int) -> tuple[bytes, int, int]:
         return (self.moments if self.again is None else self.again(rows)), self.rows, rows
 
     def peak(self, rows: int) -> tuple[float, int]:
-        """Bytes with chunks of `rows` rows, and the node that needs them."""
+        """Return the peak bytes with chunks of `rows` rows, and the call that needs them."""
         n_bytes, _, node = _core.peak(*self._at(rows))
         return n_bytes, node
 
     def fixed(self, rows: int) -> float:
-        """Bytes at that moment that smaller chunks do not make less."""
+        """Return the part of these peak bytes that does not shrink with the chunks."""
         return _core.peak(*self._at(rows))[1]
 
     def least(self) -> tuple[int, float, int]:
-        """The least bytes that chunks need: rows of a chunk, bytes, and the node.
+        """Return the chunk size that needs the least memory: its rows, its peak bytes, the call.
 
-        That is one row, but where each chunk leaves much: of sizes that double, the best.
+        That is one row, unless each chunk leaves much behind. Only powers of two are tried.
         """
         sizes = [1 << i for i in range(self.rows.bit_length())] or [1]
         return min(((rows, *self.peak(rows)) for rows in sizes), key=lambda entry: entry[1])
 
     def course(self, rows: int) -> list[Course]:
-        """All moments, in their order, with chunks of `rows` rows; of equal chunks those of one."""
+        """Return all moments in order, with chunks of `rows` rows; equal chunks are listed once."""
         return [Course(*one) for one in _core.moments(*self._at(rows))]
 
     def largest_chunk(self, budget: float) -> int:
-        """The most rows of a chunk that fits; 0 where none does.
+        """Return the most rows of a chunk that fits; 0: none was found.
 
-        More chunks are not always less memory: each leaves something, and a row more may have less
-        than its share of steps. What is found fits.
+        Smaller chunks do not always need less memory: each chunk leaves something behind, and in
+        packed sequences an added row may be short. So the search may miss the largest size, but the
+        size that it returns fits.
         """
         fits, more = self.rows, self.rows + 1
         while fits > 0 and self.peak(fits)[0] > budget:
@@ -84,19 +86,25 @@ class Estimate:
 def estimate(
     program: Program, is_graph: bool, way: Way = AS_IT_IS, is_live: bool = False
 ) -> Estimate:
-    """What a program needs that is run in a way, and its backward, beyond what is there already.
-    Live: its moments are those of the whole batch, in the order of the calls."""
+    """Predict the bytes that a program needs, beside what exists already.
+
+    Args:
+        program: the program.
+        is_graph: whether it is differentiated; then its backward is included.
+        way: the way it is scheduled.
+        is_live: return the moments of a live run, of the whole batch in the order of the calls.
+    """
     states = _STATE * program.is_drawing, draws.bytes_kept()
     homes = way.homes(is_graph, is_live)
     noise_of, peak_of = draws.bytes_whole, outside.peak
-    given = program.handle, homes, program.cloned, states, noise_of, peak_of
-    moments, rows, whole = _core.measure(*given)
+    arguments = program.handle, homes, program.cloned, states, noise_of, peak_of
+    moments, rows, whole = _core.measure(*arguments)
     lengths = list(_core.memo().get("lengths", {}).values())
     if not lengths or is_live:
         return Estimate(moments, rows, whole)
 
     @functools.cache
     def again(of_chunk: int) -> bytes:
-        return _core.measure(*given, uneven.parts(lengths, rows, of_chunk))[0]
+        return _core.measure(*arguments, uneven.parts(lengths, rows, of_chunk))[0]
 
     return Estimate(moments, rows, whole, again)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another home for what crosses from body to body: on the CPU a mapped file, whose pages the system
-may write out and take back; for a GPU the host's memory."""
+"""Offload activations that bodies leave for each other: from the CPU's memory to a mapped file,
+whose pages the system may write to disk; from a GPU to the host's memory."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
 def is_worth_it() -> bool:
-    """Whether files take none of the memory that is short: not in a file system that is in memory,
-    nor under a limit of the address space, which counts them."""
+    """Tell whether offloading to a file saves memory: not if the file system is in memory, nor
+    under a limit of the address space, which counts mapped files."""
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return False
     try:
@@ -32,10 +32,11 @@ def is_worth_it() -> bool:
 
 
 def put(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to where it takes none of its device's memory.
+    """Copy a tensor to where it takes no memory of its device.
 
-    The file is in `tempfile.gettempdir()` (TMPDIR), has no name any more when this returns, and its
-    room on the disk is taken before anything is written: a full disk must not end the process.
+    The file is in `tempfile.gettempdir()` (TMPDIR) and is unlinked before this returns. Its room on
+    the disk is allocated before anything is written, since a write to a mapping on a full disk ends
+    the process.
 
     Returns:
         A tensor of the same numbers, dtype and strides, on the CPU.
@@ -52,8 +53,8 @@ def put(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.device.type != "cpu":
         there = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
-        # Nobody waits for the copy: whatever frees or reads either memory later comes after it, on
-        # the same stream; and only `get` reads it.
+        # The copy may be asynchronous: only `get` reads it, and whatever frees or reads either
+        # memory is ordered after it on the same stream.
         return there.copy_(tensor, non_blocking=True)
     strides = rows.strides_like(tensor.shape, tensor.stride())
     n_bytes = max(1, tensor.numel() * tensor.element_size())
@@ -61,7 +62,7 @@ def put(tensor: torch.Tensor) -> torch.Tensor:
         with tempfile.NamedTemporaryFile(prefix="koila-") as file:
             os.posix_fallocate(file.fileno(), 0, n_bytes)
             storage = torch.UntypedStorage.from_file(file.name, shared=True, nbytes=n_bytes)
-    except (OSError, RuntimeError) as error:  # torch's own where it cannot be mapped
+    except (OSError, RuntimeError) as error:  # the latter is torch's, if it cannot map the file
         raise MemoryError(
             f"offload: no file of {n_bytes} bytes in {tempfile.gettempdir()} ({error}); set TMPDIR "
             "to a folder on a disk with more room"
@@ -72,5 +73,5 @@ def put(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def get(kept: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What was put there, on its device again."""
+    """Return an offloaded tensor on its device again."""
     return kept if device.type == "cpu" else kept.to(device, non_blocking=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What torch's own backward takes through a graph that was made outside of the program: by plain
-calls, or by what had to run at once (a custom autograd.Function, a gradient inside the program)."""
+"""Predict the memory of torch's backward through autograd graphs that were made outside a program:
+by plain calls, or by calls that had to run at once, such as a custom autograd.Function."""
 
 from __future__ import annotations
 
@@ -16,41 +16,45 @@ from koila.basics import config
 from koila.basics.engine import ACCUMULATE_GRAD
 from koila.memory import storages
 
-# They hand the gradient on as it is, or a view of it.
-_HANDS_ON = frozenset(
+# Nodes whose backward returns its gradient, or a view of it, and so allocates nothing.
+_RETURNS_GRADIENT = frozenset(
     "AddBackward0 AliasBackward0 DetachBackward0 PermuteBackward0 ReshapeAliasBackward0 "
     "SqueezeBackward0 SqueezeBackward1 TBackward0 TransposeBackward0 UnsafeViewBackward0 "
     "UnsqueezeBackward0 ViewBackward0 HandedOutBackward "
     "RegisterPostBackwardFunctionBackward".split()
 )
-#: While a module has parameters gathered that are let go of (`sharded.py`), until their gradients
-#: are reduced: those, these, a buffer for each, those of the next module, the last one's buffer.
+#: For a module whose parameters are gathered from shards (`sharded.py`), the multiples of their
+#: bytes that are alive until its gradients are reduced: the parameters, the gradients, a buffer for
+#: each, the parameters of the next module, and the buffer of the module before.
 _REDUCES, _COPIES = "RegisterPostBackwardFunctionBackward", 6
-#: What formulas of second derivatives make on the way, as a share of the gradients.
+#: Nodes of second derivatives, and the factor on gradients that covers their intermediate results.
 _OF_SECOND = "BackwardBackward"
 _ABOVE = 1.1
 
-#: What formulas hold beside the gradients that they make, in results of their call, by the letters
-#: of its row: as torch names its nodes.
+#: The memory that a backward formula holds beside the gradients that it returns, as a multiple of
+#: the result of its call. By the lower-case name of the op without underscores, which torch's nodes
+#: have.
 _HELD = {row["name"].replace("_", ""): max(row["held"][1]) for row in _core.op_table()}
 
 
 def _held(node: Any) -> float:
+    """Return the bytes that the backward of a node holds beside gradients."""
     n_results: float = _HELD.get(node.name().partition("Backward")[0].lower(), 0.0)
     return n_results * max(map(_bytes, node._input_metadata), default=0) if n_results else 0.0
 
 
 def _bytes(metadata: Any) -> int:
+    """Return the bytes of a tensor from the metadata that a node has of it."""
     n: int = torch.Size(metadata.shape).numel() * metadata.dtype.itemsize
     return n
 
 
 def peak(tensors: Iterable[torch.Tensor]) -> float:
-    """The most bytes of gradients at once, and of what formulas hold, beside those of `tensors`,
-    which are there.
+    """Predict the peak bytes of a backward through the graphs of `tensors`.
 
-    Nodes are gone through as torch does, the last made first. What they keep counts as being there
-    to the end: how much of it goes on the way, they do not tell.
+    Gradients and the memory that formulas hold count, without the gradients of `tensors`, which
+    exist. Nodes are visited in the order of torch's engine, the last made first. Saved tensors
+    count as alive to the end, since nodes do not tell when they free them.
     """
     tensors = [t for t in tensors if t.grad_fn is not None]
     note_kept(tensors)
@@ -58,7 +62,7 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
     arrived: set[tuple[Any, int]] = set()
     heap = [(-node._sequence_nr(), id(node), node) for node in waiting]
     heapq.heapify(heap)
-    live = worst = 0.0  # gradients on their way, and those that leaves were given
+    live = worst = 0.0  # gradients that wait for their node, and those of leaves
     gathered, above, most = 0.0, 1.0, 0.0
     while heap:
         _, _, node = heapq.heappop(heap)
@@ -69,10 +73,11 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
         for following, output in node.next_functions:
             if following is None:
                 continue
-            is_leaf = type(following) is ACCUMULATE_GRAD  # a custom node may have any attribute
+            # By its type, since a custom node may have any attribute, `variable` too.
+            is_leaf = type(following) is ACCUMULATE_GRAD
             leaf = getattr(following, "variable", None) if is_leaf else None
             size = leaf.nbytes if leaf is not None else _bytes(following._input_metadata[output])
-            made += 0 if node.name() in _HANDS_ON and size <= taken else size
+            made += 0 if node.name() in _RETURNS_GRADIENT and size <= taken else size
             shard = getattr(leaf, "_koila_shard", None)
             if shard is not None and (following, output) not in arrived:
                 arrived.add((following, output))
@@ -96,7 +101,7 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """The nodes of the graphs of tensors."""
+    """Yield each node of the graphs of tensors once."""
     steps = [t.grad_fn for t in tensors if t.grad_fn is not None]
     seen: set[Any] = set()
     while steps:
@@ -108,8 +113,8 @@ def nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def ends(tensor: torch.Tensor) -> Iterator[Any]:
-    """The leaves that the graph of a tensor leads to, and the parts of programs that were cut off
-    (`bridge.py`)."""
+    """Yield the leaves of the graph of a tensor, and the parts of programs that the bridge cut off
+    in it (`bridge.py`), beyond which it does not look."""
     steps, seen = [tensor.grad_fn], set[Any]()
     while steps:
         node = steps.pop()
@@ -125,7 +130,7 @@ def ends(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def total(tensors: Iterable[torch.Tensor]) -> float:
-    """Bytes of all gradients that a backward through the graphs of tensors makes."""
+    """Return the bytes of all gradients that a backward through the graphs of tensors computes."""
     found = 0.0
     for node in nodes(tensors):
         leaf = getattr(node, "variable", None) if type(node) is ACCUMULATE_GRAD else None
@@ -134,23 +139,24 @@ def total(tensors: Iterable[torch.Tensor]) -> float:
 
 
 def note_kept(tensors: Iterable[torch.Tensor]) -> None:
-    """See to it that what the graphs of tensors keep counts against a limit: most of it has no
-    Python object, so that nobody else sees it."""
+    """Count the saved tensors of graphs against a limit: most have no Python object, so the garbage
+    collector does not know them."""
     if config.get("memory_limit") is not None:
         storages.n_bytes([one for node in nodes(tensors) for one in _kept_by(node)])
 
 
-#: By the type of a node: the attributes that have what it keeps.
+#: By the type of a node: its attributes that hold saved tensors.
 _attributes: dict[type, list[str]] = {}
 
 
 def _kept_by(node: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a node keeps for its backward, but those that the user's hooks packed."""
+    """Yield the saved tensors of a node on the CPU, without those packed by the user's hooks."""
     kind = type(node)
     if kind not in _attributes:
         _attributes[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
     for name in _attributes[kind]:
-        with contextlib.suppress(RuntimeError):  # it went back, or what it keeps was written
+        # torch raises if the graph was freed, or a saved tensor was written in place.
+        with contextlib.suppress(RuntimeError):
             kept = getattr(node, name)
             for one in kept if isinstance(kept, tuple | list) else (kept,):
                 found = one.data if one is not None and one.unpack_hook is None else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the memory plan of a program from the moments that the core measured (`measure.c`)."""
+"""Make the memory plan of a program from the moments that the core measured (`measure.c`)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from koila.staged.facts import name_of_node, where_of_node
 from koila.staged.program import Program
 from koila.staged.schedule import Way
 
-#: In the order of a step.
+#: The phases of a step, in order.
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer's step"
 _N_LARGEST = 10
 
 
 def _held_from(program: Program, course: Sequence[estimates.Course]) -> list[tuple[int, int]]:
-    """From which moment on results are there that the script holds: its position in the course,
-    and their bytes; in order. What runs in chunks has room for all of a result from its start."""
-    made_at: dict[int, int] = {}
-    starts: dict[int, int] = {}  # of the steps of the schedule
+    """Return, for each result that the script holds, the position in `course` from which its memory
+    exists, and its bytes; sorted.
+
+    A result that is computed in chunks is allocated for all rows when its loop begins.
+    """
+    made_at: dict[int, int] = {}  # by call
+    starts: dict[int, int] = {}  # by instruction of the schedule
     for i, at in enumerate(course):
         starts.setdefault(at.step, i)
         made_at.setdefault(at.node, i if at.step == 0 and len(starts) == 1 else starts[at.step])
@@ -46,6 +49,7 @@ def _moments(
     course: Sequence[estimates.Course],
     is_backward: Sequence[bool],
 ) -> Iterator[Moment]:
+    """Yield the moments of the plan, with the bytes of results split off from other kept bytes."""
     held = _held_from(program, course)
     positions = [position for position, _ in held]
     totals = [0, *itertools.accumulate(n_bytes for _, n_bytes in held)]
@@ -67,6 +71,7 @@ def _moments(
 
 
 def _largest(program: Program, names: layers.Names, rows: int) -> tuple[Value, ...]:
+    """Describe the largest saved tensors, with their bytes in a chunk of `rows` rows."""
     share = rows / max(1, layers.rows_of(program))
     found = []
     for i, n_bytes, is_rows in layers.largest_kept(program, _N_LARGEST):
@@ -90,28 +95,28 @@ def of(
     costs: str = "",
     summary: Sequence[str] = (),
 ) -> MemoryPlan:
-    """What a program takes that is run in some chunks.
+    """Return the memory plan of a program.
 
     Args:
-        program: what was recorded.
+        program: the program.
         is_graph: whether it is differentiated.
-        way: how it is scheduled.
-        n_chunks: in so many chunks.
-        unit: samples of a chunk are a multiple of it.
-        allowed: bytes it may take.
-        fits: whether it does.
-        costs: what is done beside chunks.
-        summary: sentences to begin with.
+        way: the way it is scheduled.
+        n_chunks: the number of chunks.
+        unit: the rows of a chunk are a multiple of it.
+        allowed: the bytes that the program may use.
+        fits: whether it fits in these.
+        costs: what saves memory beside chunks, in words.
+        summary: the first sentences of the plan.
     """
     cut = program.cut_for(way)
     is_live = n_chunks == 1 and way == Way()
     estimate = estimates.estimate(cut, is_graph, way, is_live)
     rows = max(1, largest(estimate.rows, n_chunks, unit))
     course = estimate.course(rows)
-    # After the last step koila hands gradients to parameters, and results to the script.
+    # Moments after the last instruction, when gradients and results are delivered, are backward.
     n_forward = math.inf if is_live or not is_graph else cut.schedule(True, way).n_forward
     is_backward = [at.is_back or at.step >= n_forward for at in course]
-    names = layers.Names(program)  # it looks for modules among all objects
+    names = layers.Names(program)  # made once: it searches all objects for modules
     moments = tuple(_moments(cut, names, course, is_backward))
     worst = max(moments, key=lambda moment: moment.n_bytes)
     phases = {

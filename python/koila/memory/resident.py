@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The private memory that this process has resident, as the kernel counts it.
+"""Measure the resident private memory of this process, as the kernel counts it.
 
-Pages of files do not count: libraries touch more of theirs in every first step, and the system can
-drop them again. Where the kernel does not say (it is not Linux), nothing is measured.
+Pages of mapped files do not count: libraries touch more of theirs in every first step, and the
+system can drop them again. Without /proc (not on Linux), nothing is measured.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import os
 import threading
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-#: Seconds between two looks, at first and at most. Each takes the interpreter's lock from what it
-#: looks at, some 100 microseconds: of a long step they are fewer.
+#: Seconds between two samples, at first and at most. Each sample holds the interpreter's lock for
+#: some 100 microseconds, so the interval grows during long steps.
 INTERVAL, LONGEST_INTERVAL = 0.004, 0.016
-#: What the sampling thread needs of a stack: the usual 8 MiB would count against a limit.
+#: The stack of the sampling thread in bytes: the usual 8 MiB would count against a limit.
 _STACK = 2**18
 _starting = threading.Lock()
 
@@ -27,13 +27,13 @@ def _open(name: str) -> int | None:
 
 
 def _anonymous(statm: int) -> int:
-    """Bytes of private memory that are resident: all but those of files and shared ones."""
+    """Return the bytes of resident private memory: all but file-backed and shared pages."""
     _, resident, shared, *_ = os.pread(statm, 128, 0).split()
     return (int(resident) - int(shared)) * _PAGE
 
 
 def n_bytes() -> int | None:
-    """Bytes of private memory that are resident now."""
+    """Return the bytes of private memory that are resident now; None: the kernel does not say."""
     statm = _open("statm")
     if statm is None:
         return None
@@ -44,13 +44,13 @@ def n_bytes() -> int | None:
 
 
 class Peak:
-    """The most bytes of private memory that are resident while it runs, beyond those at its start.
+    """Measures the peak of resident private memory between its creation and `stop`.
 
-    A thread looks every few milliseconds; what comes and goes between two looks is not seen.
+    A thread samples every few milliseconds; a peak between two samples is missed.
     """
 
     def __init__(self) -> None:
-        self._running = threading.Lock()  # to wait for it with a time limit is cheap
+        self._running = threading.Lock()  # held until stop(); waiting for it is the thread's sleep
         self._statm = _open("statm")
         self.at_end = 0  # bytes that were resident when it ended
         self._thread: threading.Thread | None = None
@@ -65,7 +65,7 @@ class Peak:
                 thread.start()
                 self._thread = thread
             except RuntimeError:
-                pass  # no thread can be had: the ends are looked at
+                pass  # no thread could be started: only the start and the end are measured
             finally:
                 threading.stack_size(size)
 
@@ -77,7 +77,8 @@ class Peak:
             interval = min(1.25 * interval, LONGEST_INTERVAL)
 
     def stop(self) -> int | None:
-        """End it: the bytes; None where the kernel does not say."""
+        """Stop measuring, and return the peak bytes beyond those at the start; None: the kernel
+        does not say."""
         if self._statm is None:
             return None
         self._running.release()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that all tensors on the CPU take, also those that no program and no optimizer holds.
+"""Count the bytes of all tensors on the CPU, whoever holds them.
 
-torch's CPU allocator counts nothing, but the garbage collector knows every tensor that Python has
-seen. A walk over all its objects finds those that are there; from then on new ones are noted while
-they are young (py_storage.c), and a walk every now and then finds old tensors that were given other
-memory, or a gradient. What was found is held by weak references, so that what is freed stops
+torch's CPU allocator keeps no count, but the garbage collector knows every tensor that has a Python
+object. A walk over all its objects finds the existing tensors. From then on new ones are noted
+while they are in its youngest generation (py_storage.c), and occasional walks find old tensors
+whose storage or gradient was replaced. Storages are held by weak references, so a freed one stops
 counting at once.
 """
 
@@ -21,12 +21,12 @@ import torch
 
 from koila import _core
 
-#: A walk took so much of the time since the one before it, at most.
+#: The most of the time that walks may take.
 SHARE = 1 / 200
-#: The young are more only where garbage is seldom collected; then looking at them takes time.
+#: With more young objects than this (garbage is collected seldom), they are looked at less often.
 _N_YOUNG = 20_000
 _MAPS = Path("/proc/self/maps")
-#: Mapped memory that is no file's.
+#: Paths of mappings that are memory and no file on a disk.
 _NO_FILES = ("/dev/shm/", "/dev/zero", "/memfd:", "/SYSV", "/anon_hugepage")
 
 _PARTS = {
@@ -39,9 +39,9 @@ _PARTS = {
 
 
 def _parts_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors of which those are made up that have no storage: their own, or their gradient's.
+    """Return the tensors that make up sparse tensors, and sparse gradients of tensors.
 
-    Subclasses that answer for themselves hold tensors that are found by themselves.
+    Subclasses with a __torch_dispatch__ are skipped: the tensors that they hold are found anyway.
     """
     found = []
     disabled = torch._C._disabled_torch_dispatch_impl
@@ -56,12 +56,13 @@ def _parts_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 class Clock:
-    """When something was done last, and how long that took."""
+    """Limits the share of the time that something repeated takes; used as a context around it."""
 
     def __init__(self) -> None:
         self.at = self.seconds = 0.0
 
     def is_due(self) -> bool:
+        """Tell whether it may be done again within SHARE of the time."""
         return time.monotonic() - self.at >= self.seconds / SHARE
 
     def __enter__(self) -> None:
@@ -73,7 +74,8 @@ class Clock:
 
 
 _walked, _looked, _collected = Clock(), Clock(), Clock()
-#: What a walk found, where this torch's storages cannot be read: bytes by storage.
+#: By storage, the bytes that the last walk found; used only if the core cannot read this torch's
+#: storages.
 _found: dict[int, int] = {}
 
 
@@ -82,7 +84,7 @@ def _is_listening() -> bool:
 
 
 def walk() -> None:
-    """Look at all objects there are."""
+    """Find all tensors among all objects of the garbage collector."""
     with _walked:
         if not _core.sees_storages():
             _found.clear()
@@ -95,13 +97,13 @@ def walk() -> None:
 
 
 def _is_plain(found: object) -> bool:
-    """Whether an object is a tensor with memory of its own."""
-    kind = type(found)  # and not its __class__, which may be a property that does something
+    """Tell whether an object is a tensor with memory of its own."""
+    kind = type(found)  # not its __class__, which may be a property with side effects
     return issubclass(kind, torch.Tensor) and kind is not _core.LazyTensor
 
 
 def _sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of storages on the CPU, by storage."""
+    """Return the bytes of the storages of tensors on the CPU, by storage."""
     sizes = {}
     with torch._C.DisableTorchFunction():
         for tensor in tensors:
@@ -110,12 +112,12 @@ def _sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
                 if storage.device.type == "cpu" and storage.data_ptr() != 0:
                     sizes[storage._cdata] = storage.nbytes()
             except (RuntimeError, NotImplementedError):
-                pass  # sparse, opaque, or fake: it has none
+                pass  # a sparse, opaque or fake tensor has no storage
     return sizes
 
 
 def _look() -> None:
-    """Look at what may be new since the last time, or at all there is."""
+    """Note the tensors that are new since the last time, or walk over all if that is due."""
     is_followed = _core.is_following_storages() and _is_listening()
     if _walked.is_due() or (not is_followed and _core.sees_storages()):
         walk()
@@ -125,7 +127,7 @@ def _look() -> None:
 
 
 def n_bytes(held: list[torch.Tensor]) -> int:
-    """Bytes that tensors on the CPU take; those of `held` are among them, wherever they are."""
+    """Return the bytes of all tensors on the CPU, `held` included."""
     _look()
     if not _core.sees_storages():
         return sum((_found | _sizes(held)).values())
@@ -135,9 +137,13 @@ def n_bytes(held: list[torch.Tensor]) -> int:
 
 
 def look_again(is_final: bool) -> bool:
-    """Something is about to be refused: first let go of what is garbage, and look at all there is.
+    """Collect garbage and walk over all objects, before a program is refused for lack of memory.
 
-    Where the refusal is not final, only once in a while. Returns whether it was done.
+    Args:
+        is_final: the refusal is final; if not, this is done only once in a while.
+
+    Returns:
+        Whether it was done.
     """
     if not is_final and not _collected.is_due():
         return False
@@ -148,8 +154,7 @@ def look_again(is_final: bool) -> bool:
 
 
 def _settle() -> None:
-    """Find out of large storages whether they are mapped files: what is read of these the system
-    can drop again, so they do not count."""
+    """Stop counting large storages that are mapped files: the system can drop their pages."""
     unsettled = _core.unsettled_storages()
     if not unsettled:
         return
@@ -159,7 +164,7 @@ def _settle() -> None:
 
 
 def _mapped_files() -> Iterable[tuple[int, int]]:
-    """Where files are mapped: first and last address."""
+    """Yield the address ranges at which files are mapped."""
     try:
         lines = _MAPS.read_text().splitlines()
     except OSError:
@@ -173,7 +178,8 @@ def _mapped_files() -> Iterable[tuple[int, int]]:
 
 @contextlib.contextmanager
 def for_once() -> Iterator[None]:
-    """A block that asks for a number of bytes where nobody else does: nothing is followed after."""
+    """Wrap a block that needs the bytes once: new tensors are not noted after it, unless they were
+    before it."""
     was_listening = _is_listening()
     try:
         yield
@@ -183,7 +189,7 @@ def for_once() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Stop looking, and let go of all that was found."""
+    """Stop noting new tensors, and forget all."""
     if _is_listening():
         gc.callbacks.remove(_core.collecting_garbage)
     _core.follow_storages(None)

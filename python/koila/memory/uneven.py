@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of many lengths: what a recurrent layer over their steps takes, and the steps that a chunk
-of them has at most."""
+"""Packed sequences: the bytes that a recurrent layer over them needs, and the most time steps that
+a chunk of them has."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from torch import Tensor
 
 from koila.basics.rows import UNIT, grid, largest
 
-_MOST = 1 << 22  # entries of a table of chunks and lengths
+_MOST = 1 << 22  # the most entries of a table of chunks and lengths: larger ones are not made
 
 
 def turns(lengths: Tensor) -> int:
-    """Steps where a layer that goes back through time takes up more rows: of each, all that it has
-    from there on, whose states it copies."""
+    """Count the states that a layer which runs backward through time copies.
+
+    Going back from the longest sequence, at each length where shorter sequences join, it copies the
+    states of all sequences that are as long or longer.
+    """
     return int(_turns(lengths, torch.zeros_like(lengths), 1))
 
 
 def _turns(lengths: Tensor, chunks: Tensor, n_chunks: int) -> Tensor:
-    """The most turns of a chunk; `chunks` says in which each row is."""
+    """Return the most turns of any chunk; `chunks` holds the number of each row's chunk."""
     most = int(lengths.max())
     count = torch.bincount(chunks * (most + 1) + lengths, minlength=n_chunks * (most + 1))
     count = count.view(n_chunks, most + 1)
-    longer = count.flip(1).cumsum(1).flip(1)  # rows that are as long or longer
+    longer = count.flip(1).cumsum(1).flip(1)  # sequences of this length or longer
     return (longer * ((count > 0) & (longer > count))).sum(1).max()
 
 
@@ -39,36 +42,51 @@ def needs(
     is_first: bool,
     is_sorted: bool,
 ) -> tuple[int, ...]:
-    """The numbers of a KlUneven (ops.h), as torch goes through the steps (RNN.cpp), which packed.py
-    takes out of the rows and puts back by indices. Where rows are sorted, and come first, what it
-    gives is a transposed view; where they are not, states are copied.
+    """Compute the fields of a KlUneven (ops.h): what a recurrent layer needs for each step and
+    turn.
+
+    They follow torch's loop over the steps (RNN.cpp). packed.py gathers the steps from padded rows
+    and scatters the results back by indices. If rows are sorted by length and batch_first, the
+    result is a transposed view; if they are not sorted, the states are copied.
+
+    Args:
+        x: the padded input.
+        states: the initial states.
+        lengths: the length of each row.
+        n_gates: the gates of a cell.
+        n_layers: the number of layers.
+        is_both: the layer is bidirectional.
+        is_first: the batch dim of `x` is its first.
+        is_sorted: rows are sorted by length.
     """
     size, n_both, n_steps = x.element_size(), 1 + is_both, int(lengths.sum())
     is_turned = is_first and is_sorted
     copied = sum(one.numel() * size for one in states) + 16 * lengths.numel()
-    cell, out, given = (size * one.shape[-1] for one in (states[-1], states[0], x))
-    gates, index = n_gates * cell, (16 if is_turned else 8)  # int64: where a step is taken, and put
-    # Of one direction: gates and states, or their copies, and the result.
+    # Bytes a step: of the cell's state, of the output and of the input.
+    cell, out, entered = (size * one.shape[-1] for one in (states[-1], states[0], x))
+    # Of the gates, and of the int64 indices by which a step is gathered and scattered.
+    gates, index = n_gates * cell, (16 if is_turned else 8)
+    # What one direction keeps: gates and states, or copies of them, and the result.
     state = (7 if out != cell else 6) * cell + out if n_gates > 1 else out
-    below = n_both * out if n_layers > 1 else 0  # what comes from the layer before
-    kept = given + n_layers * n_both * state + (n_layers - 1) * n_both * out + index
+    below = n_both * out if n_layers > 1 else 0  # the output of the layer before
+    kept = entered + n_layers * n_both * state + (n_layers - 1) * n_both * out + index
     kept += 0 if is_sorted else -(-copied // n_steps)
     kept_of_turn = n_layers * out if n_gates == 1 and is_both else 0
-    # The input's part of all gates, and results, step by step and joined.
+    # The product of the input for all gates, and the results, step by step and joined.
     run = max(gates + 2 * out, 4 * out) if is_both else gates + out
     run_of_turn = out if n_gates > 1 and is_both else 0
-    # The gradient of a step's part is as large as that of all, which it is added to. The second
-    # direction comes when the first has sent its gradient back.
+    # The gradient of the slice of a step is as large as the gradient of the whole tensor, to which
+    # it is added. The second direction goes back after the first has.
     back = n_both * out + 2 * gates
-    sent = below or (given if x.requires_grad else 0)
+    sent = below or (entered if x.requires_grad else 0)
     second = back - state + sent if is_both else 0
-    ends = [2 * given + state + back if is_both else 0, (1 + n_both) * given + gates]
+    ends = [2 * entered + state + back if is_both else 0, (1 + n_both) * entered + gates]
     amounts = {
         "kept": (kept, kept_of_turn),
         "run": (kept + run, kept_of_turn + run_of_turn),
-        "plain": (run + given + below + out + index, run_of_turn),
+        "plain": (run + entered + below + out + index, run_of_turn),
         "beside": (n_both * out, 0),
-        "last": (given if x.requires_grad else 0, 0),
+        "last": (entered if x.requires_grad else 0, 0),
         "back": (max(back, max(ends) - kept) if x.requires_grad else back, 0),
         "second": (second, -out if n_gates == 1 and is_both else 0),
         "weights": (back - gates, 0),
@@ -77,7 +95,7 @@ def needs(
     return *numbers, *(number for pair in amounts.values() for number in pair)
 
 
-#: Where what is meant begins in the numbers of a KlUneven.
+#: The indices at which these fields begin in the result of `needs`.
 _KEPT, _RUN, _PLAIN, _BACK = 4, 6, 8, 14
 
 
@@ -90,11 +108,11 @@ def whole(
     is_both: bool,
     weights: Sequence[Tensor],
 ) -> int:
-    """Bytes at the worst moment of torch's own call over the steps of all rows, with dropout
-    between layers, and its backward."""
+    """Return the peak bytes of torch's own call on the packed whole batch, with dropout between
+    layers, and of its backward."""
     found = needs(x, states, lengths, n_gates, n_layers, is_both, True, True)
     n_steps, n_turns, size = found[0], found[1], x.element_size()
-    # Its steps are there, and no index is made; but noise between layers is.
+    # Unlike packed.py, it needs no gathered steps and no indices, but dropout masks between layers.
     beside = (n_layers - 1) * (1 + is_both) * states[0].shape[-1] * size
     beside -= x.shape[-1] * size + 16
 
@@ -109,7 +127,7 @@ def whole(
 
 
 def _grids(n_rows: int, rows: int, n_chunks: int) -> list[list[tuple[int, int]]]:
-    """The ways in which the planner makes chunks of so many rows at most."""
+    """Return the grids of chunks with at most `rows` rows that the planner may choose."""
     unit = rows // UNIT * UNIT or 1 << rows.bit_length() - 1
     sizes = [(n_chunks, 1), (-(-n_rows // rows), rows), (-(-n_rows // unit), unit)]
     if largest(n_rows, n_chunks, UNIT) <= rows:
@@ -118,12 +136,12 @@ def _grids(n_rows: int, rows: int, n_chunks: int) -> list[list[tuple[int, int]]]
 
 
 def parts(all_lengths: Sequence[Tensor], n_rows: int, rows: int) -> tuple[float, float]:
-    """The most steps, and turns, of a chunk of `rows` rows of `n_rows`: of as many rows on average
-    how many times.
+    """Return how many times the average steps, and turns, the worst chunk of `rows` rows has.
 
     Args:
-        all_lengths: each [rows of an axis] int64.
-        n_rows: of the longest axis.
+        all_lengths: for each axis, the lengths of its rows (int64).
+        n_rows: the rows of the longest axis.
+        rows: the rows of a chunk.
     """
     n_chunks = -(-n_rows // max(rows, 1))
     if n_chunks == 1:
