@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers of a program: eager's own, in eager's order, however late it runs and in however
-many chunks.
+"""Give the random calls of a program the numbers that eager mode draws, in its order, however late
+the program runs and in however many chunks.
 
-A recorded random call *waits* until the generator has moved past its draws. That is done in program
-order, for all calls over all rows before anything runs, or earlier, where a plain call is about to
-draw (`plain.py`). Where each call starts is kept, and where its last chunk started and ended: from
-that it is found where a chunk starts, and the generator is put there before it runs. So a chunk
-that runs again, in these or in other chunks, or a call that runs live later, sees the same numbers.
-What cannot be drawn chunk by chunk is drawn whole and cut (`noise.py`). On CUDA each call and chunk
-gets a seed of its own, drawn from the generator: reproducible, no two the same; and of what only
-the call itself knows how to draw each chunk keeps a state. That *pins* the chunks: later runs of
-the program have the same.
+A recorded random call *waits* until the generator has advanced past its draws. All calls of a
+program advance it, in program order and over all rows, before anything runs; or earlier, if a plain
+call is about to draw (`plain.py`). The generator state at which each call starts is kept, and those
+at which its last chunk started and ended. From these the state for any chunk is computed, and set
+before the chunk runs. So a chunk that runs again, in the same or other chunks, and a call that runs
+live later, get the same numbers. Noise that cannot be drawn chunk by chunk is drawn whole and cut
+(`noise.py`).
+
+On CUDA each call and chunk gets a seed of its own, drawn from the generator: reproducible, and no
+two alike. If only the call itself can tell how many numbers it draws, each chunk keeps a state. In
+both cases the chunks are *pinned*: later runs of the program must use the same ones.
 """
 
 from __future__ import annotations
@@ -35,30 +37,30 @@ if TYPE_CHECKING:
     from koila.staged.facts import Run
     from koila.staged.program import Program
 
-Cell = tuple[int, int | None]  # a call, and the first row of a chunk; None: all rows
-Spot = tuple[int, torch.Tensor]  # a row of a call, and the state in which its numbers start
+Cell = tuple[int, int | None]  # a call, and the first row of a chunk (None: the whole batch)
+Spot = tuple[int, torch.Tensor]  # a row of a call, and the generator state for drawing from it on
 
 
 def pinned_grids() -> dict[int, list[Bounds]]:
-    """The grids that earlier runs of this program drew with, by axis, where others would draw other
-    numbers."""
+    """Return, by axis, the chunks in which earlier runs of this program drew, if other chunks would
+    draw other numbers."""
     return dict(_core.memo().get("grids", {}))
 
 
 def is_pinning(i: int, first_out: int) -> bool:
-    """Whether a call by rows draws other numbers in other chunks."""
+    """Tell whether a call by rows draws other numbers in other chunks."""
     return noises_of(i, first_out) is None
 
 
 def bytes_kept() -> int:
-    """Bytes of the states that earlier runs of this program left."""
+    """Return the bytes of generator states that earlier runs of this program keep."""
     cells = _core.memo().get("cells", {}).values()
     return sum(cell.nbytes for cell in cells if isinstance(cell, torch.Tensor))
 
 
 def bytes_whole(i: int, first_out: int) -> int:
-    """Bytes of a call's noise where it is drawn whole, and cut for the chunks; -1: each chunk keeps
-    a state."""
+    """Return the bytes of noise that a call draws whole, to be cut into chunks; 0 if chunks draw
+    their own; -1 if each chunk keeps a generator state."""
     noises = noises_of(i, first_out)
     if noises is None:
         return -1
@@ -66,7 +68,8 @@ def bytes_whole(i: int, first_out: int) -> int:
 
 
 def why_others(i: int, first_out: int) -> str:
-    """Why a random call draws other numbers in chunks than eager, or nothing."""
+    """Return why a random call in chunks draws other numbers than in eager mode; empty: it draws
+    the same."""
     noises = noises_of(i, first_out)
     if noises is None:
         return f"in chunks it draws other numbers than eager on {_core.value(first_out)[10]}"
@@ -76,8 +79,15 @@ def why_others(i: int, first_out: int) -> str:
 
 
 def start_of(i: int, out: int) -> tuple[torch.Generator, torch.Tensor | None]:
-    """The generator that a call draws from, which makes a value, and the state in which its numbers
-    start; None: it drew in parts, each from a seed."""
+    """Return the generator that a call draws from, and the state at which its draws start.
+
+    Args:
+        i: the call.
+        out: its first output.
+
+    Returns:
+        None for the state if it drew in chunks, each from a seed.
+    """
     generator = generators.generator_of(_core.value(out)[10])
     memo = _core.memo()
     cells: dict[Cell, torch.Tensor | int] = memo.get("cells", {})
@@ -96,15 +106,25 @@ def run_again(
     is_written: bool,
     n_values: int,
 ) -> Any:
-    """Run a call live that ran in chunks before: what it drew may be known, and must stay what it
-    is; what it wrote is written.
+    """Run a call live that drew random numbers in an earlier run, with the same numbers.
+
+    Running statistics that it wrote then are not written again.
+
+    Args:
+        i: the call.
+        axis: the axis of its rows.
+        inputs: its inputs, as (value, place of its rows, tensor).
+        first_out: its first output.
+        n_outs: the number of its outputs.
+        is_written: it writes its first input in place.
+        n_values: the number of values on the tape.
 
     Returns:
         What the call returns.
     """
     memo = _core.memo()
     outs = range(first_out, first_out + n_outs)
-    if i in memo.get("effects", ()):  # on copies of the statistics
+    if i in memo.get("effects", ()):  # its statistics were written: run on copies of them
         env = generators.run_alone(
             i, -1, {value: tensor for value, _, tensor in inputs}, n_values, False
         )
@@ -114,13 +134,13 @@ def run_again(
     generator = generators.generator_of(_core.value(first_out)[10])
     before = noise.get_state(generator)
 
-    def run(cell: Any, n_rows: int, given: dict[int, torch.Tensor]) -> list[Any]:
+    def run(cell: Any, n_rows: int, tensors: dict[int, torch.Tensor]) -> list[Any]:
         generators.set_to(generator, cell)
-        env = generators.run_alone(i, n_rows, given, n_values, False)
+        env = generators.run_alone(i, n_rows, tensors, n_values, False)
         return [env[out] for out in outs]
 
     try:
-        if not isinstance(cells.get((i, 0)), int):  # eager's own numbers, in chunks too
+        if not isinstance(cells.get((i, 0)), int):  # not seeded by chunk: one run draws the same
             cell = cells[i, None] if (i, None) in cells else starts[i]
             results = run(cell, -1, {value: tensor for value, _, tensor in inputs})
             return results[0] if is_written or n_outs == 1 else tuple(results)
@@ -143,6 +163,7 @@ def _cut_inputs(
     one: Bounds,
     is_written: bool,
 ) -> dict[int, torch.Tensor]:
+    """Return the inputs of a call on the chunk `one`; a written one is a copy."""
     found = {
         value: tensor if place is None else rows.cut(tensor, place, bounds[-1][1], one)
         for value, place, tensor in inputs
@@ -153,6 +174,7 @@ def _cut_inputs(
 
 
 def _gather(parts: list[torch.Tensor], value: int) -> torch.Tensor:
+    """Concatenate the chunks of a value, in the memory layout of a chunk."""
     place = _core.value(value)[3]
     if place is None:
         return parts[0]
@@ -160,33 +182,40 @@ def _gather(parts: list[torch.Tensor], value: int) -> torch.Tensor:
 
 
 class Draws:
-    """The draws of one program, kept with the program."""
+    """The random draws of one run of a program.
+
+    Args:
+        program: the program.
+        grids: by axis, its chunks.
+    """
 
     def __init__(self, program: Program, grids: dict[int, list[Bounds]]) -> None:
         self.program = program
         self.grids = grids
+        #: The states of the generators before the program's draws, and after them.
         self.before: dict[torch.device, torch.Tensor] = {}
         self.after: dict[torch.device, torch.Tensor] = {}
         memo = _core.memo()
+        #: By call: the state at which its draws start; kept over all runs of the tape.
         self.starts: dict[int, torch.Tensor] = memo.setdefault("starts", {})
-        #: Of the last run that was committed; `cells` are of this one.
+        #: By call and chunk: its seed, or its state if that cannot be computed from `starts`. Those
+        #: of the last committed run, and those of this run.
         self.old_cells: dict[Cell, torch.Tensor | int] = memo.get("cells", {})
-        #: A seed, or a state, where it is not found from where the call starts.
         self.cells: dict[Cell, torch.Tensor | int] = {}
-        self.spots: dict[int, list[Spot]] = {}  # where a call's last chunk started and ended
-        #: Digests of the states in which cells ended.
+        self.spots: dict[int, list[Spot]] = {}  # by call: where its last chunk started and ended
+        #: By call and rows: a digest of the state after the first draw of these.
         self.ends: dict[tuple[int, Bounds | None], bytes] = memo.setdefault("ends", {})
-        self.new_starts: list[int] = []
+        self.new_starts: list[int] = []  # the calls that had not drawn before this run
         self.has_seeded = False
-        self.run_of: dict[int, Run] = {}
-        self.noises: dict[int, list[noise.Noise]] = {}
-        self.whole: dict[int, list[torch.Tensor]] = {}  # noise that is cut for each chunk
+        self.run_of: dict[int, Run] = {}  # by random call: its run
+        self.noises: dict[int, list[noise.Noise]] = {}  # by call: what it draws, if that is known
+        self.whole: dict[int, list[torch.Tensor]] = {}  # by call: noise drawn whole, to be cut
 
     def _device(self, i: int) -> torch.device:
         return self.program.info(self.program.node(i).first_out).device
 
     def prepare(self) -> None:
-        """Move the generator past every draw that has not been made yet, and keep its states."""
+        """Advance the generators past all draws of the program, and keep the states in between."""
         generators.check_undisturbed()
         if not self.program.is_drawing:
             return
@@ -201,10 +230,12 @@ class Draws:
         }
 
     def _draw(self, i: int, run: Run) -> None:
+        """Advance the generator past the draws of one call, unless that has been done before, and
+        prepare what its chunks need to draw."""
         generator = generators.generator_of(self._device(i))
         here = noise.get_state(generator)
-        is_late = i in self.starts
-        if is_late:
+        has_drawn = i in self.starts  # an earlier run, or `generators.move_on`, advanced past it
+        if has_drawn:
             noise.set_state(generator, self.starts[i])
         else:
             self.starts[i] = here
@@ -213,21 +244,23 @@ class Draws:
         noises = noises_of(i, node.first_out)
         if noises is not None:
             self.noises[i] = noises
-        if generator.device.type != "cpu" and (run.is_body or not is_late):
+        if generator.device.type != "cpu" and (run.is_body or not has_drawn):
             self._seed(i, run, generator)
         elif noises is None and run.is_body:
-            self._find_chunks(i, run, is_late, generator)
+            self._find_chunks(i, run, has_drawn, generator)
         elif noises is not None and run.is_body and not is_by_chunks(noises, self._sizes(run)):
             self.whole[i] = [one.draw(generator) for one in noises]
-        elif not is_late:
+        elif not has_drawn:
             generators.advance(i, node.first_out, len(node.outs), generator)
-        if is_late:
+        if has_drawn:
             noise.set_state(generator, here)
 
     def _sizes(self, run: Run) -> list[int]:
+        """Return the number of rows of each chunk."""
         return [stop - start for start, stop in self.grids[run.axis]]
 
     def _seed(self, i: int, run: Run, generator: torch.Generator) -> None:
+        """Give each chunk of a call a seed: that of an earlier run, or a new one."""
         for start in [start for start, _ in self.grids[run.axis]] if run.is_body else [None]:
             if (i, start) in self.old_cells:
                 self.cells[i, start] = self.old_cells[i, start]
@@ -235,44 +268,48 @@ class Draws:
                 self.cells[i, start] = generators.seed_from(generator)
                 self.has_seeded = True
 
-    def _find_chunks(self, i: int, run: Run, is_late: bool, generator: torch.Generator) -> None:
-        """Find where each chunk of a call starts; a call that is not late is drawn to its end."""
+    def _find_chunks(self, i: int, run: Run, has_drawn: bool, generator: torch.Generator) -> None:
+        """Find the state at which each chunk of a call starts, by running the call chunk by chunk.
+
+        If the call has not drawn before, the generator ends behind its last chunk.
+        """
         bounds = self.grids[run.axis]
         for start, stop in bounds:
             cell = self.old_cells.get((i, start))
             if cell is not None:
                 generators.set_to(generator, cell)
             self.cells[i, start] = noise.get_state(generator)
-            if not is_late if stop == bounds[-1][1] else (i, stop) not in self.old_cells:
+            if not has_drawn if stop == bounds[-1][1] else (i, stop) not in self.old_cells:
                 self._draw_alone(i, stop - start)
 
     def _draw_alone(self, i: int, n_rows: int) -> None:
-        """Make a call for a chunk for its draws alone."""
+        """Run a call on a chunk of stand-ins, only to advance the generator."""
         entries = [
             self.program.imports[import_id]
             for import_id in self.program.node(i).imports
             if import_id >= 0
         ]
-        given = {
+        tensors = {
             entry.value: generators.stand_in(entry.value, entry.place, n_rows) for entry in entries
         }
-        generators.run_alone(i, n_rows, given, self.program.n_values, True)
+        generators.run_alone(i, n_rows, tensors, self.program.n_values, True)
 
     def _go_to(self, i: int, row: int, generator: torch.Generator) -> None:
-        """Put the generator where the numbers for a row of a call start.
+        """Set the generator to the state from which the numbers of a row of a call are drawn.
 
-        Chunks run in order, and again before the next ones: so that is where the last one started
-        or ended, or where the call starts.
+        It is computed from the nearest known state before it: where the last chunk started or
+        ended, or where the call starts. Chunks run in order, and may run again before the next one,
+        so that is mostly the state itself.
         """
         (noise_of_call,) = self.noises[i]
-        if noise_of_call.place is None:  # one draw serves all rows
+        if noise_of_call.place is None:  # all rows share the numbers
             row = 0
         at, state = max(
             (spot for spot in ((0, self.starts[i]), *self.spots.get(i, ())) if spot[0] <= row),
             key=lambda spot: spot[0],
         )
         if at < row:
-            own = torch.Generator()  # nobody else draws from it
+            own = torch.Generator()  # another thread may draw from the shared one meanwhile
             own.set_state(state)
             share = noise_of_call.n_elements // noise_of_call.n_rows
             noise_drawn.advance(noise_of_call, share * (row - at), own)
@@ -288,17 +325,17 @@ class Draws:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Make a random call for a chunk (None: whole), with the numbers that are its own."""
+        """Run a random call on a chunk (None: on the whole batch) with the numbers of its rows."""
         if chunk is None:
             return self._call_cell(i, None, func, args, kwargs)
         bounds = self.grids[self.run_of[i].axis]
         if i not in self.whole:
             return self._call_cell(i, bounds[chunk], func, args, kwargs)
-        given: list[torch.Tensor] = []
+        drawn: list[torch.Tensor] = []
         for one, whole in zip(self.noises[i], self.whole[i], strict=True):
             assert one.place is not None
-            given.append(rows.cut(whole, one.place, bounds[-1][1], bounds[chunk]))
-        return noise_drawn.call_given(func, args, kwargs, given)
+            drawn.append(rows.cut(whole, one.place, bounds[-1][1], bounds[chunk]))
+        return noise_drawn.call_given(func, args, kwargs, drawn)
 
     def _call_cell(
         self,
@@ -308,34 +345,36 @@ class Draws:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Make a random call with the generator where the rows of `bounds` (None: all) start."""
+        """Run a random call with the generator at the state of the rows `bounds` (None: all)."""
         generator = generators.generator_of(self._device(i))
         cell = self.cells.get((i, bounds[0] if bounds is not None else None))
         if cell is not None or bounds is None:
             generators.set_to(generator, self.starts[i] if cell is None else cell)
         else:
             self._go_to(i, bounds[0], generator)
-        given: list[torch.Tensor] = []
-        noises = self.noises.get(i)  # what runs once may be given what lies otherwise, too
+        drawn: list[torch.Tensor] = []
+        # The layout of an input may differ from that in a whole run, also for a call that runs
+        # once.
+        noises = self.noises.get(i)
         if noises and not noise.fits(noises[0], args):
-            given = [one.draw(generator, tuple(args[0].shape)) for one in noises]
+            drawn = [one.draw(generator, tuple(args[0].shape)) for one in noises]
         result = (
-            noise_drawn.call_given(func, args, kwargs, given) if given else func(*args, **kwargs)
+            noise_drawn.call_given(func, args, kwargs, drawn) if drawn else func(*args, **kwargs)
         )
-        if threading.active_count() > 1:  # another may have drawn since
+        if threading.active_count() > 1:  # another thread may have drawn in between
             self._check_alone(i, bounds, generator)
         elif cell is None and bounds is not None and self.noises[i][0].place is not None:
             self.spots[i].append((bounds[1], noise.get_state(generator)))
         return result
 
     def _check_alone(self, i: int, bounds: Bounds | None, generator: torch.Generator) -> None:
-        """Hold a cell to where it left the generator when it ran first.
+        """Check that a draw left the generator in the same state as the first draw of these rows.
 
-        torch lets go of Python's lock before it draws: another thread's plain draw can come between
-        the state that is put back and the numbers that are drawn from it.
+        torch releases Python's lock before it draws, so another thread may draw after the state was
+        set and before this call draws from it.
 
         Raises:
-            KoilaError: the cell drew other numbers than before.
+            KoilaError: the call drew other numbers than before.
         """
         if generator.device.type != "cpu":
             return
@@ -351,7 +390,8 @@ class Draws:
         )
 
     def commit(self) -> None:
-        """Note what was drawn; nothing of it is drawn again."""
+        """Record the draws of this run as final: later runs of these calls draw the same
+        numbers."""
         self.leave()
         for i in self.new_starts:
             _core.note_drawn(i)
@@ -367,12 +407,12 @@ class Draws:
         generators.let_go()
 
     def leave(self) -> None:
-        """Leave the generators as the last draw of the program left them: what others draw from now
-        on comes after it."""
+        """Set the generators to the state after the program's last draw."""
         self._put(self.after)
         self.after = {}
 
     def roll_back(self) -> None:
+        """Undo the draws of this run: reset the generators, and forget the states of new calls."""
         for i in self.new_starts:
             self.starts.pop(i, None)
         for cell in [cell for cell in self.ends if cell[0] in self.new_starts]:
@@ -386,5 +426,5 @@ class Draws:
 
 
 def is_by_chunks(noises: list[noise.Noise], sizes: list[int]) -> bool:
-    """Whether a call draws eager's numbers where its chunks, of so many rows, draw in turn."""
+    """Tell whether chunks of these sizes, drawn one after another, get eager mode's numbers."""
     return len(noises) == 1 and noise.is_in_order(noises[0], sizes)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's generators while recorded draws wait: where each stands in eager's order."""
+"""Keep torch's generators in eager mode's order while recorded random calls have yet to draw."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,59 +19,53 @@ from koila.random import noise_drawn, plain
 from koila.staged import noise
 from koila.staged.noise import is_uncounted, noises_of
 
-if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
-    pass
-
-
-_manual_seed = torch._C.Generator.manual_seed  # as it was before koila patched it
+_manual_seed = torch._C.Generator.manual_seed  # taken before koila patches it
 
 
 def generator_of(device: torch.device) -> torch.Generator:
-    """The generator that calls on a device draw from where none is named."""
+    """Return the default generator of a device."""
     if device.type == "cuda":
-        torch.cuda.init()  # a program may be the first to use it, and has no generators before
+        torch.cuda.init()  # creates the generators, if this program is the first to use CUDA
         index = torch.cuda.current_device() if device.index is None else device.index
         return torch.cuda.default_generators[index]
     return torch.default_generator
 
 
 def seed_from(generator: torch.Generator) -> int:
-    """Draw a seed from a generator. On CUDA no kernel runs: the generator's place is hashed."""
+    """Draw a seed from a generator. On CUDA its seed and offset are hashed, so no kernel runs."""
     if generator.device.type != "cuda":
         return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator))
     offset = generator.get_offset()
-    generator.set_offset(offset + 4)  # in fours, as CUDA's generator asks
+    generator.set_offset(offset + 4)  # offsets of CUDA's generator are multiples of 4
     text = f"{generator.initial_seed()} {offset}".encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 def states() -> dict[torch.device, torch.Tensor]:
-    """The states of the generators that a plain call may draw from."""
+    """Return the states of the generators that a plain call may draw from."""
     devices = [torch.device("cpu")]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
     return {device: noise.get_state(generator_of(device)) for device in devices}
 
 
-#: Where each thread's first waiting draw has to start, and its line: the generators are shared.
+#: By thread: the generator states at which its first waiting call must draw, and the line of that
+#: call. All threads share the generators.
 _expected: dict[int, tuple[dict[torch.device, torch.Tensor], str]] = {}
-#: Threads that have recorded a random call: with two of them nobody knows whose draw comes first.
+#: Threads that have recorded a random call. Draws of several threads have no defined order.
 _drawing: set[int] = set()
 
 
 def note_recorded() -> None:
-    """A random call was recorded and none was waiting: the generators stay where they are until it
-    has drawn."""
+    """Note that this thread recorded its first waiting random call: until it has drawn, no other
+    call may move the generators."""
     _drawing.add(threading.get_ident())
     _expected[threading.get_ident()] = states(), user_line()
     plain.watch(make_way)
 
 
 def note_drawn() -> None:
-    """This thread drew."""
+    """Note that this thread drew."""
     if not _core.has_draw(False):
         _expected.pop(threading.get_ident(), None)
         plain.unwatch()
@@ -79,29 +73,30 @@ def note_drawn() -> None:
 
 
 def _disturb_others() -> None:
-    """Other threads do not find the generators where they left them."""
+    """Note that this thread moved the generators: other threads no longer expect a certain
+    state."""
     for thread in set(_expected) - {threading.get_ident()}:
         _expected.pop(thread, None)
 
 
 def _do_others_draw() -> bool:
-    """Whether programs of other threads may draw at any moment."""
+    """Tell whether other threads record random calls, whose programs may draw at any moment."""
     _drawing.intersection_update([thread.ident for thread in threading.enumerate()])
     return bool(_drawing - {threading.get_ident()})
 
 
 def check_undisturbed() -> None:
-    """What waits is about to draw.
+    """Check, before waiting calls draw, that the generators are where they were at recording.
 
     Raises:
-        KoilaError: something that koila could not see has drawn since it was recorded.
+        KoilaError: something that koila cannot see has drawn since.
     """
     states, recorded = _expected.get(threading.get_ident(), ({}, ""))
     if not _core.has_draw(False) or all(
         torch.equal(state, noise.get_state(generator_of(d))) for d, state in states.items()
     ):
         return
-    _expected.pop(threading.get_ident(), None)  # whoever asks again goes on
+    _expected.pop(threading.get_ident(), None)  # the error is raised once; a second try runs
     if _do_others_draw():
         return
     raise KoilaError(
@@ -115,9 +110,9 @@ def check_undisturbed() -> None:
 
 
 def check_live() -> None:
-    """All that waits is about to run whole, and to draw."""
+    """Prepare for a live run of all pending calls, which draws their random numbers."""
     check_undisturbed()
-    _expected.pop(threading.get_ident(), None)  # if it stops half way, some has been drawn
+    _expected.pop(threading.get_ident(), None)  # a run that stops half way has drawn a part
     plain.unwatch()
     _disturb_others()
 
@@ -125,7 +120,10 @@ def check_live() -> None:
 @in_turn
 @surroundings.in_outside
 def make_way() -> None:
-    """Something else is about to draw: all that waits draws before it."""
+    """Let all waiting calls draw, since a plain call is about to draw after them.
+
+    If the number of their draws is not known before they run, the pending program runs.
+    """
     if not _core.is_busy() and any(is_uncounted(i, out) for i, out, _ in _core.waiting_draws()):
         _core.flush()
     move_on()
@@ -134,7 +132,7 @@ def make_way() -> None:
 @in_turn
 @surroundings.in_outside
 def move_on() -> None:
-    """Move the generators past all that waits: what is drawn next comes after it, as in eager."""
+    """Advance the generators past the draws of all waiting calls, and keep the states between."""
     waiting = _core.waiting_draws()
     if waiting:
         check_undisturbed()
@@ -158,11 +156,11 @@ def move_on() -> None:
 
 
 def let_go() -> bool:
-    """Let what waits draw, where nobody will look at some of it: else that would keep what it reads
-    until something asks for it.
+    """Let all waiting calls draw if the result of one is dead: it would keep its inputs alive until
+    something makes it draw.
 
     Returns:
-        Whether it was so.
+        Whether there was one.
     """
     is_dead = _core.has_draw(False) and _core.has_draw(True)
     if is_dead:
@@ -171,17 +169,18 @@ def let_go() -> bool:
 
 
 def advance(i: int, first_out: int, n_outs: int, generator: torch.Generator) -> None:
-    """Let one call draw for the whole batch, and forget the numbers."""
+    """Advance a generator past the draws of one call on the whole batch."""
     noises = noises_of(i, first_out)
     if noises is not None:
         for one in noises:
             noise_drawn.advance(one, one.n_elements, generator)
         return
-    given = {value: stand_in(value, None, -1) for value in _core.node(i)[5] if value >= 0}
-    run_alone(i, -1, given, first_out + n_outs, True)
+    tensors = {value: stand_in(value, None, -1) for value in _core.node(i)[5] if value >= 0}
+    run_alone(i, -1, tensors, first_out + n_outs, True)
 
 
 def set_to(generator: torch.Generator, cell: torch.Tensor | int) -> None:
+    """Set a generator to a state, or seed it with a number."""
     if isinstance(cell, int):
         _manual_seed(generator, cell)
     else:
@@ -189,8 +188,8 @@ def set_to(generator: torch.Generator, cell: torch.Tensor | int) -> None:
 
 
 def stand_in(value: int, place: rows.Place | None, n_rows: int) -> torch.Tensor:
-    """Ones, which are legal as weights, as probabilities and as deviations: where a call is made
-    for its draws alone, only sizes and types matter."""
+    """Return ones in place of a value, whole or on a chunk, for a call that is run only to advance
+    the generator. Ones are legal as weights, probabilities and standard deviations."""
     info = _core.value(value)
     shape = info[1] if place is None else rows.chunk_shape(info[1], place, n_rows)
     return torch.ones(shape, dtype=info[0], device=info[10])
@@ -199,16 +198,27 @@ def stand_in(value: int, place: rows.Place | None, n_rows: int) -> torch.Tensor:
 def make_call(
     _: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Make a call as it was recorded."""
+    """Run a call as it was recorded."""
     return func(*args, **kwargs)
 
 
 def run_alone(
-    i: int, n_rows: int, given: dict[int, torch.Tensor], n_values: int, is_grad_off: bool
+    i: int, n_rows: int, inputs: dict[int, torch.Tensor], n_values: int, is_grad_off: bool
 ) -> list[Any]:
-    """Run one call on the tensors given for its inputs; all values after it, by number."""
+    """Run one call by itself.
+
+    Args:
+        i: the call.
+        n_rows: the rows of the chunk; -1: the whole batch.
+        inputs: by value, its inputs.
+        n_values: the number of values on the tape.
+        is_grad_off: run it without a graph.
+
+    Returns:
+        By value: the inputs and the outputs.
+    """
     env: list[Any] = [None] * n_values
-    for value, tensor in given.items():
+    for value, tensor in inputs.items():
         env[value] = tensor
     _core.run_alone(i, env, n_rows, is_grad_off, make_call)
     return env

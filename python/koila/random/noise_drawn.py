@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Noise as numbers: it is skipped next to free, and handed to the calls that it was drawn for."""
+"""Skip the draws of noise without drawing them, and run calls with noise that was drawn before."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from koila.staged.noise import (
     set_state,
 )
 
-_BLOCK = 1 << 16  # elements drawn at a time where only the generator has to move
-_MANY = 1 << 9  # elements from which on it is moved without drawing
+_BLOCK = 1 << 16  # the elements drawn at a time, if only the generator's state matters
+_MANY = 1 << 9  # from this many elements on, the generator is advanced without drawing
 
 
 def _skip(generator: torch.Generator, n_words: int) -> None:
-    """Move the generator past so many words, as draws of them would."""
+    """Advance the generator by a number of words, as drawing them would."""
     state = get_state(generator)
     after = _core.skip_words(ctypes.string_at(state.data_ptr(), state.nbytes), n_words)
     set_state(generator, torch.frombuffer(bytearray(after), dtype=torch.uint8))
@@ -35,20 +35,25 @@ def _skip(generator: torch.Generator, n_words: int) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _words(method: str, dtype: torch.dtype, values: tuple[Any, ...]) -> int:
-    """The words of the generator that each element takes, where draws of all kinds of sizes leave
-    it where skipping them does; else 0."""
+    """Return how many words of the generator an element of noise takes, 1 or 2.
+
+    It is found by trying: for several sizes, drawing must leave the generator in the same state as
+    skipping the words does. 0: neither number does.
+    """
     noise = Noise(method, {}, values, (1,), (1,), dtype, None, False)
     for n_words in (1, 2):
         for n_elements in (SIXTEEN, 999, _MANY):
             drawn, moved = (torch.Generator().manual_seed(n_elements) for _ in range(2))
-            for generator in (drawn, moved):  # each keeps the second of a pair of normal numbers
+            # normal_() draws pairs of numbers, and the generator keeps the second one: both start
+            # with one kept.
+            for generator in (drawn, moved):
                 for of in (torch.float32, torch.float64):
                     torch.empty(1, dtype=of, device="cpu").normal_(generator=generator)
             _fill_all(noise, 5 * n_elements, drawn)
             n_filled = 5 * n_elements % SIXTEEN + SIXTEEN
             try:
                 _skip(moved, n_words * (5 * n_elements - n_filled))
-            except ValueError:  # it is another kind of generator
+            except ValueError:  # this torch has another generator
                 return 0
             _fill_all(noise, n_filled, moved)
             if not torch.equal(get_state(drawn), get_state(moved)):
@@ -63,8 +68,11 @@ def _fill_all(noise: Noise, n_elements: int, generator: torch.Generator) -> None
 
 
 def _skip_most(noise: Noise, n_elements: int, generator: torch.Generator) -> int:
-    """Move the generator past most of so many elements, without drawing where that can be; returns
-    how many are left to draw: normal_() draws its last block in another way."""
+    """Advance the generator past most of a number of elements without drawing, if possible.
+
+    Returns:
+        How many elements are left to draw: normal_() fills its last block in another way.
+    """
     is_plain = not noise.words and all(isinstance(value, int | float) for value in noise.values)
     if n_elements < _MANY or not is_plain:
         return n_elements
@@ -77,12 +85,12 @@ def _skip_most(noise: Noise, n_elements: int, generator: torch.Generator) -> int
 
 
 def advance(noise: Noise, n_elements: int, generator: torch.Generator) -> None:
-    """Move the generator past so many elements of noise, with next to no memory."""
+    """Advance the generator past a number of elements of noise, in little memory."""
     if not is_serial(noise):
         _fill_all(noise, n_elements, generator)
         return
     is_strided = noise.method == "normal_" and not is_contiguous(noise.shape, noise.strides)
-    step = 2 if is_strided else 1  # then it draws one by one
+    step = 2 if is_strided else 1  # with gaps in memory normal_() draws one by one, not in blocks
     if not is_strided:
         n_elements = _skip_most(noise, n_elements, generator)
     size = min(n_elements, _BLOCK + SIXTEEN)
@@ -99,7 +107,7 @@ def call_given(
     kwargs: dict[str, Any],
     noises: Sequence[torch.Tensor],
 ) -> Any:
-    """Make a call with noise that was drawn for it."""
+    """Run a random call with noise that was drawn for it."""
     if drawn_by(func) == "LAYERS" and len(args) == 9:
         return _by_layers(func, args, noises)
     with Given(noises):
@@ -109,8 +117,10 @@ def call_given(
 def _by_layers(
     func: Callable[..., Any], args: tuple[Any, ...], noises: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """A recurrent net, each layer by itself as torch runs it: to be given its noise within one
-    call, each of the thousands of calls that it makes would have to be seen."""
+    """Run a recurrent net layer by layer, with dropout masks drawn before.
+
+    `Given` could do it in one call, but would intercept each of the thousands of ops of that call.
+    """
     x, hx, params, has_biases, n_layers, p, is_training, is_both, is_batch_first = args
     x = x.transpose(0, 1) if is_batch_first else x
     is_lstm = not isinstance(hx, torch.Tensor)
@@ -118,11 +128,11 @@ def _by_layers(
     n_params = len(params) // n_layers
     ends: list[list[torch.Tensor]] = [[] for _ in states]
     for i in range(n_layers):
-        given = [of[i] for of in states]
+        initial = [of[i] for of in states]
         weights = params[i * n_params : (i + 1) * n_params]
         words = has_biases, 1, 0.0, is_training, is_both, False
-        x, *left = func(x, tuple(given) if is_lstm else given[0], weights, *words)
-        for end, state in zip(ends, left, strict=True):
+        x, *final = func(x, tuple(initial) if is_lstm else initial[0], weights, *words)
+        for end, state in zip(ends, final, strict=True):
             end.append(state)
         if i < len(noises):
             x = x * noises[i].to(x.dtype, copy=True).div_(1 - p)
@@ -130,7 +140,7 @@ def _by_layers(
 
 
 class Given(TorchDispatchMode):
-    """Calls in it draw nothing: they are given their noise."""
+    """A dispatch mode in which random ops return noise that was drawn before, in order."""
 
     def __init__(self, noises: Iterable[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -138,7 +148,8 @@ class Given(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else torch imports its compiler at the first call, to keep out of this class."""
+        """Return False: otherwise torch imports its compiler at the first call, to exclude this
+        class from tracing."""
         return False
 
     def __torch_dispatch__(
@@ -153,7 +164,8 @@ class Given(TorchDispatchMode):
         if drawn in _DRAWN:
             return _DRAWN[drawn](next(self.noises), *args, **words)
         if torch.is_inference_mode_enabled() and _is_composite(func):
-            with self:  # what else would have come here as the calls that it is made of
+            # In inference mode a composite op arrives here whole: decompose it, for its random ops.
+            with self:
                 return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **words)
         return func(*args, **words)
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch's own random calls on plain tensors, while recorded ones wait: they come after those.
+"""Wrap torch's random functions on plain tensors, so that pending recorded calls draw before them.
 
-Only then do wrappers stand in their places, which let what waits draw first; or while the launcher
-asks for what plain calls make (`follow`). At other times torch is as it was, and a script that
-draws nothing pays nothing.
+The wrappers are installed only while a recorded call has yet to draw, or while the launcher wants
+to see the noise that plain calls make (`follow`). At other times torch is unchanged.
 """
 
 from __future__ import annotations
@@ -23,30 +22,31 @@ from koila import _core
 from koila.basics import table
 
 _OWNERS: tuple[Any, ...] = (torch, torch._VF, torch.Tensor, torch.nn.functional)
-# Ops by name: they make a tensor of noise from its sizes, and all but one have no row.
+# Ops by name: functions that make a tensor of noise from its sizes; all but one have no row.
 MAKERS = frozenset(("normal", "rand", "randint", "randn"))
 
 
 def draws(name: str) -> bool:
-    """Whether an operator of torch may draw from a generator."""
+    """Tell whether an operator of torch may draw from a generator."""
     packet = getattr(torch.ops.aten, name, None)
     if not isinstance(packet, OpOverloadPacket):
         return False
     overloads = [getattr(packet, overload) for overload in packet.overloads()]
     words = {word.name for overload in overloads for word in overload._schema.arguments}
-    if "generator" in words or name.startswith("_"):  # others by that sign are of one device
+    # Other operators with a leading underscore are kernels of one device.
+    if "generator" in words or name.startswith("_"):
         return "generator" in words
     is_tagged = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
     return is_tagged or (name in table.ROWS and bool(table.ROWS[name]["draws"]))
 
 
 _lock = threading.Lock()
-_waiting: set[int] = set()  # threads of which a recorded draw waits
-_before: Callable[[], None] | None = None
-_after: Callable[[torch.Tensor], torch.Tensor] | None = None
-_undo: list[tuple[Any, str, Any]] = []
+_waiting: set[int] = set()  # ids of the threads with a recorded call that has yet to draw
+_before: Callable[[], None] | None = None  # called before a plain draw
+_after: Callable[[torch.Tensor], torch.Tensor] | None = None  # applied to the result of MAKERS
+_undo: list[tuple[Any, str, Any]] = []  # owner, name and original of what is replaced now
 _wrappers: list[tuple[Any, str, Any]] = []
-_inherited: list[tuple[Any, str]] = []  # what an owner has of its class, not of its own
+_inherited: list[tuple[Any, str]] = []  # owner and name of what the owner inherits
 
 
 def _is_lazy(arguments: Any) -> bool:
@@ -69,7 +69,8 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrappers() -> list[tuple[Any, str, Any]]:
-    """All of them: owner, name and wrapper. Python functions call those of C, which are enough."""
+    """Return all wrappers as (owner, name, wrapper). Only C functions are wrapped: torch's Python
+    functions draw by calling them."""
     if not _wrappers:
         for owner in _OWNERS:
             for name in dir(torch._C._VariableFunctions if owner is torch._VF else owner):
@@ -84,7 +85,7 @@ def wrappers() -> list[tuple[Any, str, Any]]:
 
 
 def _bound_within_torch(known: list[tuple[Any, str, Any]]) -> list[tuple[Any, str, Any]]:
-    """What torch's own modules took from torch when they were imported."""
+    """Return wrappers for names that torch's own modules imported from torch."""
     modules = [module for key, module in sys.modules.items() if key.startswith("torch.")]
     return [
         (module, name, wrapper)
@@ -98,7 +99,8 @@ def _bound_within_torch(known: list[tuple[Any, str, Any]]) -> list[tuple[Any, st
 
 
 def watch(before: Callable[[], None]) -> None:
-    """A draw of this thread waits: from now on a plain one calls `before` first."""
+    """Note that a recorded call of this thread has yet to draw: plain draws now call `before`
+    first."""
     global _before
     with _lock:
         _before = before
@@ -107,7 +109,7 @@ def watch(before: Callable[[], None]) -> None:
 
 
 def follow(after: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
-    """From now on what a plain call makes of noise is what `after` makes of it; None: no more."""
+    """Apply `after` to the result of each plain call of MAKERS from now on; None: stop that."""
     global _after
     with _lock:
         _after = after
@@ -125,7 +127,7 @@ def _put_in() -> None:
 
 
 def unwatch() -> None:
-    """No draw of this thread waits."""
+    """Note that all recorded calls of this thread have drawn."""
     with _lock:
         _waiting.discard(threading.get_ident())
         _waiting.intersection_update(thread.ident for thread in threading.enumerate())
@@ -133,7 +135,7 @@ def unwatch() -> None:
 
 
 def unwatch_all() -> None:
-    """No draw of any thread waits, and torch's classes are left without a trace."""
+    """Remove all wrappers, and all attributes that they left on torch's classes."""
     global _after
     with _lock:
         _waiting.clear()
@@ -145,7 +147,11 @@ def unwatch_all() -> None:
 
 
 def _put_back() -> None:
-    """What an owner only inherits it keeps: to take it away each time would grow its dict anew."""
+    """Remove the wrappers if no thread and no launcher needs them.
+
+    Of an inherited name, the original is set on the owner itself: deleting the attribute each time
+    would make the owner's dictionary grow again.
+    """
     if not _waiting and _after is None:
         for owner, name, original in _undo:
             setattr(owner, name, original)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions of a program: partials on a chunk, combined at the joint, by partials.py's table."""
+"""Run the reductions of a program: their partials on chunks, and the combination at a joint."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ def reduction_of(node: Node) -> Reduction:
 
 
 def is_of_chunks(node: Node) -> bool:
-    """Whether it is made of parts or not at all."""
+    """Tell whether a reduction is run only by chunks: a whole run does not run it."""
     return _core.node(node.id)[0] in OF_CALLS
 
 
 def dim_of_chunks(program: Program, node: Node) -> int | None:
-    """The dim along which the value has a part for each chunk; None: it has none."""
+    """Return the dim along which the value of a reduction has a slice for each chunk; None: all
+    chunks read the whole value."""
     if not reduction_of(node).is_by_chunk:
         return None
     func, args, kwargs = _core.call(node.id)
@@ -40,7 +41,7 @@ def n_parts(node: Node) -> int:
 
 
 def known() -> int:
-    """The reductions there is a table entry for, as bits, for the recorder."""
+    """Return, for the recorder, a bit for each reduction of reductions.def that the table has."""
     return sum(1 << i for i, name in enumerate(NAMES) if name in REDUCTIONS)
 
 
@@ -72,15 +73,24 @@ def parts_of(
     start: int,
     memo: dict[str, Any] | None = None,
 ) -> tuple[Reduction, Call]:
-    """What makes the partials of one chunk, which begins at row `start`, and the call that they are
-    of. The memo is that of all runs of the chunk."""
+    """Return the reduction of a node and its call on one chunk, from which to compute partials.
+
+    Args:
+        program: the program.
+        node: the reduction.
+        func: the function to call on the chunk.
+        args: its positional arguments on the chunk.
+        kwargs: its keyword arguments on the chunk.
+        start: the first row of the chunk.
+        memo: results shared by all runs of the chunk.
+    """
     return reduction_of(node), _call(program, node, func, args, kwargs, start, memo)
 
 
 def combine(
     program: Program, node: Node, parts: list[list[torch.Tensor]]
 ) -> tuple[torch.Tensor, ...]:
-    """The outputs of a reduction from the partials of all chunks."""
+    """Return the outputs of a reduction from the partials of all chunks, parts[part][chunk]."""
     func, args, kwargs = _core.call(node.id)
     value = reduction_of(node).combine(parts, _call(program, node, func, args, kwargs))
     values = tuple(value) if isinstance(value, tuple | list) else (value,)
@@ -92,8 +102,11 @@ def combine(
 
 
 def _laid_out(program: Program, node: Node, out: int, tensor: torch.Tensor) -> torch.Tensor:
-    """A value as it lies in memory whole: what a product of one row gives may lie otherwise, and
-    what is drawn for it, or is a view of it, would be another."""
+    """Return a value with its dims in the order in memory that a whole run would give it.
+
+    A product of a chunk of one row may have other strides than a whole run. Views of the value, and
+    random numbers drawn in its layout, would then differ.
+    """
     dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
     if len(dims) < 2 or tensor.layout != torch.strided:
         return tensor
@@ -105,8 +118,8 @@ def _laid_out(program: Program, node: Node, out: int, tensor: torch.Tensor) -> t
 
 
 def _strides_of_whole(program: Program, node: Node, out: int) -> tuple[int, ...] | None:
-    """How what torch's own call gives lies in memory, on tensors without any; None: nobody knows
-    how what it reads lies."""
+    """Return the strides of torch's own result, found on meta tensors; None: the strides of an
+    input are not known."""
     env: list[torch.Tensor | None] = [None] * program.n_values
     for value in {program.imports[i].value for i in node.imports if i >= 0}:
         info = program.info(value)

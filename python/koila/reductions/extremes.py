@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extremes, log-sum-exp, norms and products over the batch, in parts."""
+"""Extremes, log-sum-exp, norms and products over the batch, from partial results of chunks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from koila.reductions.reduction import Call, Reduction, count, dims, total, wide
 
 
 class Extreme(Reduction):
-    """amax, amin, max and min: the value, and how many entries have it.
+    """amax, amin, max and min: the parts are the extreme value and the number of elements equal to
+    it.
 
-    torch shares the gradient evenly among ties. A chunk does the same with its own; its share of
-    the whole is the share of ties that it holds.
+    torch distributes the gradient evenly among ties. So does each chunk among its own ties;
+    combining gives each chunk a share of the gradient in proportion to its ties.
     """
 
     n_parts = 2
@@ -47,7 +48,9 @@ class Extreme(Reduction):
             holds = (stack == best) | ((stack != stack) & (best != best))
             held = torch.stack(ties) * holds
             shares = held / held.sum(0)
-            if call.func.__name__.startswith("a"):  # amax: torch finds no entry that is nan
+            # The gradient of amax and amin is nan if the result is: torch looks for elements equal
+            # to it, and there are none.
+            if call.func.__name__.startswith("a"):
                 shares, holds = torch.where(best != best, torch.nan, shares), holds | (best != best)
         if not best.is_floating_point():
             return best
@@ -58,28 +61,29 @@ class Extreme(Reduction):
                 for value, hold, share in zip(values, holds, shares, strict=True)
             ]
         )
-        # The shares of a number may add up to its neighbour; an infinity or NaN is what it is.
+        # Rounding may make the sum of the shares differ from the value in the last bit: correct it.
         with torch.no_grad():
             rest = torch.where(best.isfinite(), best - mixed, 0)
         return (mixed + rest).to(call.dtype)
 
 
 class LogSumExp(Reduction):
-    """The largest entry, detached, and the sum of the exponentials of what lies below it."""
+    """logsumexp: the parts are the maximum, detached, and the sum of exp(x - maximum)."""
 
     n_parts = 2
 
     @staticmethod
     def finite(x: torch.Tensor, instead: torch.Tensor | float = 0.0) -> torch.Tensor:
+        """Replace infinities."""
         return torch.where(x.isinf(), instead, x)
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         x: torch.Tensor = call.word("input")
-        x = x.to(call.wide)  # ints too
+        x = x.to(call.wide)  # integers become floats
         over, keepdim = dims(x, call.word("dim")), call.word("keepdim", False)
         most = x.detach().amax(over, True)
         if part == 0:
-            return most.sum(over, keepdim=keepdim)  # of one entry each: drops the dims
+            return most.sum(over, keepdim=keepdim)  # the dims have size 1: this drops them
         return torch.exp(x - self.finite(most)).sum(over, keepdim=keepdim)
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
@@ -89,10 +93,10 @@ class LogSumExp(Reduction):
     def joined(
         self, maxima: list[torch.Tensor], sums: list[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The logarithm of the sum of exponentials of what lies below the largest, and that."""
+        """Combine the parts: return log(sum(exp(x - maximum))) and the maximum over all chunks."""
         most = self.finite(torch.stack(maxima).amax(0))
         scaled = [
-            # a chunk of nothing but -inf has the sum 0 whatever its scale
+            # The sum of a chunk whose elements are all -inf is 0, so it needs no scaling.
             s * torch.exp(torch.where(m == -torch.inf, 0.0, self.finite(m) - most))
             for m, s in zip(maxima, sums, strict=True)
         ]
@@ -100,9 +104,9 @@ class LogSumExp(Reduction):
 
 
 class Shares(LogSumExp):
-    """What a softmax over the batch is made of."""
+    """The reduction of a softmax over the batch (`meets.shares`)."""
 
-    n_parts = 3  # as of the call it is laid out as
+    n_parts = 3  # as many as var_mean has, whose row in the op table the call uses; two are read
 
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x, dim = call.word("input"), call.word("dim")
@@ -115,7 +119,7 @@ class Shares(LogSumExp):
 
 
 class Starts(Reduction):
-    """What each chunk of a running sum starts from: its value is one after the other."""
+    """The value from which each chunk of a running sum starts (`scans.py`), concatenated."""
 
     is_by_chunk = True
 
@@ -129,8 +133,12 @@ class Starts(Reduction):
 
 
 class _OfChunk(engine.Function):
-    """The p-norm of a chunk. Its gradient comes as that of its power sum, over p: so the gradients
-    of all chunks are made of the whole norm."""
+    """The p-norm of a chunk.
+
+    `_OfChunks` sends it, instead of the gradient g of the norm of all chunks, g / norm^(p - 1), and
+    the backward multiplies by sgn(x) |x|^(p - 1). So the gradient is that of the norm of the batch,
+    without dividing by the norm of the chunk.
+    """
 
     @staticmethod
     def forward(
@@ -158,7 +166,7 @@ class _OfChunk(engine.Function):
 
 
 class _OfChunks(engine.Function):
-    """The p-norm of the norms of chunks, whose gradients go back as those of power sums, over p."""
+    """The p-norm of the norms of chunks; its gradient is the one that `_OfChunk` expects."""
 
     @staticmethod
     def forward(ctx: Any, p: float, *norms: torch.Tensor) -> torch.Tensor:
@@ -171,13 +179,15 @@ class _OfChunks(engine.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (norm,) = ctx.saved_tensors
         scale = gradients[0] / norm.pow(ctx.p - 1)
-        if ctx.p >= 1:  # torch has a product with 0 for p = 2, and a 0 else
+        # For a norm of 0, torch's gradient is a product with 0 (nan for an infinite gradient) if
+        # p = 2, and 0 otherwise.
+        if ctx.p >= 1:
             scale = torch.where(norm == 0, gradients[0] * 0 if ctx.p == 2 else 0, scale)
         return None, *(scale for _ in range(ctx.n))
 
 
 class Norm(Reduction):
-    """A p-norm is the p-norm of the chunks' norms."""
+    """A p-norm: the p-norm of the norms of chunks."""
 
     @staticmethod
     def p(call: Call) -> float:
@@ -204,7 +214,7 @@ class Norm(Reduction):
 
 
 class Prod(Reduction):
-    """A product of products; each has the gradient of all others."""
+    """prod: the product of the products of chunks."""
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         return call.run() if call.wide == call.dtype else call.run(dtype=call.wide)
@@ -215,7 +225,8 @@ class Prod(Reduction):
 
 
 class _Product(engine.Function):
-    """A product of tensors. torch divides it by each, which is nan where one is inf."""
+    """A product of tensors. The gradient of each is the product of the others; torch divides the
+    whole product by each factor, which gives nan if one is inf."""
 
     @staticmethod
     def forward(ctx: Any, *factors: torch.Tensor) -> torch.Tensor:

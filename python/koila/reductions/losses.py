@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses that are reduced over the batch, in parts."""
+"""Losses that are reduced over the batch, computed from partial results of chunks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from koila.reductions.extremes import LogSumExp
 from koila.reductions.reduction import Call, Reduction, count, ratio, total
 
-NONE, MEAN, SUM = 0, 1, 2  # the word `reduction` of a loss
+NONE, MEAN, SUM = 0, 1, 2  # the argument `reduction` of a loss, as torch's C functions take it
 
 
 class Again(Reduction):
-    """all and any: the op once more, on the chunks' answers."""
+    """all and any: the op is applied again to the results of chunks."""
 
     def __init__(self, op: Callable[..., torch.Tensor]) -> None:
         self.op = op
@@ -27,7 +27,7 @@ class Again(Reduction):
 
 
 class Loss(Reduction):
-    """Losses averaged over their terms: the sum, and the number of terms."""
+    """Losses averaged over elements: the parts are the sum and the number of terms."""
 
     n_parts = 2
     counts = frozenset((1,))
@@ -40,8 +40,8 @@ class Loss(Reduction):
         return call.run(reduction=NONE).sum(dtype=call.wide)  # the sum of halves may be infinite
 
     def n_terms(self, call: Call) -> int:
-        given = [t for t in call.words.values() if isinstance(t, torch.Tensor)]
-        shape: torch.Size = torch.broadcast_shapes(*(t.shape for t in given))
+        tensors = [t for t in call.words.values() if isinstance(t, torch.Tensor)]
+        shape: torch.Size = torch.broadcast_shapes(*(t.shape for t in tensors))
         return shape.numel()
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Loss(Reduction):
 
 
 class RowLoss(Loss):
-    """Losses whose terms are rows."""
+    """Losses averaged over rows."""
 
     def n_terms(self, call: Call) -> int:
         first = next(t for t in call.words.values() if isinstance(t, torch.Tensor))
@@ -59,19 +59,21 @@ class RowLoss(Loss):
 
 
 class CrossEntropy(Loss):
-    """Cross-entropy and nll: the weighted sum, and the weight of the labels that count."""
+    """Cross-entropy and nll: the parts are the weighted sum, and the total weight of the labels
+    that are not ignored."""
 
-    counts = frozenset()  # labels can be made of scores
+    counts = frozenset()  # labels may be computed, so their weight is not known from sizes
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         x: torch.Tensor = call.word("input")
         target: torch.Tensor = call.word("target")
-        has_labels = target.dim() != x.dim()  # else probabilities, which count 1 each
+        has_labels = target.dim() != x.dim()  # else probabilities, whose rows have weight 1
         weight: torch.Tensor | None = call.word("weight") if has_labels else None
         if part == 0:
             if call.wide == call.dtype or weight is None or call.word("label_smoothing"):
                 return super().partial(0, call)
-            # weight / sum of weights must be rounded once, as eager does, not one after the other.
+            # In a half dtype eager mode rounds the factor weight / sum of weights once. With the
+            # weight inside torch's loss, its two steps would be rounded one after the other.
             losses = call.run(weight=None, reduction=NONE)
             summed: torch.Tensor = (losses * self.weights(call, weight)).sum()
             return summed
@@ -83,7 +85,7 @@ class CrossEntropy(Loss):
         return self.weights(call, weight).sum()
 
     def weights(self, call: Call, weight: torch.Tensor) -> torch.Tensor:
-        """The weight of each label: 0 for those that do not count."""
+        """Return the weight of each label; 0 if the label is ignored."""
         target: torch.Tensor = call.word("target")
         counts: torch.Tensor = target != call.word("ignore_index", -100)
         weights: torch.Tensor = weight.to(call.wide)[torch.where(counts, target, 0)] * counts
@@ -91,11 +93,12 @@ class CrossEntropy(Loss):
 
 
 class Classes(LogSumExp):
-    """Cross-entropy and nll whose classes are the rows, as of a matrix of pairs turned over.
+    """Cross-entropy and nll whose classes are the rows, as in a contrastive loss of the transposed
+    matrix of pairs.
 
-    Beside maxima and sums of exponentials: the scores of the labels that lie in the chunk, smoothed
-    by those of all classes; and, of the first chunk, how much each label weighs, and whether it
-    counts.
+    The parts are the maximum, the sum of exp(x - maximum), the scores of the labels that are rows
+    of the chunk (with label smoothing, mixed with the scores of all classes), and from the first
+    chunk alone the weight of each label and whether it counts.
     """
 
     n_parts = 4
@@ -118,7 +121,8 @@ class Classes(LogSumExp):
     def scores(call: Call, x: torch.Tensor) -> torch.Tensor:
         at = call.word("target") - call.start
         is_here = (at >= 0) & (at < x.shape[1])
-        # gather() would keep the scores, which may be written next, as after torch's own call.
+        # Not gather(), which would save the scores: after torch's own call the script may write
+        # them in place.
         numbers = [torch.arange(n, device=at.device) for n in at.shape]
         terms = torch.meshgrid(*numbers, indexing="ij")
         found: torch.Tensor = x.movedim(1, -1)[(*terms, torch.where(is_here, at, 0))]
@@ -134,23 +138,23 @@ class Classes(LogSumExp):
         if call.start > 0:
             return target.new_zeros((), dtype=call.wide)
         counts: torch.Tensor = target != call.word("ignore_index", -100)
-        # No chunk looks for a label that no class has.
+        # A label out of bounds is in no chunk, so no other part would notice it.
         is_wrong = counts & ((target < 0) | (target >= call.n_rows))
         if target.device.type != "cpu":
             torch._assert_async(~is_wrong.any(), "a target is out of bounds")
         elif bool(is_wrong.any()):
             raise IndexError(f"Target {int(target[is_wrong][0])} is out of bounds.")
-        given: torch.Tensor | None = call.word("weight")
+        of_classes: torch.Tensor | None = call.word("weight")
         weights = counts.to(call.wide)
-        if given is not None:
-            weights = given.to(call.wide)[torch.where(counts, target, 0)] * weights
+        if of_classes is not None:
+            weights = of_classes.to(call.wide)[torch.where(counts, target, 0)] * weights
         return torch.stack([weights, counts.to(call.wide)])
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
         weights, counts = parts[3][0]
         losses = -total(parts[2])
         if not self.is_nll(call):
-            # log_softmax() of a row with inf is nan all over, and so is its gradient
+            # The log_softmax of a row with inf is nan everywhere, and so is its gradient.
             logs, most = self.joined(*parts[:2])
             losses = losses + most + logs * torch.where(logs == torch.inf, torch.nan, 1.0)
         losses = torch.where(counts == 0, 0.0, losses * weights)

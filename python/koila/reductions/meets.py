@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Softmax over the batch by rows: all rows meet in their largest, and in the logarithm of a sum of
-exponentials of what lies below it; each chunk goes on with those.
+"""Softmax over the batch, by chunks: from the maximum over all rows, and the logarithm of the sum
+of exp(x - maximum), each chunk computes the softmax of its rows.
 
-Recorded are two calls, as for batch normalization (norms.py): what rows meet in, a reduction that
-only chunks need, and the softmax, which whole is torch's own call.
+It is recorded as two calls, like batch normalization (norms.py): a reduction (`shares`) that only
+chunks run, and the softmax, which is torch's own call if the program runs whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from koila.reductions.norms import wide
 
 
 class _Sums(engine.Function):
-    """Sums of exponentials of what lies below `most`: only the input is kept."""
+    """sum(exp(x - most)), which saves only its inputs for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, most: Tensor, dim: list[int]) -> Tensor:
@@ -37,6 +37,7 @@ class _Sums(engine.Function):
 
 
 def sums(x: Tensor, most: Tensor, dim: list[int]) -> Tensor:
+    """Return sum(exp(x - most)) over dims, which are kept with size 1."""
     made: Tensor = _Sums.apply(x, most, dim)
     return made
 
@@ -44,14 +45,18 @@ def sums(x: Tensor, most: Tensor, dim: list[int]) -> Tensor:
 def shares(
     x: Tensor, dim: list[int], *, correction: int, keepdim: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """What rows meet in: the logarithm, and the largest. In chunks, be it one, its parts are made
-    by `sums`; its results are laid out as those of torch.var_mean. Nothing meets in what could not
-    be recorded (integers): torch's own call says why."""
+    """The recorded reduction: the logarithm of the sum of exponentials, and the maximum.
+
+    This function only stands for the reduction on the tape, with the words and the layout of
+    torch.var_mean: chunks compute its parts by `partials.Shares`. Its body runs only for inputs
+    that are not recorded, such as integers; then torch's softmax raises the error.
+    """
     return x, x
 
 
 def _below(x: Tensor, logs: Tensor, most: Tensor) -> Tensor:
-    """The logarithms of shares. Beside inf nothing is a number, nor its gradient."""
+    """Return the log-softmax. If the logarithm is inf, all results and gradients are nan, as in
+    torch."""
     return x - most.detach() - logs * torch.where(logs == torch.inf, torch.nan, 1.0)
 
 
@@ -62,7 +67,7 @@ def softmax(
     logs: Tensor | None = None,
     most: Tensor | None = None,
 ) -> Tensor:
-    """Whole, where nobody summed up, torch's own call."""
+    """Compute softmax from the results of `shares`; without them, in a whole run, by torch's."""
     if logs is None or most is None:
         return torch.softmax(x, dim)
     return torch.exp(_below(x, logs, most)).to(x.dtype)
@@ -75,13 +80,14 @@ def log_softmax(
     logs: Tensor | None = None,
     most: Tensor | None = None,
 ) -> Tensor:
-    """Likewise."""
+    """Compute log_softmax from the results of `shares`; without them by torch's own call."""
     if logs is None or most is None:
         return torch.log_softmax(x, dim)
     return _below(x, logs, most).to(x.dtype)
 
 
-#: What is given what all rows have met in, and how many words torch's own call has.
+#: The functions that read the result of a reduction which only chunks run, each with the number of
+#: positional arguments of torch's own function.
 N_OWN: dict[Callable[..., Any], int] = {
     softmax: 3,
     log_softmax: 3,
@@ -92,20 +98,20 @@ CALLS = {call.__name__: call for call in (softmax, log_softmax)}
 
 
 def run_alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch's own call, without what all rows have met in."""
+    """Run a function of N_OWN without the results of its reduction, as torch's own call."""
     own = {name: value for name, value in kwargs.items() if name != "starts"}
     return func(*args[: N_OWN[func]], **own)
 
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record a softmax over the batch as two calls."""
+    """Record a softmax over the batch as two calls; NotImplemented: as a single one."""
     x = kwargs.get("input", args[0] if args else None)
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     if type(x) is not _core.LazyTensor or dim is None:
         return NotImplemented
     dtype = kwargs.get("dtype", args[2] if len(args) > 2 else None)
     if dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
-        dtype = wide(x.dtype)  # as its list says
+        dtype = wide(x.dtype)  # autocast on CUDA runs softmax in float32
     x = x if dtype is None else x.to(dtype)
     call: Any = handle_torch_function
     words = {"correction": 0, "keepdim": True, "dtype": wide(x.dtype)}
@@ -116,6 +122,6 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What cannot be recorded after all is torch's own call, and runs at once."""
+    """Run torch's own call at once, if the second call cannot be recorded after all."""
     del kwargs
     return _core.live(func, args[:3], {}, False)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batch normalization in training by rows: the statistics of the batch are put together from
-chunks, and each chunk is normalized with them.
+"""Batch normalization in training, by chunks: the statistics of the batch are combined from those
+of chunks, and each chunk is normalized with them.
 
-Recorded are two calls: the statistics, which only chunks need, and the normalization, which whole
-is torch's own call. The gradient of the normalization goes to the statistics too: with x^ the
-normalized input, g the gradient of the result, and sums over all but the channels,
+It is recorded as two calls: the statistics, a reduction that only chunks run, and the
+normalization, which is torch's own call if the program runs whole. The normalization sends
+gradients to the statistics too: with x^ the normalized input, g the gradient of the result, and
+sums over all dims but the channels,
 
     d loss / d mean = -w / std * sum(g)        d loss / d var = -w / (2 std^2) * sum(g x^)
 
@@ -25,7 +26,8 @@ from koila import _core
 from koila.basics import engine
 
 Pair = tuple[Tensor, Tensor]
-_batch_norm: Callable[..., Tensor] = torch.batch_norm  # while a body is recorded that is ours
+# Taken at import: while a checkpoint's body is recorded, koila replaces torch.batch_norm.
+_batch_norm: Callable[..., Tensor] = torch.batch_norm
 _backward = torch.ops.aten.native_batch_norm_backward.default
 
 
@@ -34,21 +36,23 @@ def _over(x: Tensor) -> list[int]:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In what statistics are found."""
+    """Return the dtype in which statistics are computed."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 class _Moments(engine.Function):
-    """Mean, and sum of squared distances from it, for each channel: only the input is kept.
+    """The mean of each channel, and the sum of squared deviations from it; saves only the input.
 
-    Found by the kernel of torch's own batch_norm, which adds up halves in float32; or `known`.
+    They are computed by the kernel of torch's batch_norm, which sums halves in float32, or taken
+    from `known`.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, known: Pair | None) -> Pair:
         ctx.n = x.numel() // x.shape[1]
         if known is None:
-            unread = x.new_zeros(x.shape[1], dtype=wide(x.dtype))  # running statistics
+            # The kernel updates running statistics: these are not read.
+            unread = x.new_zeros(x.shape[1], dtype=wide(x.dtype))
             mean, var = torch.batch_norm_update_stats(x, unread, unread, 0.0)
             squares = var * ctx.n
         else:
@@ -60,8 +64,8 @@ class _Moments(engine.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
         of_mean, of_squares = gradients
-        # 2 (x - mean) of_squares + of_mean / n: a batch_norm of variance 1, or a product and a sum,
-        # which are faster where channels come last
+        # 2 (x - mean) of_squares + of_mean / n, computed by a batch_norm with variance 1; a product
+        # and a sum are faster if x is channels_last.
         scale, shift = 2 * of_squares, of_mean / ctx.n
         if x.is_contiguous():
             ones = torch.ones_like(mean)
@@ -71,16 +75,16 @@ class _Moments(engine.Function):
         return torch.addcmul(shift, x, scale.view(shape)).to(x.dtype), None
 
 
-#: A chunk with so many terms a channel is not gone through twice for their sake.
+#: Statistics are kept for later runs of a chunk if it has at least this many terms a channel.
 _MANY = 256
 
 
 def moments(x: Tensor, memo: dict[str, Any]) -> Pair:
-    """The number of a chunk's terms is known; what is added up of it.
+    """Return the mean of each channel of a chunk, and the sum of squared deviations from it.
 
     Args:
         x: the input on a chunk.
-        memo: what earlier runs of that chunk have found.
+        memo: results shared by all runs of the chunk, here of these numbers.
     """
     made: Pair = _Moments.apply(x, memo.get("moments"))
     if x.numel() >= _MANY * x.shape[1]:
@@ -89,7 +93,7 @@ def moments(x: Tensor, memo: dict[str, Any]) -> Pair:
 
 
 class _Normalized(engine.Function):
-    """batch_norm with statistics that are given, and get gradients."""
+    """batch_norm with the statistics as arguments, which get gradients."""
 
     @staticmethod
     def forward(
@@ -111,9 +115,9 @@ class _Normalized(engine.Function):
         x, weight, mean, var = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
         needs = ctx.needs_input_grad
-        if gradient.stride() != x.stride():  # torch's kernels for the CPU take them to be alike
+        if gradient.stride() != x.stride():  # torch's CPU kernels assume equal strides
             gradient = torch.empty_like(x).copy_(gradient)
-        unsaved = mean.new_empty(0)  # of no batch's own statistics; CUDA's kernels ask for a tensor
+        unsaved = mean.new_empty(0)  # not read in evaluation; CUDA kernels require a tensor
         of_x, of_weight, of_bias = _backward(
             gradient, x, scale, mean, var, unsaved, unsaved, False, ctx.eps, [needs[0], True, True]
         )
@@ -133,8 +137,10 @@ class _Normalized(engine.Function):
 def batch_moments(
     x: Tensor, dim: list[int], *, correction: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """torch.var_mean, by a name of its own: in chunks, be it one, its parts are made by `moments`.
-    It is called where it could not be recorded: of no rows."""
+    """The recorded reduction: variance and mean. Chunks compute its parts by `partials.Moments`.
+
+    This function runs only if the call is not recorded, which happens with no rows.
+    """
     return torch.var_mean(x.to(dtype), dim, correction=correction)
 
 
@@ -151,7 +157,8 @@ def batch_norm(
     var: Tensor | None = None,
     mean: Tensor | None = None,
 ) -> Tensor:
-    """Whole, where nobody made the statistics, torch's own call."""
+    """Normalize with the results of `batch_moments`; without them, in a whole run, call torch's own
+    function."""
     if var is None or mean is None:
         words = weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
         made: Tensor = _batch_norm(x, *words)
@@ -161,10 +168,10 @@ def batch_norm(
 
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record batch_norm in training as two calls."""
+    """Record batch_norm in training as two calls; NotImplemented: as a single one."""
     if len(args) > 9:
-        # It cannot be recorded after all, as calls that wait read the statistics that it moves.
-        # Torch's graphs of those keep the memory that is written here: they run with it, whole.
+        # The second call cannot be recorded after all, since pending calls read the running
+        # statistics that it updates. Their graphs save that memory: all of them run whole now.
         return _core.live(func, args[:9], {}, False)
     if kwargs or len(args) != 9 or not args[5] or type(args[0]) is not _core.LazyTensor:
         return NotImplemented
@@ -177,23 +184,23 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 class Group:
-    """The calls of one checkpoint: where a gradient goes to one, torch runs all of them again."""
+    """The calls of one checkpoint: if a gradient reaches any of them, torch recomputes all."""
 
-    index = 0  # backward runs bodies in falling order of this: the body that ended last is first
+    index = 0  # backward recomputes groups in decreasing order of it: the one that ended last first
 
     def __init__(self) -> None:
-        self.regions: set[int] = set()  # of the tape, where its calls are
-        self.moved: set[int] = set()  # ids of the statistics, while it is recorded
+        self.regions: set[int] = set()  # the numbers of its regions on the tape
+        self.moved: set[int] = set()  # ids of the statistics that it updates, while it is recorded
 
 
 class Again(float):
-    """The momentum of a batch_norm in the body of a checkpoint: backward moves its statistics by it
-    once more."""
+    """The momentum of a batch_norm inside a checkpoint, which says that backward, by recomputing
+    the checkpoint, updates the running statistics a second time."""
 
-    groups: tuple[Group, ...]
-    running: Pair
-    n_batches: Tensor | None  # how many its module has counted
-    is_mean: bool  # of all of these
+    groups: tuple[Group, ...]  # the checkpoints that the call is in
+    running: Pair  # the running statistics
+    n_batches: Tensor | None  # the module's num_batches_tracked
+    is_mean: bool  # the running statistics are averages over all batches (momentum=None)
 
     def next(self) -> float:
         """Count a batch, and return its weight in the running statistics (the momentum)."""
@@ -205,5 +212,6 @@ class Again(float):
 
 
 def without_again(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of a call, of which a backward moves nothing once more."""
+    """Return the arguments of a call with plain numbers for `Again`, so that nothing is updated a
+    second time."""
     return tuple(float(arg) if isinstance(arg, Again) else arg for arg in args)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of reductions over the batch: how each is split."""
+"""The table of reductions over the batch: by name or function, how each is split into chunks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REDUCTIONS: dict[str, Reduction] = {
     "CROSS_ENTROPY": CrossEntropy(),
     "CLASSES": Classes(),
 }
-#: Of calls that only chunks make.
+#: The same for functions of koila that only chunks call.
 OF_CALLS: dict[Callable[..., Any], Reduction] = {
     meets.shares: Shares(),
     norms.batch_moments: Moments(),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reductions over the batch, split: what each chunk computes, and how the results become one.
+"""Split reductions over the batch: what each chunk computes, and how the results are combined.
 
-A node in mode REDUCE runs on every chunk as `partial`, once for each of its parts, and `combine`
-makes the node's value from the parts of all chunks. Both are torch ops under autograd: no gradient
-is written by hand. Parts are in the accumulation type, float32 at least, so that neither a sum of
-halves overflows nor many small chunks round worse than one large one.
+A call in mode REDUCE runs on every chunk as `partial`, once for each of its parts, and `combine`
+computes its value from the parts of all chunks. Both run under autograd. Parts have the
+accumulation dtype, at least float32, so that sums of halves do not overflow, and many small chunks
+do not round worse than a single one.
 
     reduction = partials.REDUCTIONS["MEAN"]
     parts = [[reduction.partial(i, chunk) for chunk in chunks] for i in range(reduction.n_parts)]
@@ -51,18 +51,19 @@ class Call:
         self.kwargs = kwargs
         self.signature = signature  # the row's, from _core.op_table()
         self.dtype = dtype  # of the first output
-        self.wide = widened(dtype)  # to accumulate in
+        self.wide = widened(dtype)  # the dtype to accumulate in
         self.start = start  # the first row of the chunk
-        self.n_rows = n_rows  # of all chunks
-        self.memo = {} if memo is None else memo  # of what other runs of the chunk have found
-        #: The arguments that were given, by the signature's words.
+        self.n_rows = n_rows  # the rows of the batch
+        self.memo = {} if memo is None else memo  # results shared by all runs of this chunk
+        #: The arguments, by their names in the signature.
         self.words = bind(signature, args, kwargs)
 
     def word(self, name: str, fallback: Any = None) -> Any:
+        """Return the argument of this name, or `fallback` if it was not passed."""
         return self.words.get(name, fallback)
 
     def run(self, **changes: Any) -> torch.Tensor:
-        """Call the function with some words replaced, or given where they were not."""
+        """Call the function with some arguments replaced or added."""
         names, n_positional, _ = parse(self.signature)
         words = {**self.words, **changes}
         args = []
@@ -79,7 +80,8 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 
 def widen(value: Any) -> Any:
-    """Give tensors of a half type the type they are accumulated in."""
+    """Convert a tensor of a half dtype, or those in a list, to the dtype they are accumulated
+    in."""
     if isinstance(value, torch.Tensor):
         return value.to(widened(value.dtype))
     if isinstance(value, (list, tuple)):
@@ -92,49 +94,54 @@ def total(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def count(n: int) -> torch.Tensor:
-    """Return a number of terms, as a part: on the CPU, where it meets tensors of any device."""
+    """Return a number of terms as a part: without dims and on the CPU, it combines with tensors of
+    any device."""
     return torch.tensor(n, dtype=torch.float64, device="cpu")
 
 
-class _Known(threading.local):
-    terms: dict[int, torch.Tensor] | None = None  # by id
+class _Counted(threading.local):
+    terms: dict[int, torch.Tensor] | None = None  # numbers of terms, by id; None: outside a block
 
 
-_known = _Known()
+_counted = _Counted()
 
 
 @contextlib.contextmanager
 def counting(terms: Iterable[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
-    """A block in which reductions are combined of which these parts are numbers of terms.
+    """Wrap a block that combines reductions, and track which tensors are numbers of terms.
+
+    Args:
+        terms: the parts that are numbers of terms.
 
     Yields:
-        These, and the sums that are made of nothing else, by id.
+        These, and the sums made only of them, by id.
     """
-    _known.terms = {id(part): part for part in terms}
+    _counted.terms = {id(part): part for part in terms}
     try:
-        yield _known.terms
+        yield _counted.terms
     finally:
-        _known.terms = None
+        _counted.terms = None
 
 
 def ratio(parts: list[list[torch.Tensor]], dtype: torch.dtype) -> torch.Tensor:
     """Divide the sum of the first part by the sum of the second."""
     above = total(parts[0])
     below = total(parts[1]).to(above.dtype)
-    if _known.terms is not None and all(id(part) in _known.terms for part in parts[1]):
-        _known.terms[id(below)] = below
+    if _counted.terms is not None and all(id(part) in _counted.terms for part in parts[1]):
+        _counted.terms[id(below)] = below
     return (above / below).to(dtype)
 
 
 def dims(x: torch.Tensor, dim: Any) -> tuple[int, ...]:
-    """Return the dims that a word `dim` stands for: all where none is given."""
+    """Return the dims that an argument `dim` means: None and an empty list mean all."""
     if dim is None or dim == () or dim == []:
         return tuple(range(x.dim()))
-    given = (dim,) if isinstance(dim, int) else tuple(dim)
-    return tuple(d % max(x.dim(), 1) for d in given) if x.dim() else ()
+    listed = (dim,) if isinstance(dim, int) else tuple(dim)
+    return tuple(d % max(x.dim(), 1) for d in listed) if x.dim() else ()
 
 
 def n_reduced(x: torch.Tensor, over: tuple[int, ...]) -> int:
+    """Return how many elements of `x` are reduced to one."""
     n = 1
     for d in over:
         n *= x.shape[d]
@@ -145,8 +152,8 @@ class Reduction:
     """One way to split a reduction."""
 
     n_parts = 1
-    counts: frozenset[int] = frozenset()  #: parts that are numbers of terms, by sizes alone
-    is_by_chunk = False  #: each chunk is given a part of its value
+    counts: frozenset[int] = frozenset()  #: the parts that are numbers of terms, known from sizes
+    is_by_chunk = False  #: the value has a slice for each chunk, and a chunk reads only its own
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         """Compute one part on a chunk; `call` holds the chunk's arguments."""
@@ -157,5 +164,5 @@ class Reduction:
         return tuple(self.partial(part, call) for part in parts)
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
-        """Make the node's value of parts[part][chunk]; `call`'s tensors are not read."""
+        """Return the call's value, computed from parts[part][chunk]; tensors of `call` are None."""
         raise NotImplementedError

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Running sums and their kin along the batch by rows: each chunk goes on where the last one ended.
+"""Scans along the batch (cumsum, cumprod, logcumsumexp): each chunk starts from the end of the
+last.
 
-Recorded are two calls, as for batch normalization (norms.py): what chunks start from, a reduction
-that only chunks need, and the scan, which whole is torch's own call. A chunk leaves its total; of
-all totals the joint makes a start for each chunk, one after the other along the dim of the scan,
-and each chunk is given its own.
+A scan is recorded as two calls, like batch normalization (norms.py): a reduction that only chunks
+run, and the scan, which is torch's own call if the program runs whole. In the reduction, each chunk
+computes its total. The totals are combined into a start for each chunk, concatenated along the dim
+of the scan; each chunk of the second call reads its own.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from koila.reductions.norms import wide
 
 
 class Scan(NamedTuple):
-    """One kind of running sum."""
+    """One kind of scan."""
 
-    run: Callable[..., Tensor]  # torch's own call
-    total: Callable[[Tensor, int], Tensor]  # its last entry; keeps the dim
-    nothing: float  # what the first chunk starts from
-    go_on: Callable[[Tensor, Tensor, int], Tensor]  # along a dim, from a start
-    join: Callable[[list[Tensor], int], Tensor]  # the scan of totals along their dim
+    run: Callable[..., Tensor]  # torch's own function
+    total: Callable[[Tensor, int], Tensor]  # returns its last entry along a dim, which is kept
+    nothing: float  # the start of the first chunk
+    go_on: Callable[[Tensor, Tensor, int], Tensor]  # scans along a dim from a start
+    join: Callable[[list[Tensor], int], Tensor]  # scans the totals of chunks along a dim
 
 
 def _total(x: Tensor, dim: int) -> Tensor:
@@ -38,11 +39,12 @@ def _total(x: Tensor, dim: int) -> Tensor:
 
 
 def _add(x: Tensor, start: Tensor, dim: int) -> Tensor:
-    return torch.cumsum(x, dim).add_(start)  # the sum keeps nothing for its backward
+    return torch.cumsum(x, dim).add_(start)  # in place is safe: backward reads no result of cumsum
 
 
 class _TotalProduct(engine.Function):
-    """prod along a dim, whose gradient is that of many factors also where there is one."""
+    """prod along a dim. Its gradient uses torch's formula for several factors, also for a single
+    one, for which torch has another."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
@@ -60,7 +62,7 @@ class _TotalProduct(engine.Function):
 
 
 class _Multiply(engine.Function):
-    """cumprod from a start; its gradient is made as torch makes it of the whole."""
+    """cumprod from a start, with torch's gradient formula for the cumprod of the whole batch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, start: Tensor, dim: int) -> Tensor:
@@ -82,7 +84,7 @@ class _Multiply(engine.Function):
 
 
 def _gradient_of(run: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient that torch gives a call."""
+    """Return the gradient that torch computes for a function."""
     with torch.enable_grad():
         leaf = x.detach().requires_grad_()
         made = run(leaf)
@@ -101,12 +103,13 @@ def _total_product(x: Tensor, dim: int) -> Tensor:
 
 
 def _products(totals: list[Tensor], dim: int) -> Tensor:
-    """The products of first totals: torch's cumprod divides by each, which is nan beside inf."""
+    """Return the cumulative products of totals. torch's cumprod is not used, since its backward
+    divides by each factor, which gives nan if one is inf."""
     return torch.cat(list(itertools.accumulate(totals, torch.mul)), dim)
 
 
 class _TotalExponentials(engine.Function):
-    """logsumexp, which gives nothing but -inf no gradient."""
+    """logsumexp, with a gradient of 0 if all elements are -inf."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
@@ -121,8 +124,17 @@ class _TotalExponentials(engine.Function):
 
 
 class _AddExponentials(engine.Function):
-    """logcumsumexp from a start. Its gradient is made as torch makes it of the whole: where a
-    result is inf, it comes from no finite term, so none goes to a total that is inf."""
+    """logcumsumexp from a start, with torch's gradient formula for the whole batch.
+
+    If a result is inf, torch sends a gradient to no finite element, so none is sent to a total that
+    is inf.
+
+    Args:
+        x: the elements; or, if `are_totals`, the totals of chunks.
+        start: the start.
+        dim: the dim of the scan.
+        are_totals: scan totals, for `Scan.join`.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, start: Tensor, dim: int, are_totals: bool) -> Tensor:
@@ -142,7 +154,8 @@ class _AddExponentials(engine.Function):
             logs = logs.flip(dim).logcumsumexp(dim).flip(dim)
             of_x += (logs + x).exp_() * sign
             of_start += (logs.narrow(dim, 0, 1) + start).exp_() * sign
-        if ctx.are_totals:  # nan is no number of the user's here: it goes to all before it
+        # A nan among the gradients of starts must reach the elements of all chunks before.
+        if ctx.are_totals:
             of_x.masked_fill_(x == math.inf, 0)
             of_x += torch.where(gradient.isnan(), gradient, 0).flip(dim).cumsum(dim).flip(dim)
         return of_x, of_start.masked_fill_(start == math.inf, 0), None, None
@@ -189,24 +202,27 @@ SCANS = {scan.run.__name__: scan for scan in _ALL}
 
 
 def starts_of(scan: Scan, totals: list[Tensor], dim: int) -> Tensor:
-    """What each chunk starts from."""
+    """Return the starts of all chunks from their totals, concatenated along the dim."""
     first = torch.full_like(totals[0], scan.nothing)
     if len(totals) == 1:
         return first
-    # torch adds up integers in int64: those of fewer bits wrap around in the same way afterwards.
+    # torch sums integers in int64. Converting to fewer bits afterwards wraps around as a sum in
+    # fewer bits does.
     joined = scan.join(totals[:-1], dim).to(first.dtype)
     return torch.cat([first, joined], dim)
 
 
 def _make(name: str, scan: Scan) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Make the two functions that are recorded for a scan: the starts, and the scan from them."""
+
     def starts(x: Tensor, dim: list[int], *, keepdim: bool, dtype: torch.dtype) -> Tensor:
-        """It is called in chunks alone, where its parts are made by `scan.total`."""
+        """Stand for the reduction on the tape; chunks compute it by `partials.Starts`."""
         raise NotImplementedError
 
     def goes_on(
         x: Tensor, dim: int, *, dtype: torch.dtype | None = None, starts: Tensor | None = None
     ) -> Tensor:
-        """Whole, where nothing was summed up, torch's own call."""
+        """Scan from the starts; without them, in a whole run, by torch's own call."""
         if starts is None:
             return scan.run(x, dim) if dtype is None else scan.run(x, dim, dtype=dtype)
         return scan.go_on(x.to(starts.dtype), starts, dim).to(_made_in(x, dtype))
@@ -222,18 +238,18 @@ _CONTINUOUS = frozenset(
 
 
 def _made_in(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of the result: torch adds up integers in int64."""
+    """Return the dtype of the result: torch scans integers in int64."""
     return dtype or (x.dtype if x.dtype in _CONTINUOUS else torch.int64)
 
 
 _MADE = {name: _make(name, scan) for name, scan in SCANS.items()}
-#: By the function that is recorded: of what all chunks start from, and of the scan.
+#: By the recorded function: the scan of a reduction to starts; the name of a scan from starts.
 STARTS = {starts: SCANS[name] for name, (starts, _) in _MADE.items()}
 CALLS = {goes_on: name for name, (_, goes_on) in _MADE.items()}
 
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record a scan along the rows as two calls."""
+    """Record a scan along the rows as two calls; NotImplemented: as a single one."""
     words = dict(zip(("input", "dim"), args, strict=False), **kwargs)
     x, dtype = words.pop("input", None), words.pop("dtype", None)
     dim = words.pop("dim", words.pop("axis", None))
@@ -249,5 +265,5 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What cannot be recorded after all is torch's own call, and runs at once."""
+    """Run torch's own call at once, if the second call cannot be recorded after all."""
     return _core.live(func, args, {**kwargs, "starts": None}, False)

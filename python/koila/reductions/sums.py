@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums, means and variances over the batch, in parts."""
+"""Sums, means and variances over the batch, computed from partial results of chunks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from koila.reductions.reduction import Call, Reduction, count, dims, n_reduced, 
 
 
 class Sum(Reduction):
-    """Any op that is a sum over the rows: sum, matmul over them, einsum; also count_nonzero."""
+    """Any op that sums over the rows: sum, a product that contracts them, einsum, count_nonzero."""
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         if call.wide == call.dtype:
@@ -30,7 +30,7 @@ class Sum(Reduction):
 
 
 class Mean(Reduction):
-    """A sum, and the number of terms."""
+    """mean: the parts are the sum and the number of terms."""
 
     n_parts = 2
     counts = frozenset((1,))
@@ -46,7 +46,7 @@ class Mean(Reduction):
 
 
 class NanMean(Reduction):
-    """The sum of what is a number, and how much of it is."""
+    """nanmean: the parts are the sum of the elements that are not nan, and their number."""
 
     n_parts = 2
 
@@ -63,7 +63,8 @@ class NanMean(Reduction):
 
 
 class Var(Reduction):
-    """Number of terms, mean, and sum of squared distances from it, joined by Chan's formula."""
+    """var, std and var_mean: the parts are the number of terms, the mean, and the sum of squared
+    deviations from it; they are combined by Chan's formula."""
 
     n_parts = 3
 
@@ -88,7 +89,7 @@ class Var(Reduction):
         n = count(n_reduced(x, over))
         x = widen(x)
         mean = x.mean(over, keepdim=True)
-        # The squares add up to the least around the mean: no gradient goes to it that way.
+        # The sum of squares is minimal at the mean, so its gradient for the mean is 0.
         squares = abs_squared(x - mean.detach()).sum(over, keepdim=keepdim)
         mean = mean if keepdim else mean.squeeze(over) if over else mean
         if self.has_mean(call) and mean.device.type == "cpu" and not mean.isfinite().all():
@@ -99,6 +100,7 @@ class Var(Reduction):
 
     @staticmethod
     def has_mean(call: Call) -> bool:
+        """Tell whether the call returns the mean too."""
         return call.func.__name__.endswith(("_mean", "_moments"))
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
@@ -122,7 +124,8 @@ class Var(Reduction):
 
 
 def _is_known_finite(values: list[torch.Tensor]) -> bool:
-    """Whether no value is inf or nan; an accelerator is not waited for, and is never known."""
+    """Tell whether all values are known to be finite; False on an accelerator, whose numbers would
+    have to be waited for."""
     if values[0].device.type != "cpu":
         return False
     return bool(total([value.detach().real for value in values]).isfinite().all())
@@ -134,10 +137,21 @@ def _beside_infinities(
     squares: list[torch.Tensor],
     mean: torch.Tensor,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """Means and squared deviations of chunks, and what the means deviate from, where some are inf
-    or nan.
+    """Correct the parts of a variance if some values are inf or nan, so that results and gradients
+    are those of torch.
 
-    Beside inf the mean that torch gives is nan, and the one that its gradient is made of inf.
+    With an inf among the terms, the mean that torch returns is nan, but its gradient formula uses a
+    mean that is inf.
+
+    Args:
+        ns: for each chunk, its number of terms.
+        means: their means.
+        squares: their sums of squared deviations.
+        mean: the mean of all terms.
+
+    Returns:
+        The corrected means and squared deviations of the chunks, and the mean from which those
+        means deviate.
     """
     means = [
         _Instead.apply(m, torch.where(m.isnan() & s.isinf(), s, m))
@@ -155,7 +169,7 @@ def _beside_infinities(
 
 
 class _Instead(engine.Function):
-    """Another value for a tensor, whose gradient goes to that."""
+    """Replace the value of a tensor by another one, and pass the gradient on to the tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -167,8 +181,10 @@ class _Instead(engine.Function):
 
 
 class _RunningMean(engine.Function):
-    """The mean of all terms, found as torch finds it: chunk after chunk, so that means that are the
-    same stay what they are. First come the numbers of terms, then the means."""
+    """The mean of all terms from the chunks' numbers of terms, followed by their means.
+
+    It is updated chunk by chunk, as torch does, so the mean of equal means is exactly that mean.
+    """
 
     @staticmethod
     def forward(ctx: Any, *ns_and_means: torch.Tensor) -> torch.Tensor:
@@ -188,8 +204,8 @@ class _RunningMean(engine.Function):
 
 
 class Moments(Var):
-    """What a batch normalization is made of: put together in double, for it would show the
-    rounding."""
+    """The statistics of a batch normalization: combined in float64, since normalization makes
+    rounding errors of the mean and variance visible."""
 
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x: torch.Tensor = call.word("input")
