@@ -110,9 +110,9 @@ for name in {names!r}:
 
 
 def test_other_errors_are_as_they_are() -> None:
-    with pytest.raises(AttributeError, match="nothing"), versions.told():
+    with pytest.raises(AttributeError, match="nothing"), versions.explained():
         koila.nothing  # type: ignore[attr-defined]  # noqa: B018
-    with pytest.raises(ModuleNotFoundError), versions.told():
+    with pytest.raises(ModuleNotFoundError), versions.explained():
         import no_such_module  # type: ignore[import-not-found]  # noqa: F401
 
 

@@ -3,7 +3,7 @@
 
 from koila.reporting import versions
 
-with versions.told():
+with versions.explained():
     from koila._core import LazyTensor
     from koila.basics import alone
     from koila.basics.config import config, read_environment

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A progress bar for what runs in chunks for more than three seconds: config(progress=True)."""
+"""A progress bar for programs that run in chunks for over three seconds: config(progress=True)."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 from koila.staged.schedule import Op, Step
 
-#: What is over sooner shows none.
+#: The bar appears after this time.
 AFTER_SECONDS = 3.0
 
 
 def n_ticks(steps: Iterable[Step], n_chunks: int) -> int:
-    """How often a chunk goes through a part of a schedule, at most."""
+    """Return how often chunks run a segment of a schedule, at most."""
     return n_chunks * sum(step.op == Op.RUN for step in steps)
 
 
 class _Text:
-    """A line on stderr that is written over, where tqdm is not installed."""
+    """A line on stderr that is overwritten, for when tqdm is not installed."""
 
     def __init__(self, total: int) -> None:
         self.total, self.n = total, 0
@@ -36,7 +36,7 @@ class _Text:
 
 
 def _open(total: int) -> Any:
-    """A bar: tqdm's, which knows notebooks, or else a line."""
+    """Return a bar of tqdm, which also works in notebooks, or a line on stderr."""
     try:
         module = importlib.import_module("tqdm.auto")
     except ImportError:
@@ -45,7 +45,7 @@ def _open(total: int) -> Any:
 
 
 class Bar:
-    """Counts the chunks of a program; it is shown when they take long."""
+    """Counts the chunks of a program, and appears if they take long."""
 
     def __init__(self, total: int) -> None:
         self._total, self._n, self._n_shown = total, 0, 0
@@ -53,7 +53,7 @@ class Bar:
         self._shown: Any = None
 
     def tick(self) -> None:
-        """A chunk is about to go through a part of the program."""
+        """Note that a chunk is about to run a segment of the program."""
         if self._shown is None and time.monotonic() - self._begun >= AFTER_SECONDS:
             self._shown = _open(self._total)
         if self._shown is not None:
@@ -62,7 +62,7 @@ class Bar:
         self._n = min(self._n + 1, self._total)
 
     def close(self) -> None:
-        """The program has run, or failed."""
+        """Remove the bar, when the program has run or failed."""
         if self._shown is not None:
             self._shown.close()
             self._shown = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What report() gives: how programs ran, as numbers and as text."""
+"""The types of koila.report(): how programs ran, as numbers and as text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from koila.messages.layer_table import Layer
 from koila.messages.layer_table import table as layers_table
 from koila.messages.words import count, size, sizes
 
-#: A step that never ends keeps its last programs.
+#: A step keeps the reports of its last programs, at most this many.
 MOST_PROGRAMS = 1000
 _MOST_LISTED = 5
 _MOST_STAGES = 10
@@ -22,16 +22,17 @@ DUNDER = re.compile(r"^__(\w+)__$")
 
 @dataclass(frozen=True)
 class Whole:
-    """A call that made values of the whole batch at once.
+    """A call that ran on the whole batch, or made others run on it.
 
     Attributes:
-        call: its name.
-        line: where it was called, as "train.py:40".
-        why: why it does not run by chunks.
-        n_bytes: bytes of what was made whole, views not counted.
-        n_calls: calls that made it: this one, and those whole because of it. 0: they ran by chunks,
-            and what they made was collected for a call that is not recorded.
-        is_recorded: whether it is one of them; else it is a call that needs them whole.
+        call: the name of the call.
+        line: the line of the script that made it, such as "train.py:40".
+        why: why it does not run in chunks.
+        n_bytes: bytes of the results for the whole batch, without views.
+        n_calls: how many calls made these results: this one and those that run whole because of it.
+            0: the calls ran in chunks, and their results were put together for a call that cannot
+            be recorded.
+        is_recorded: the call is one of these; otherwise it is a call that needs their results.
     """
 
     call: str
@@ -51,21 +52,21 @@ class Whole:
         return f"{self.made('made')}: {self.why}"
 
     def made(self, verb: str) -> str:
-        """Which call made how much of the whole batch at once."""
+        """Describe the call and the bytes of its results; `verb` is "made" or "makes"."""
         others = f", with {count(self.n_calls - 1, 'other call')}," if self.n_calls > 1 else ""
         return f"{self.call} ({self.line}){others} {verb} {size(self.n_bytes)} whole"
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a program that ran in chunks, or between such parts on the whole batch.
+    """A part of a program: recorded calls that ran chunk by chunk, or once on the whole batch.
 
     Attributes:
-        number: in the order they run, from 1.
-        n_calls: recorded calls in it.
-        n_chunks: in how many chunks it ran; what needs the whole batch runs in 1.
-        n_rows: samples of the largest chunk; None for what needs the whole batch.
-        passes: how often it ran, in words.
+        number: its position in the order in which parts run, from 1.
+        n_calls: the number of its recorded calls.
+        n_chunks: the number of chunks; 1 for a part on the whole batch.
+        n_rows: the samples of the largest chunk; None for a part on the whole batch.
+        passes: how often each chunk ran forward and backward, in words.
     """
 
     number: int
@@ -84,30 +85,30 @@ class Stage:
 
 @dataclass(frozen=True)
 class ProgramReport:
-    """How one program was run: recorded calls that ran together, since something needed a number.
+    """How one program ran: recorded calls that ran together, since something needed a number.
 
     Attributes:
-        what: what made it run, as "backward()" or "item()".
-        line: where that was, as "train.py:40".
-        n_calls: recorded calls that ran; 0 where all it needs had run before.
-        n_bytes: bytes of the values that they make, for all samples.
-        n_chunks: in how many chunks; 1: whole, as it was written; 0: it failed.
-        n_rows: samples of the largest chunk; None where it ran whole.
-        n_tries: more than 1 where memory ran out and smaller chunks were tried.
-        bytes_predicted: what it was thought to need at its worst moment, beyond what was there.
-            None where that was not asked: it certainly fits, or config(chunks=) decided.
-        bytes_allowed: what it was allowed.
-        bytes_whole: what it was thought to need whole.
-        bytes_measured: what it took at its worst moment, beyond what was there: on a GPU of
-            tensors, on the CPU, under a limit, of the process's resident private memory. None where
-            that was not measured: on the CPU without a limit, or of what takes less than 1 MiB, and
-            on a GPU where the peak that its allocator remembers is an older one.
-        why: why it ran whole, or failed; empty for one in chunks.
-        stages: its parts, where it ran in chunks.
-        whole: the calls that made values of the whole batch, though they read samples of it.
-        way: what was done beside chunks for it to fit, and what that costs; empty: nothing.
-        layers: what its layers keep for backward, where it was planned to fit into memory.
-        least_limit: the least memory_limit, in bytes, that works; None where none was set.
+        what: the call that made it run, such as "backward()" or "item()".
+        line: the line of that call, such as "train.py:40".
+        n_calls: the recorded calls that ran; 0 if all had run before.
+        n_bytes: bytes of their results, for the whole batch.
+        n_chunks: the number of chunks; 1: whole, as it was written; 0: it failed.
+        n_rows: samples of the largest chunk; None if it ran whole.
+        n_tries: how often it was tried; more than 1 if memory ran out and smaller chunks followed.
+        bytes_predicted: its predicted peak, beside what existed before. None if it was not
+            predicted, since the program certainly fits or config(chunks=) decided.
+        bytes_allowed: the bytes that it was allowed.
+        bytes_whole: its predicted peak for a whole run.
+        bytes_measured: its measured peak, beside what existed before: on a GPU of tensors, on the
+            CPU, under a limit, of the process's resident private memory. None if it was not
+            measured: on the CPU without a limit, or for programs below 1 MiB, and on a GPU if its
+            allocator had a higher peak before.
+        why: why it ran whole, or failed; empty if it ran in chunks.
+        stages: its parts, if it ran in chunks.
+        whole: the calls that ran on the whole batch although they read samples of it.
+        way: what saved memory beside chunks, and what it costs; empty: nothing did.
+        layers: the layers and the bytes that they keep for backward, if the program was planned.
+        least_limit: the least memory_limit, in bytes, that works; None if no limit was set.
     """
 
     what: str
@@ -140,7 +141,7 @@ class ProgramReport:
             yield f"    whole: {count(len(self.whole) - _MOST_LISTED, 'call')} more"
 
     def memory(self) -> str:
-        """What it needed and had, in words; empty: that was not asked."""
+        """Describe the bytes predicted, allowed and measured; empty if none were predicted."""
         if self.bytes_predicted is None or self.bytes_allowed is None:
             return ""
         measured = "not measured" if self.bytes_measured is None else size(self.bytes_measured)
@@ -171,21 +172,21 @@ class ProgramReport:
     __repr__ = __str__
 
 
-#: What differentiates, as a program's report says it.
+#: The values of ProgramReport.what for a backward pass.
 _BACKWARDS = ("backward()", "autograd.grad()")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a step ran. Printed, it says all of it.
+    """The programs that a step ran. Printing it shows all of them.
 
     Attributes:
-        programs: in the order they ran: reads, a teacher, backward(), a metric.
-        training: the last step before this one that had a backward; None: there was none.
-        evaluation: the last step before this one that had none; None: there was none.
+        programs: their reports, in the order they ran: reads, a teacher, backward(), a metric.
+        training: the last step before this one with a backward; None: there was none.
+        evaluation: the last step before this one without a backward; None: there was none.
 
-    The rest is of its main program, the one whose calls make most bytes; see ProgramReport. Where
-    nothing lazy was involved n_chunks is 0.
+    The other attributes are those of its main program, whose calls make the most bytes; see
+    ProgramReport. If nothing lazy ran, n_chunks is 0.
     """
 
     programs: tuple[ProgramReport, ...] = ()
@@ -194,10 +195,10 @@ class Report:
 
     @property
     def main(self) -> ProgramReport | None:
-        """The program whose calls make most bytes, the last of such; None: nothing lazy ran.
+        """The program whose calls make the most bytes; None: nothing lazy ran.
 
-        What ran without a graph for a read runs again in backward(), all but the calls of the read:
-        then it is the last program that makes half of that.
+        Calls that a read ran without a graph run again in backward(), where the calls of the read
+        itself are missing. So it is the last program that makes at least half of the most bytes.
         """
         most = max(reversed(self.programs), key=lambda ran: ran.n_bytes, default=None)
         if most is None or not most.stages:
@@ -234,7 +235,8 @@ class Report:
     __repr__ = __str__
 
     def lines(self) -> list[str]:
-        """What ran, pass by pass, and what the last step of the other kind was."""
+        """Return the text, line by line: the programs, and for a step without a backward also the
+        last training step."""
         if not self.programs:
             lines = ["nothing lazy ran in the last step"]
         else:
@@ -249,12 +251,12 @@ class Report:
 
     @property
     def is_training(self) -> bool:
-        """Whether a backward ran in it."""
+        """Whether the step had a backward."""
         return any(ran.what in _BACKWARDS for ran in self.programs)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """What each layer keeps for backward, of the main program of the last training step."""
+        """The layers of the main program of the last training step, with the bytes they keep."""
         steps = (self, self.training)
         mains = (one.main for one in steps if one is not None)
         return next((one.layers for one in mains if one is not None and one.layers), ())

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""report(): what the last step ran, program by program, and what of it ran whole and why.
+"""koila.report(): note how programs run, and which of them belong to the last step.
 
-A step begins with lazy(): but not while gradients gather for an optimizer that has yet to step, so
-all parts of an accumulated batch belong to one step. Two optimizers that share a batch, as a GAN's
-may, share its step. A script that makes its batch lazy once and for all begins a step where an
-optimizer steps again.
+A step begins with lazy(), unless gradients accumulate for an optimizer that has yet to step: all
+parts of an accumulated batch belong to one step. Two optimizers that share a batch, as those of a
+GAN may, share its step. In a script that calls lazy() only once, a step begins when an optimizer
+steps a second time.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from koila.reporting.report_types import DUNDER, MOST_PROGRAMS, ProgramReport, R
 
 _logger = logging.getLogger("koila")
 
-_N_WATCHED = 4  # parameters of each group
+_N_WATCHED = 4  # the parameters of each group whose gradients are watched
 
 
-#: What a user does not know by its name.
+#: Internal functions of torch, by the names that users know them by.
 _KNOWN_AS = {"_is_all_true": "the check of a distribution's arguments"}
 _TRANSFORMS = {
     "grad_impl": "torch.func.grad",
@@ -49,13 +49,14 @@ _TRANSFORMS = {
 
 
 def call_of(func: Callable[..., Any]) -> str:
-    """What asks for numbers, as it is told: "item()"."""
+    """Return a call's name for reports, such as "item()"."""
     name = name_of(func)
     return _KNOWN_AS.get(name, f"{name}()")
 
 
 def name_of(func: Callable[..., Any]) -> str:
-    """What a user calls it: of an attribute its name, of a custom function its class."""
+    """Return the name by which a user knows a function: of a property its attribute, of a method of
+    a custom autograd.Function also its class."""
     name = str(getattr(func, "__name__", func))
     owner: Any = getattr(func, "__self__", None)
     if name == "__get__" and owner is not None:
@@ -67,7 +68,7 @@ def name_of(func: Callable[..., Any]) -> str:
 
 @dataclass(frozen=True)
 class Decision:
-    """Why a program is about to run whole, and what was predicted for it."""
+    """Why a program is about to run whole, with the bytes predicted for it."""
 
     why: str
     bytes_predicted: float | None = None
@@ -80,38 +81,39 @@ class Decision:
 class _State(threading.local):
     def __init__(self) -> None:
         self.programs: deque[ProgramReport] = deque(maxlen=MOST_PROGRAMS)
-        self.n_noted = 0  # of this thread
-        self.n_steps = 0  # of optimizers
-        self.n_rows = 0  # of the batch that lazy() made last
-        self.is_over = False  # the next program is the first of another step
-        self.n_at_backward = -1  # n_noted when a backward of this step began; -1: none did
-        self.n_at_step = -1  # when an optimizer stepped last in it
+        self.n_noted = 0  # programs that this thread ran
+        self.n_steps = 0  # steps of optimizers
+        self.n_rows = 0  # rows of the batch that lazy() made last
+        self.is_over = False  # the next program begins another step
+        self.n_at_backward = -1  # n_noted at the last backward of this step; -1: there was none
+        self.n_at_step = -1  # n_noted when an optimizer last stepped in this step; -1: none did
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.gradients: dict[int, list[Any]] = {}  # before the first backward of this step
+        self.gradients: dict[int, list[Any]] = {}  # `_gradients` before the step's first backward
         self.stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # in this step
-        self.asked: str | None = None
-        self.peak: resident.Peak | None = None  # of the process, while what was asked for runs
+        self.asked: str | None = None  # the call that makes programs run now
+        self.peak: resident.Peak | None = None  # measures the process while that call runs
         self.decision: Decision | None = None
         self.reason = ""
-        self.training: Report | None = None  # the last step that had a backward
-        self.evaluation: Report | None = None  # the last that had none
+        self.training: Report | None = None  # the last step with a backward
+        self.evaluation: Report | None = None  # the last step without a backward
 
 
 _state = _State()
-_ways: dict[str, tuple[int, int | None, str]] = {}  # how a line's program ran last, as was logged
+#: By line: the chunks, rows and way of the program that was logged last.
+_ways: dict[str, tuple[int, int | None, str]] = {}
 
 
 class Observer:
-    """Is told of all that runs, on whatever thread."""
+    """Receives notes of all that runs, on any thread."""
 
     def note_program(self, ran: ProgramReport) -> None:
-        """A program has run, and its report is not changed any more."""
+        """Receive the final report of a program that ran."""
 
     def note_step(self) -> None:
-        """An optimizer steps."""
+        """Note that an optimizer steps."""
 
     def note_plain(self, line: str) -> None:
-        """A backward of plain tensors is about to run."""
+        """Note that a backward of plain tensors is about to run."""
 
 
 _observers: list[Observer] = []
@@ -119,8 +121,10 @@ _observers: list[Observer] = []
 
 @contextlib.contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """A block of which an observer is told; at its end a step of this thread is over, and report()
-    is of it until another begins."""
+    """Wrap a block whose programs an observer receives.
+
+    At its end the step of this thread is over; report() returns it until another step begins.
+    """
     _begin(0)
     _observers.append(observer)
     try:
@@ -133,7 +137,7 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 
 def _begin(n_kept: int) -> None:
-    """Begin a step with the programs noted last."""
+    """Begin a step; the last `n_kept` programs belong to it."""
     over = tuple(itertools.islice(_state.programs, max(0, len(_state.programs) - n_kept)))
     if over and Report(over).is_training:
         _state.training = Report(over)
@@ -149,7 +153,8 @@ def _begin(n_kept: int) -> None:
 
 
 def _gradients() -> dict[int, list[Any]]:
-    """What a few gradients are now of the parameters that optimizers of this thread step."""
+    """Return, by optimizer of this thread, the identities and versions of a few of its
+    gradients."""
     found: dict[int, list[Any]] = {}
     for optimizer in _state.optimizers:
         groups = (group["params"] for group in optimizer.param_groups)
@@ -159,7 +164,7 @@ def _gradients() -> dict[int, list[Any]]:
 
 
 def _is_gathering() -> bool:
-    """Whether this step's gradients gather for an optimizer that has yet to step."""
+    """Tell whether gradients of this step accumulate for an optimizer that has yet to step."""
     if _state.n_at_backward < 0 or _state.n_at_step >= 0:
         return False
     before = _state.gradients
@@ -167,14 +172,14 @@ def _is_gathering() -> bool:
 
 
 def begin_batch(n_rows: int) -> None:
-    """lazy() makes another batch, of so many rows."""
+    """Note that lazy() makes another batch, of `n_rows` rows."""
     _state.n_rows = n_rows
     if _state.programs and not _state.is_over:
         _state.is_over = not _is_gathering()
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """An optimizer is about to step, and what was pending has run."""
+    """Note that an optimizer is about to step; all pending calls have run."""
     if optimizer in _state.stepped:
         _begin(_state.n_noted - _state.n_at_step)
     for observer in _observers:
@@ -186,14 +191,18 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def note_plain(line: str) -> int:
-    """A backward of plain tensors is about to run; the rows of the last lazy batch, 0 before it."""
+    """Note that a backward of plain tensors is about to run.
+
+    Returns:
+        The rows of the last batch that lazy() made; 0: it made none.
+    """
     for observer in _observers:
         observer.note_plain(line)
     return _state.n_rows
 
 
 def note_backward() -> None:
-    """A backward is about to run."""
+    """Note that a backward is about to run."""
     if _state.is_over:
         _begin(0)
     if _state.n_at_backward < 0:
@@ -202,7 +211,7 @@ def note_backward() -> None:
 
 
 def note(ran: ProgramReport) -> None:
-    """Remember how a program was run, and log it: INFO where it is run otherwise than before."""
+    """Add the report of a program, and log it: at INFO if it ran otherwise than before."""
     if _state.is_over:
         _begin(0)
     _state.programs.append(ran)
@@ -224,29 +233,29 @@ def note(ran: ProgramReport) -> None:
 
 
 def note_left(what: str, line: str, made: str) -> None:
-    """A call made a plain tensor of lazies, or wrote one; told once a step for each line."""
-    told = () if _state.is_over else _state.programs
-    if not any(ran.what == what and ran.line == line and ran.why == made for ran in told):
+    """Note, once a step for each line, that a call made or wrote a plain tensor of lazy ones."""
+    noted = () if _state.is_over else _state.programs
+    if not any(ran.what == what and ran.line == line and ran.why == made for ran in noted):
         note(ProgramReport(what, line, why=made))
 
 
 def is_decided() -> bool:
-    """Whether it is known why the program that is about to run runs whole."""
+    """Tell whether a decision is set for the program that is about to run whole."""
     return _state.decision is not None
 
 
 def give_reason(why: str) -> None:
-    """Remember why the next call needs what waits whole."""
+    """Set the reason why the next call makes the pending calls run whole."""
     _state.reason = why
 
 
 def decide(decision: Decision | None) -> None:
-    """Remember why the program that is about to run runs whole."""
+    """Set the reason why the program that is about to run runs whole."""
     _state.decision = decision
 
 
 def asked() -> str:
-    """What made a program run."""
+    """Return the call that makes programs run now."""
     return _state.asked or "a read"
 
 
@@ -256,13 +265,13 @@ def note_whole(
     n_bytes: int,
     error: type[BaseException] | None = None,
 ) -> None:
-    """Pending calls have run as they were written.
+    """Note that pending calls have run whole, as they were written.
 
     Args:
         func: the call that needed them, if any.
-        n_calls: how many ran.
-        n_bytes: what they made.
-        error: what the last of them raised.
+        n_calls: how many calls ran.
+        n_bytes: the bytes of their results.
+        error: the type of the error that the last one raised, if any.
     """
     decision, _state.decision = _state.decision, None
     reason, _state.reason = _state.reason, ""
@@ -290,8 +299,10 @@ def note_whole(
 
 
 def note_at_once(func: Callable[..., Any], why: str) -> None:
-    """A call runs where it stands, on the whole batch; those that follow each other for one reason
-    are told as one program."""
+    """Note that a call runs at once on the whole batch, without being recorded.
+
+    Consecutive calls with the same reason make one report.
+    """
     last = _state.programs[-1] if _state.programs and not _state.is_over else None
     if last is not None and last.why == why:
         _state.programs[-1] = dataclasses.replace(last, n_calls=last.n_calls + 1)
@@ -300,11 +311,11 @@ def note_at_once(func: Callable[..., Any], why: str) -> None:
 
 
 def note_handed_out(func: Callable[..., Any], n_bytes: int) -> None:
-    """The program that ran last was cut for a call that cannot be recorded.
+    """Note that the last program was cut off before a call that cannot be recorded.
 
     Args:
         func: the call.
-        n_bytes: of the numbers that the user can reach there.
+        n_bytes: the bytes of the values that the user can reach at the cut.
     """
     why = "it is not recorded, and the program is cut before it"
     entry = Whole(name_of(func), user_line(), why, n_bytes, 0, False)
@@ -316,7 +327,7 @@ def note_handed_out(func: Callable[..., Any], n_bytes: int) -> None:
 def _undecided(
     func: Callable[..., Any] | None, line: str, n_calls: int, n_bytes: int, reason: str
 ) -> Decision:
-    """Why calls ran whole without a plan: something needed them as eager has them."""
+    """Return why calls ran whole that were not planned: a call needed them on a real graph."""
     if func is None:
         return Decision("it has to have run before what follows")
     why = reason or "it needs its arguments with their graph, and is not recorded"
@@ -325,29 +336,34 @@ def _undecided(
 
 
 def ran_before() -> list[Whole]:
-    """What in this step could not be recorded and made all before it run whole, by its bytes."""
+    """Return the calls of this step that could not be recorded and made others run whole, the
+    largest first."""
     found = [one for ran in _state.programs for one in ran.whole if not one.is_recorded]
     return sorted(found, key=lambda one: -one.n_bytes)
 
 
-#: What runs in less is not measured.
+#: Programs that need fewer bytes are not measured.
 _LEAST_MEASURED = 2**20
-#: Beyond what is allowed: what an allocator rounds up, and what libraries take besides tensors.
+#: A program may take this factor more than it was allowed, and budget.SLACK, before a warning:
+#: allocators round up, and libraries take memory too.
 _ROUNDING = 1.05
-_over: set[str] = set()  # the lines that were told of
+_over: set[str] = set()  # the lines for which a warning was logged
 
 
 def measure(n_bytes: float) -> None:
-    """A program is planned that may take so many bytes: look at what it takes under a limit."""
-    is_told = _state.asked is not None and _state.peak is None
-    if not is_told or n_bytes < _LEAST_MEASURED or not budget.is_limited():
+    """Begin to measure the process, under a limit, before a program that may need `n_bytes`
+    runs."""
+    is_wanted = _state.asked is not None and _state.peak is None
+    if not is_wanted or n_bytes < _LEAST_MEASURED or not budget.is_limited():
         return
-    if not budget.is_bound() or budget.slack() == budget.SLACK:  # else it takes what is short
+    # Not if the process has too little memory left for the sampling thread.
+    if not budget.is_bound() or budget.slack() == budget.SLACK:
         _state.peak = resident.Peak()
 
 
 def _note_measured(n_noted: int) -> None:
-    """Of the last programs, the one that was thought to take most took what was measured."""
+    """Add the measured peak to the report of one of the last `n_noted` programs: that with the
+    largest prediction."""
     peak, _state.peak = _state.peak, None
     if peak is None:
         return
@@ -376,10 +392,15 @@ def _note_measured(n_noted: int) -> None:
 
 
 class Asking:
-    """What makes programs run inside it; if that fails, it is noted as such."""
+    """Wraps a call that makes programs run, and notes it as failed if it raises.
+
+    Args:
+        what: the call, as reports show it.
+        idle: the reason to report if no program had to run; empty: report nothing then.
+    """
 
     def __init__(self, what: str, idle: str = "") -> None:
-        self.what, self.idle = what, idle  # idle: what is said where no call had to run
+        self.what, self.idle = what, idle
         self.is_outermost = _state.asked is None
         self.n_before = _state.n_noted
 
@@ -397,10 +418,10 @@ class Asking:
         if self.is_outermost:
             _state.asked = None
             _note_measured(_state.n_noted - self.n_before)
-            is_told = _state.n_noted > self.n_before and _state.programs[-1].n_chunks == 0
+            is_noted = _state.n_noted > self.n_before and _state.programs[-1].n_chunks == 0
             if error is not None:
-                hide_frames(error)  # the user's outer ones are added on the way out
-            if error is not None and not is_told:
+                hide_frames(error)  # Python adds the user's outer frames as the error propagates
+            if error is not None and not is_noted:
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 note(ProgramReport(self.what, user_line(), n_chunks=0, why=why))
             elif error is None and self.idle and _state.n_noted == self.n_before:
@@ -409,20 +430,20 @@ class Asking:
 
 @contextlib.contextmanager
 def aside() -> Iterator[None]:
-    """A block whose programs are a part of one that is noted itself."""
-    known = vars(_state).copy()
+    """Wrap a block whose programs are part of another program, and are not noted themselves."""
+    before = vars(_state).copy()
     _state.__init__()  # type: ignore[misc]
     try:
         yield
     finally:
-        vars(_state).update(known)
+        vars(_state).update(before)
 
 
 def report() -> Report:
-    """What the last step of this thread ran: what was recorded since lazy() made its batch.
+    """Report how the last step of this thread ran: all programs since lazy() made its batch.
 
     Returns:
-        A report that prints well. Its attributes say how the main program was run.
+        A report, which can be printed. Its attributes describe the main program.
 
     Example:
         >>> import torch, koila

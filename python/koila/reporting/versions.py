@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of torch that koila was tried with, and what it needs of torch that is private."""
+"""The versions of torch that koila is tested with, and the private names of torch that it uses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import torch
 
 from koila.messages.errors import KoilaError
 
-#: major.minor of the versions that the suite was run with.
+#: The versions that the test suite was run with, as major.minor.
 TESTED = ("2.13", "2.14", "2.15")
-#: What the package asks for.
+#: The least version that the package requires.
 LEAST = "2.10"
 
-#: Private names of torch that are not used before a program runs.
+#: Private names of torch that koila uses only when a program runs: `check` looks for them at
+#: import.
 _USED_LATER = (
     "_C._current_graph_task_id",
     "_C._functorch.peek_interpreter_stack",
@@ -30,9 +31,10 @@ _logger = logging.getLogger("koila")
 
 
 def note_untested(version: str) -> None:
-    """Say so where this torch is another: what ops keep for backward may have changed in it.
+    """Log a warning if `version` of torch is not tested: its ops may save other tensors for
+    backward.
 
-    A program in chunks is held against that in every run, so a change is an error, no number.
+    Every run in chunks checks that, so such a change causes an error, not a wrong number.
     """
     if ".".join(version.split(".")[:2]) not in TESTED:
         _logger.warning(
@@ -44,7 +46,7 @@ def note_untested(version: str) -> None:
 
 
 def note_this() -> None:
-    """Say so of the torch that is imported."""
+    """Log a warning if the imported torch is not tested."""
     note_untested(torch.__version__)
 
 
@@ -54,7 +56,7 @@ def _belongs_to_torch(obj: Any) -> bool:
 
 
 def _missing(error: Exception) -> str | None:
-    """The name that torch does not have; None where the error is about something else."""
+    """Return the name that torch does not have; None: the error has another cause."""
     if isinstance(error, AttributeError) and _belongs_to_torch(error.obj):
         return f"{getattr(error.obj, '__name__', error.obj)}.{error.name}"
     if isinstance(error, ImportError) and (error.name or "").split(".")[0] == "torch":
@@ -63,9 +65,9 @@ def _missing(error: Exception) -> str | None:
 
 
 @contextlib.contextmanager
-def told() -> Iterator[None]:
-    """A name that torch does not have, and koila needs, is a KoilaError that says which torch has
-    it."""
+def explained() -> Iterator[None]:
+    """Wrap a block, and replace an error about a name that this torch lacks by a KoilaError that
+    says which versions have it."""
     try:
         yield
     except (AttributeError, ImportError) as error:
@@ -79,13 +81,17 @@ def told() -> Iterator[None]:
 
 
 def check() -> None:
-    """Look for the private names that are used later only."""
+    """Look for the private names that are used only when a program runs.
+
+    Raises:
+        AttributeError: this torch lacks one.
+    """
     for name in _USED_LATER:
         operator.attrgetter(name)(torch)
 
 
 def note_slow_ways(ways: dict[str, bool]) -> None:
-    """Say which quick ways are not there with this torch or Python: the numbers are the same."""
+    """Log which fast paths of recording are missing with this torch or Python."""
     missing = [name for name, is_there in ways.items() if not is_there]
     if missing:
         _logger.info("koila records more slowly with this torch or Python: %s", "; ".join(missing))
