@@ -237,7 +237,7 @@ def test_a_switch_is_as_it_was_when_a_call_was_made(i: int, chunks: int) -> None
     except (RuntimeError, ValueError, TypeError):
         value = before[i]
     finally:
-        switches.choose(switches._met[before])
+        switches.choose(switches._numbers[before])
     if value is None or value == before[i]:
         pytest.skip("it cannot be set to another here")
     with koila.config(chunks=chunks), Values(switch) as values:
@@ -249,7 +249,7 @@ def test_a_switch_is_as_it_was_when_a_call_was_made(i: int, chunks: int) -> None
             was_set = switches.value_of(switch)
             second = x.tanh()
         finally:
-            switches.choose(switches._met[before])
+            switches.choose(switches._numbers[before])
             switches.note()
         assert switches.now() == before
         assert _core.real(first) is None, "nothing has run for that"
@@ -264,24 +264,24 @@ def test_what_users_call_is_noted() -> None:
     kernels: Any = torch.backends
     before = switches.now()
     with kernels.mkldnn.flags(enabled=False):
-        assert switches._met[switches.now()] == noted()
+        assert switches._numbers[switches.now()] == noted()
     with kernels.cudnn.flags(enabled=False, deterministic=True):
-        assert switches._met[switches.now()] == noted()
+        assert switches._numbers[switches.now()] == noted()
     enabled = kernels.opt_einsum.enabled
     kernels.opt_einsum.enabled = not enabled
-    assert switches._met[switches.now()] == noted()
+    assert switches._numbers[switches.now()] == noted()
     kernels.opt_einsum.enabled = enabled
     torch.use_deterministic_algorithms(True, warn_only=True)
-    assert switches._met[switches.now()] == noted()
+    assert switches._numbers[switches.now()] == noted()
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("medium")
-    assert switches._met[switches.now()] == noted()
+    assert switches._numbers[switches.now()] == noted()
     torch.set_float32_matmul_precision("highest")
     torch.set_default_dtype(torch.float64)
-    assert switches._met[switches.now()] == noted()
+    assert switches._numbers[switches.now()] == noted()
     torch.set_default_dtype(torch.float32)
     assert switches.now()[-2:] == before[-2:]
-    assert switches._met[switches.now()] == noted()
+    assert switches._numbers[switches.now()] == noted()
 
 
 _noted: list[int] = []

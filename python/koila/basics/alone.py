@@ -1,23 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether another package called koila is installed in this folder: PyPI's koila 0.1 is one."""
+"""Check that no other package named koila is installed in this folder, such as PyPI's koila 0.1."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-#: A file that the other package has, and this one has not.
+#: A file that only the other package has.
 _OF_THE_OTHER = "prepasses.py"
 
 
 def check(file: str) -> None:
-    """Refuse to be imported from a folder that holds files of two packages.
+    """Refuse to be imported from a folder that holds files of both packages.
+
+    Files that both packages have would be those of the one that was installed last.
 
     Args:
         file: a file of this package.
 
     Raises:
-        ImportError: the other package is there too. Of files that both have the one that was
-            installed last is there.
+        ImportError: the other package is there too.
     """
     folder = Path(file).parent
     if (folder / _OF_THE_OTHER).exists():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config(): how many chunks, how much memory; as a call, or for a block.
+"""koila.config(): settings such as the number of chunks and the memory limit.
 
-A call sets what holds for the process, on all threads. A block sets what holds in it, for the
-context (`contextvars`) that entered it alone: not for other threads, nor for threads started in it,
-which begin with an empty context, but for the tasks of asyncio that it makes.
+A call changes settings for the process, on all threads. A `with` block changes them for the context
+(`contextvars`) that enters it: not for other threads, not even those started in the block, but for
+asyncio tasks created in it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 from koila.basics import machine
 
 _DECIMAL = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-# A bare letter is binary, as docker, slurm and the JVM read it.
+# A single letter is a binary unit, as in docker, slurm and the JVM.
 _BINARY = {
     unit: 2 ** (10 * power)
     for power, letter in enumerate("kmgt", 1)
@@ -29,25 +29,25 @@ _UNITS = _DECIMAL | _BINARY
 
 
 class Settings(NamedTuple):
-    """What can be set."""
+    """The settings; None: not set."""
 
     chunks: int | None = None
     memory_limit: int | None = None
     progress: bool | None = None
 
     def written(self) -> str:
-        """As a call of config() that sets just this."""
+        """Return the call of config() that makes these settings."""
         parts = (f"{name}={value}" for name, value in self._asdict().items() if value is not None)
         return f"koila.config({', '.join(parts)})"
 
 
 _process = Settings()
-#: What blocks of this context set; None: it is in none.
+#: The settings of the innermost block of this context; None: it is in no block.
 _block: contextvars.ContextVar[Settings | None] = contextvars.ContextVar("koila", default=None)
 
 
 class _Thread(threading.local):
-    #: The last call outside of blocks, which may still turn out to be one.
+    #: The last call of config() outside of blocks; it may still be entered as a block.
     call: weakref.ref[_Config] | None = None
 
 
@@ -55,11 +55,11 @@ _thread = _Thread()
 
 
 def parse_bytes(limit: int | float | str | None) -> int | None:
-    """Read a number of bytes: an int, a text such as "512MiB", "4G" (4GiB) or "4GB" (decimal), or a
-    share of all memory, such as "80%" or 0.8.
+    """Return the bytes of a memory_limit: an int, a text such as "512MiB", "4G" (4GiB) or "4GB"
+    (decimal), or a share of all memory, such as "80%" or 0.8.
 
     Example:
-        >>> from koila.config import parse_bytes
+        >>> from koila.basics.config import parse_bytes
         >>> parse_bytes("512MiB")
         536870912
     """
@@ -101,18 +101,19 @@ def _check_chunks(chunks: int | None) -> int | None:
 
 
 class _Config:
-    """What a call of config() set; as a context manager it sets it for a block."""
+    """The result of config(). If it is not entered as a block, it changes the process's settings:
+    when they are next read, or when it is deleted."""
 
     def __init__(self, before: Settings | None, after: Settings) -> None:
         self._before = before
         self._after = after
-        self._is_due = before is None  # the process's settings are still to be changed
+        self._is_due = before is None  # the settings of the process have yet to be changed
 
     def __repr__(self) -> str:
         return self._after.written()
 
     def settle(self) -> None:
-        """It is no block: set what it says for the process."""
+        """Change the settings of the process: the call is not entered as a block."""
         global _process
         if self._is_due:
             self._is_due = False
@@ -135,7 +136,7 @@ class _Config:
 
 
 def settings() -> Settings:
-    """The settings as they are now, here."""
+    """Return the settings in force in this context."""
     call = _thread.call() if _thread.call is not None else None
     if call is not None:
         call.settle()
@@ -143,12 +144,13 @@ def settings() -> Settings:
 
 
 def get(name: str) -> int | None:
-    """A setting as it is now, here."""
+    """Return one setting in force in this context."""
     value: int | None = getattr(settings(), name)
     return value
 
 
 def _check_together(before: Settings, after: Settings) -> None:
+    """Raise a ValueError if both chunks and memory_limit are set."""
     if after.chunks is None or after.memory_limit is None:
         return
     text = (
@@ -164,7 +166,7 @@ def _check_together(before: Settings, after: Settings) -> None:
 
 
 class _Unchanged:
-    """In place of a setting that stays as it is."""
+    """The default of an argument whose setting stays as it is."""
 
     def __repr__(self) -> str:
         return "unchanged"
@@ -181,24 +183,24 @@ def config(
 ) -> _Config:
     """Change settings, for the process, or (in a `with` statement) for a block.
 
-    A call changes them for all threads; in a block, for the rest of the block. A block is of the
-    context that enters it: other threads go on with the settings of the process.
+    A call changes them for all threads; inside a block, for the rest of the block. A block changes
+    them only for the context that enters it: other threads keep the settings of the process.
 
     Args:
-        chunks: run every program in this many chunks (at most one row a chunk) wherever it can be
-            cut, and takes no more so than whole; None: as few as fit into memory.
-        memory_limit: bytes that all tensors may take, whoever holds them: an int, a text such as
-            "512MiB" or "4G" (of 2**30 bytes each), or a share of all memory, such as "80%" or 0.8:
-            of the current GPU's where there is one, else of the machine's. None: what the device
-            has free. On the CPU, where no allocator counts, tensors are found by their Python
-            objects: what only an autograd graph or C++ holds is not among them, nor are mapped
-            files. The environment variable KOILA_MEMORY_LIMIT says what holds from the start.
-        progress: show a progress bar for what runs in chunks for more than three seconds: tqdm's
-            where it is installed, else a line on stderr.
+        chunks: run every program in this many chunks (of at least one row), if it can run in chunks
+            and needs no more memory so than whole; None: as few chunks as fit into memory.
+        memory_limit: the bytes that all tensors together may take: an int, a text such as "512MiB"
+            or "4G" (of 2**30 bytes each), or a share of all memory, such as "80%" or 0.8: of the
+            current GPU's memory if there is a GPU, else of the machine's. None: what the device has
+            free. On the CPU, whose allocator keeps no count, tensors are found by their Python
+            objects: tensors that only an autograd graph or C++ holds do not count, nor do mapped
+            files. The environment variable KOILA_MEMORY_LIMIT sets it at import.
+        progress: show a progress bar for programs that run in chunks for more than three seconds:
+            by tqdm if it is installed, else as a line on stderr.
 
     Raises:
-        TypeError, ValueError: a value that is none, or both settings: one replaces the other where
-            that is said to be None.
+        TypeError, ValueError: a value is invalid, or both chunks and memory_limit would be set; to
+            replace one by the other, pass None for it.
 
     Example:
         >>> import torch, koila
@@ -227,7 +229,7 @@ def config(
 
 
 def read_environment() -> None:
-    """Set for the process what the environment says.
+    """Set the memory_limit of the process from KOILA_MEMORY_LIMIT.
 
     Raises:
         ValueError: KOILA_MEMORY_LIMIT is no size.

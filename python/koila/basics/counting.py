@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counts the bytes of tensors that calls make, from when each is made until it is freed: of real
-tensors, and of meta tensors as if they had memory."""
+"""Count the bytes of the tensors that calls allocate, until they are freed: of real tensors, and of
+meta tensors as if they had memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Counter(TorchDispatchMode):
-    """A block that counts the bytes of the tensors made in it, now and at most."""
+    """Counts, in a `with` block, the bytes of the tensors made in it: `now`, and `most` at any
+    time.
+
+    Args:
+        allowed: raise a TooMuchError when the bytes exceed this.
+    """
 
     sees_koila = True  # it changes no number
 
     def __init__(self, allowed: float = math.inf) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.allowed = allowed  # bytes, from which on it raises
+        self.allowed = allowed
         self.now = self.most = 0
-        self._there: dict[int, Any] = {}  # weak references to storages
+        self._alive: dict[int, Any] = {}  # weak references to the storages counted
 
     def __torch_dispatch__(
         self,
@@ -40,22 +45,22 @@ class Counter(TorchDispatchMode):
         ]
         for one in tensors:
             self._note(one.untyped_storage())
-        given = [one for one in args if isinstance(one, Tensor)]
+        operands = [one for one in args if isinstance(one, Tensor)]
         n_times = _WITH_BUFFERS.get(func.overloadpacket, 0)
-        held = n_times * sum(map(_n_bytes, (*given, *tensors)))
+        held = n_times * sum(map(_n_bytes, (*operands, *tensors)))
         self._reach(self.now + held)
         return made
 
     def _note(self, storage: Any) -> None:
         key, n_bytes = storage._cdata, storage.nbytes()
-        if key in self._there:
+        if key in self._alive:
             return
 
-        def go(_: Any) -> None:
-            del self._there[key]
+        def freed(_: Any) -> None:
+            del self._alive[key]
             self.now -= n_bytes
 
-        self._there[key] = weakref.ref(storage, go)
+        self._alive[key] = weakref.ref(storage, freed)
         self.now += n_bytes
 
     def _reach(self, n_bytes: int) -> None:
@@ -68,8 +73,8 @@ def _n_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-#: How many times all that they are given and make lies in buffers of kernels: convolutions lay it
-#: out anew, and a power series has ten terms and sums of them for its one operand and result.
+#: Ops whose kernels hold so many times the bytes of their operands and results in buffers of their
+#: own: convolutions copy them into other layouts; a matrix exponential keeps terms of its series.
 _WITH_BUFFERS = {
     torch.ops.aten.convolution: 2,
     torch.ops.aten.convolution_backward: 2,
@@ -78,23 +83,27 @@ _WITH_BUFFERS = {
 
 
 class TooMuchError(MemoryError):
-    """More was made than is left."""
+    """Tensors exceed the bytes allowed."""
 
 
 class Held(NamedTuple):
-    """Bytes of one call beside its operands, results and their gradients."""
+    """The bytes that a call holds beside its operands, results and their gradients."""
 
     run: int = 0  # while it runs
-    kept: int = 0  # for its backward
-    back: int = 0  # while that runs
+    kept: int = 0  # from then until its backward
+    back: int = 0  # while its backward runs
 
 
 def held(call: Callable[[], Any], operands: Sequence[Tensor]) -> tuple[Any, Held]:
-    """Make a call on meta tensors, and differentiate what it makes.
+    """Run a call on meta tensors, and its backward.
+
+    Args:
+        call: makes the call.
+        operands: the tensors that it reads.
 
     Returns:
-        What it returns, and what that takes. Where torch cannot differentiate it on meta tensors,
-        nothing is known of its backward.
+        The result of the call, and the bytes that it holds. Its backward counts 0 if torch cannot
+        run that on meta tensors.
     """
     with Counter() as forward:
         made = call()

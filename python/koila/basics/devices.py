@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerators: which one a call means, and when its numbers are there."""
+"""Accelerators: which one a call names, and waiting for its results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def meant(name: torch.device | str) -> torch.device | None:
-    """The device that a call means by what it was given: "cuda" is the current one.
+    """Return the device that an argument names; "cuda" names the current GPU.
 
     Returns:
-        None where there is no such device: the call is left to torch, which says so.
+        None if there is no such device: torch then raises its own error.
     """
     try:
         device = torch.device(name)
@@ -27,7 +27,7 @@ def meant(name: torch.device | str) -> torch.device | None:
 
 
 def is_capturing() -> bool:
-    """Whether what runs now is taken into a CUDA graph."""
+    """Tell whether the current CUDA stream is captured into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -41,8 +41,8 @@ _WAITS: dict[str, Callable[[torch.device], None]] = {"cuda": _wait_for_cuda}
 def wait_for_copy(device: torch.device) -> None:
     """Wait for a copy from an accelerator to the CPU.
 
-    Whoever asks for one that does not block waits for the device before reading it. Recorded, it is
-    made after that wait.
+    After a non-blocking copy a script synchronizes before it reads the result. A recorded copy runs
+    after that, so koila has to wait itself.
     """
     wait = _WAITS.get(device.type)
     if wait is not None:

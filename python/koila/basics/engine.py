@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's autograd engine, called as `torch.autograd.backward` and `grad` call it.
+"""Call torch's autograd engine directly, without `torch.autograd.backward` and `grad`.
 
-Those two compare the sizes of given gradients symbolically first, and import sympy for it: some
-40 MiB that a first step under a limit may not have, and half a second.
+These functions first compare the sizes of gradients symbolically, for which they import sympy. That
+takes half a second and some 40 MiB, which a first step under a limit may not have.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ _run: Any = torch.autograd.graph._engine_run_backward
 
 
 def _accumulate_grad() -> type:
-    """The type of the node that adds a gradient to its leaf, however gradients are switched where
-    koila is imported."""
+    """Return the type AccumulateGrad, also if koila is imported under no_grad or inference mode."""
     with torch._C._InferenceMode(False), torch.enable_grad():
         leaf = torch.ones((), dtype=torch.float32, device="cpu", requires_grad=True)
         return type(torch.autograd.graph.get_gradient_edge(leaf).node)
@@ -29,17 +28,23 @@ ACCUMULATE_GRAD = _accumulate_grad()
 
 
 class Function(torch.autograd.Function):
-    """A function of koila's own: it is given no lazies and called in no transform of functorch, for
-    which everybody else's arguments are gone through in Python at each call."""
+    """A base for koila's own autograd functions, with a faster `apply`.
+
+    torch's `apply` checks all arguments in Python for transforms of functorch, and koila's patch of
+    it for lazy tensors. koila's own functions get neither.
+    """
 
     apply: Any = vars(torch._C._FunctionBase)["apply"]
 
 
 @contextlib.contextmanager
 def as_recorded(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """A block in which leaves that recorded calls took to need a gradient do need one: the user may
-    have frozen them since. As in a graph that was made before that, they are given one only if they
-    need one again when it comes."""
+    """Wrap a block in which leaves require a gradient that did so when calls on them were recorded,
+    although the user has frozen them since.
+
+    As in an eager graph made before the freezing, they get a gradient only if they require one
+    again when it arrives.
+    """
     frozen = [leaf for leaf in leaves if not leaf.requires_grad and not leaf.is_inference()]
     with torch._C.DisableTorchFunctionSubclass():
         for leaf in frozen:
@@ -52,22 +57,26 @@ def as_recorded(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def thawed(leaf: torch.Tensor) -> torch.Tensor:
-    """A leaf that was frozen since it was recorded, for a call that takes it as it was."""
+    """Return an alias, on a graph, of a leaf that was frozen after a call on it was recorded."""
     with torch._C._InferenceMode(False), torch.enable_grad(), as_recorded([leaf]):
         alias: torch.Tensor = torch.ops.aten.alias.default(leaf)
     return alias
 
 
 def is_in_hook() -> bool:
-    """Whether torch's engine calls a hook, or a backward of the user's, on this thread."""
+    """Tell whether torch's engine is running a node on this thread that is not koila's: then a hook
+    or a backward of the user is running."""
     node: Any = torch._C._current_autograd_node()
     function = getattr(node, "_forward_cls", None)
     return node is not None and not getattr(function, "runs_program", False)
 
 
 def getters(inputs: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
-    """Whether a gradient of a tensor is, or goes on to, that of one of `inputs`; or may, where the
-    graph ends at a number of which only that is left (`spent.py`)."""
+    """Return a function that tells whether a gradient of a tensor reaches one of `inputs`.
+
+    A graph may end at a value of which only the number is left (`spent.py`); then the answer is
+    True, since it may have led there.
+    """
     wanted: set[tuple[Any, int | None]] = {(id(t), None) for t in inputs}
     wanted.update((t.grad_fn, t.output_nr) for t in inputs if t.grad_fn is not None)
 
@@ -97,13 +106,13 @@ def backward(
     is_retained: bool = False,
     inputs: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Send gradients through the graphs of outputs, and add what comes to the leaves.
+    """Run a backward pass, which accumulates gradients in leaves.
 
     Args:
-        outputs: where it starts.
-        gradients: one for each, of its sizes.
-        is_retained: whether the graphs can be gone through again.
-        inputs: the only tensors that are given gradients; none: all leaves.
+        outputs: the tensors that it starts from.
+        gradients: their gradients, of their sizes.
+        is_retained: keep the graphs for another backward pass.
+        inputs: the only tensors that get gradients; empty: all leaves do.
     """
     _run(
         tuple(outputs),
@@ -122,8 +131,14 @@ def gradients_of(
     gradients: Sequence[torch.Tensor],
     is_graph: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Send gradients through the graphs of outputs, and return what comes to `inputs`, on a graph
-    of its own if that is asked for: None to those that are not there."""
+    """Run a backward pass, and return the gradients of `inputs`; None for those it does not reach.
+
+    Args:
+        outputs: the tensors that it starts from.
+        inputs: the tensors to differentiate with respect to.
+        gradients: the gradients of the outputs.
+        is_graph: the results have a graph themselves (create_graph), and the graphs are kept.
+    """
     found: tuple[torch.Tensor | None, ...] = _run(
         tuple(outputs),
         tuple(gradients),

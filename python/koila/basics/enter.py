@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Enter a Python-level torch function: it runs, and the C-level calls it makes are recorded."""
+"""Run a Python function of torch, so that the C functions it calls are recorded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def _never(*_: Any) -> bool:
 
 
 def _without_check(func: types.FunctionType) -> types.FunctionType:
-    """A copy of `func` that does not ask whether to dispatch.
+    """Return a copy of a function that does not check whether to call __torch_function__.
 
-    Nor do the functions that it closes over, and the private functions of its module that it
-    calls: F.max_pool2d closes over the two functions of which it calls one, and torch.unique's ask
-    once more in `_unique_impl`.
+    The functions in its closure and the private functions of its module that it calls are copied so
+    too: F.max_pool2d calls one of two functions in its closure, and torch.unique calls
+    `_unique_impl`, which checks again.
     """
     if func in _entered:
         return _entered[func]  # type: ignore[return-value]
@@ -32,7 +32,7 @@ def _without_check(func: types.FunctionType) -> types.FunctionType:
         func.__code__, scope, func.__name__, func.__defaults__, tuple(cells) or None
     )
     twin.__kwdefaults__ = func.__kwdefaults__
-    _entered[func] = twin  # before its cells: a function may close over itself
+    _entered[func] = twin  # before its closure is copied, which may contain the function itself
     scope.update(dict.fromkeys(_CHECKS, _never))
     for name in func.__code__.co_names:
         called = scope.get(name)
@@ -48,7 +48,7 @@ def _without_check(func: types.FunctionType) -> types.FunctionType:
 def _enter_by_copy(
     func: Callable[..., Any], types_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What `torch._C._skip_one_hop_torch_function` does, for torch before 2.13."""
+    """Do what `torch._C._skip_one_hop_torch_function` does, for torch before 2.13."""
     if isinstance(func, types.FunctionType):
         func = _without_check(func)
     return func(*args, **kwargs)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in the user's program something was: "train.py:40", or "Cell In[14]:3" in a notebook."""
+"""Lines of the user's program, such as "train.py:40", or "Cell In[14]:3" in a notebook."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from types import FrameType
 
 import torch
 
-#: How the paths of files begin that are not the user's: koila's, torch's, and those of Python's own
-#: that call decorated functions.
+#: Prefixes of the paths of files that are not the user's: those of koila, of torch, and of Python's
+#: modules that call decorated functions.
 INSIDE = (
     *(f"{Path(module).parent}{os.sep}" for module in (str(Path(__file__).parent), torch.__file__)),
     contextlib.__file__,
@@ -22,20 +22,21 @@ INSIDE = (
 
 
 def name_of_file(path: str) -> str:
-    """What the user knows a file by: a cell of a notebook by its number, another by its path."""
+    """Return the name by which a user knows a file: of a notebook's cell its number, else its
+    path."""
     ipython = sys.modules.get("IPython")
     if ipython is None:
         return path
     shell = ipython.get_ipython()
     try:
         named = shell.compile.format_code_name(path)
-    except AttributeError:  # no notebook, or one that names no cells
+    except AttributeError:  # not in a notebook, or in one whose cells have no names
         return path
     return " ".join(named) if named is not None else path
 
 
 def user_frame() -> FrameType | None:
-    """The innermost frame of the stack that is neither koila's nor torch's."""
+    """Return the innermost frame that belongs neither to koila nor to torch."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
         frame = frame.f_back
@@ -43,7 +44,7 @@ def user_frame() -> FrameType | None:
 
 
 def user_line() -> str:
-    """Its line: "model.py:40"."""
+    """Return the line of the user's frame, such as "model.py:40"."""
     frame = user_frame()
     if frame is None:
         return "unknown line"
@@ -51,7 +52,7 @@ def user_line() -> str:
 
 
 def is_of_koila() -> bool:
-    """Whether koila has called torch, and not the user."""
+    """Tell whether the caller was called by koila, through torch, and not by the user."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
         if frame.f_code.co_filename.startswith(INSIDE[0]):

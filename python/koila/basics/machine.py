@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What memory this machine, and the control groups that this process is in, have: for Linux."""
+"""The memory of this machine and the limits of this process's control groups, on Linux."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def _read(path: Path) -> str:
-    """The text of a file of the kernel's; empty where there is none."""
+    """Return the text of a file in /proc or /sys; empty if there is none."""
     try:
         return path.read_text()
     except OSError:
@@ -23,11 +23,11 @@ def _read(path: Path) -> str:
 
 def _read_int(path: Path) -> int | None:
     text = _read(path).strip()
-    return int(text) if text.isdigit() else None  # "max" is no limit
+    return int(text) if text.isdigit() else None  # "max" means no limit
 
 
 def _kilobytes(path: Path) -> dict[str, int]:
-    """Bytes by name from lines such as "VmData:  1234 kB"."""
+    """Return bytes by name, from lines such as "VmData:  1234 kB"."""
     found = {}
     for line in _read(path).splitlines():
         name, _, rest = line.partition(":")
@@ -38,29 +38,29 @@ def _kilobytes(path: Path) -> dict[str, int]:
 
 
 def status() -> dict[str, int]:
-    """This process's own bytes, by the kernel's names."""
+    """Return the memory of this process, in bytes, by the kernel's names."""
     return _kilobytes(_PROC / "self/status")
 
 
 def available() -> int | None:
-    """Bytes that the kernel can hand out without swapping; None where it does not say."""
+    """Return the bytes that can be allocated without swapping; None: the kernel does not say."""
     return _kilobytes(_PROC / "meminfo").get("MemAvailable")
 
 
 @dataclass(frozen=True)
 class _Files:
-    """Where a version of control groups says what."""
+    """The files of a version of control groups."""
 
     root: Path
-    limit: str
-    used: str
-    cache: str  # in memory.stat: pages that the kernel drops before it ends a process
+    limit: str  # the file with the limit
+    used: str  # the file with the bytes used
+    cache: str  # the entry of memory.stat with the cached pages, which the kernel can drop
 
 
 def _groups() -> Iterator[tuple[Path, _Files]]:
-    """The control groups that this process is in, each with those above it.
+    """Yield the control groups of this process and all groups that contain them.
 
-    In a container the path is that of the host, while the group's own files are at the root.
+    In a container, /proc names the path on the host, while the files of the group are at the root.
     """
     second = _Files(_CGROUPS, "memory.max", "memory.current", "inactive_file")
     first = _Files(
@@ -80,7 +80,7 @@ def _groups() -> Iterator[tuple[Path, _Files]]:
 
 
 def left_in_groups() -> Iterator[int]:
-    """Bytes that each control group still allows."""
+    """Yield the bytes that each control group still allows."""
     for group, files in _groups():
         limit, used = _read_int(group / files.limit), _read_int(group / files.used)
         if limit is None or used is None:
@@ -94,11 +94,13 @@ def left_in_groups() -> Iterator[int]:
 
 
 def total() -> int:
-    """Bytes that a share of "all memory" is of: of the current GPU where there is one, else of the
-    machine, or of the control group that this process is in, if it allows less.
+    """Return the bytes of "all memory", of which a memory_limit can be a share.
+
+    That is the memory of the current GPU, if there is a GPU; else that of the machine, or what the
+    control groups of this process allow, if that is less.
 
     Raises:
-        RuntimeError: nobody says how much there is.
+        RuntimeError: the kernel does not say how much memory there is.
     """
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a value: cutting a chunk out of it, and putting chunks together again.
+"""Cut chunks of rows out of a tensor, and concatenate chunks to a whole tensor.
 
-A place is (axis, dim, outer, inner): dim `dim` has outer * rows * inner entries, and entry
-(o * rows + row) * inner + i belongs to row `row`.
+A place says where the rows of a tensor are: (axis, dim, outer, inner). Dim `dim` has
+outer * rows * inner entries, and entry (o * rows + row) * inner + i belongs to row `row`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from collections.abc import Sequence
 import torch
 
 Place = tuple[int, int, int, int]
-Bounds = tuple[int, int]
+Bounds = tuple[int, int]  # the first row of a chunk, and the first row after it
 
-#: Kernels are fastest, and matrix products of two passes the same, on multiples of so many rows.
+#: Kernels are fastest on multiples of this many rows, and matrix products round the same in a first
+#: and a second run.
 UNIT = 8
 
 
 def grid(rows: int, n_chunks: int, unit: int = 1) -> list[Bounds]:
-    """Divide `rows` rows into at most `n_chunks` ranges whose sizes differ by one unit at most.
+    """Divide `rows` rows into at most `n_chunks` ranges whose sizes differ by at most one unit.
 
-    Where there are too few rows for a unit in each chunk, a unit is one row.
+    If the rows are too few for a unit in each chunk, the unit is one row.
 
     Example:
         >>> from koila.basics.rows import grid
@@ -44,13 +45,13 @@ def grid(rows: int, n_chunks: int, unit: int = 1) -> list[Bounds]:
 
 
 def largest(rows: int, n_chunks: int, unit: int = 1) -> int:
-    """The rows of the largest chunk of such a grid."""
+    """Return the rows of the largest chunk of the grid with these arguments."""
     return max((stop - start for start, stop in grid(rows, n_chunks, unit)), default=0)
 
 
 def _goes_on(tensor: torch.Tensor, dim: int) -> bool:
-    """Whether `dim` ends in memory where another begins: a view may join the two, and then cannot
-    of a part."""
+    """Tell whether `dim` is contiguous with another dim in memory: a view may merge the two dims of
+    the whole tensor, but not those of a slice of it."""
     end = tensor.stride(dim) * tensor.shape[dim]
     return end > 0 and any(
         size > 1 and stride == end
@@ -59,10 +60,10 @@ def _goes_on(tensor: torch.Tensor, dim: int) -> bool:
 
 
 def _memory_order(strides: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The dims from the outermost in memory inwards, and the way back.
+    """Return the dims from the outermost in memory to the innermost, and the inverse permutation.
 
-    An expanded dim stays where it stands among the others, as in torch's empty_like, in whose order
-    a random call fills its numbers.
+    An expanded dim (stride 0) keeps its position among the others, as in torch's empty_like: random
+    calls fill their numbers in that order.
     """
     order = list(range(len(strides)))
     if 0 not in strides:
@@ -83,36 +84,38 @@ def _memory_order(strides: Sequence[int]) -> tuple[list[int], list[int]]:
 
 
 def in_order_of(part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    """A copy of `part` with its dims in memory in the order of `whole`.
-
-    What is legal for the whole, such as a view, is then legal for the part.
-    """
+    """Return a copy of `part` whose dims have the order in memory of those of `whole`, so that
+    views which are legal for the whole tensor are legal for the part."""
     order, back = _memory_order(whole.stride())
     return part.permute(order).contiguous().permute(back)
 
 
 def strides_like(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """The strides of empty_like(). On meta tensors that is written in Python, and imports torch's
-    compiler; clone() asks it only where memory has gaps."""
+    """Return the strides of empty_like() of a tensor with these strides.
+
+    They are those of clone(), since empty_like() on a meta tensor imports torch's compiler; clone()
+    calls it only if memory has gaps.
+    """
     return torch.empty_strided(shape, strides, device="meta").clone().stride()
 
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros of these sizes, with no memory to speak of."""
+    """Return zeros of this shape, expanded from a single element."""
     return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
 
 
 def zeros(
     shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Zeros with their dims in memory in the order of `strides`; None: in the order of the dims."""
+    """Return zeros whose dims have the order in memory that `strides` have; None: row-major."""
     return empty(shape, strides, dtype, device).zero_()
 
 
 def empty(
     shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A tensor that lies so, of any numbers; it is no view."""
+    """Return an uninitialized dense tensor whose dims have the order in memory that `strides` have;
+    None: row-major."""
     order, _ = _memory_order(strides or [0] * len(shape))
     dense, step = [0] * len(shape), 1
     for dim in reversed(order):
@@ -122,13 +125,13 @@ def empty(
 
 
 def is_cut_in_place(tensor: torch.Tensor, place: Place) -> bool:
-    """Whether a chunk of a whole tensor is a view of it, and takes no memory."""
+    """Tell whether `cut` returns a view of a whole tensor, and no copy."""
     _, dim, outer, _ = place
     return outer == 1 and not _goes_on(tensor, dim)
 
 
 def _part(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.Tensor:
-    """A view of some rows; where they are not outermost in their dim, of its three digits."""
+    """Return a view of the rows in `bounds`; if outer > 1, `dim` is split into three dims."""
     _, dim, outer, inner = place
     start, stop = bounds
     if outer == 1:
@@ -138,7 +141,7 @@ def _part(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torc
 
 
 def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.Tensor:
-    """Take the rows in `bounds` of a whole tensor, which has `rows` of them."""
+    """Return the rows in `bounds` of a whole tensor with `rows` rows, as a view if possible."""
     _, dim, outer, _ = place
     if bounds == (0, rows):
         return tensor
@@ -151,7 +154,8 @@ def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.
 def put(
     tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds, part: torch.Tensor, is_more: bool
 ) -> None:
-    """Write the rows in `bounds` of a whole tensor, which has `rows` of them; or add to them."""
+    """Write `part` to the rows in `bounds` of a whole tensor with `rows` rows, or if `is_more`, add
+    it to them."""
     to = _part(tensor, place, rows, bounds)
     _, dim, outer, _ = place
     if outer > 1:
@@ -163,8 +167,11 @@ def put(
 
 
 def strides_of_chunk(part: torch.Tensor, place: Place) -> Sequence[int]:
-    """How the whole may lie, as far as a chunk tells: the stride of a dim of one entry means
-    nothing, and rows are outermost then."""
+    """Return strides for the order of dims of the whole tensor, as far as a chunk shows it.
+
+    If a chunk has one entry in the rows' dim, its stride means nothing: the dim becomes the
+    outermost.
+    """
     strides = list(part.stride())
     if part.shape[place[1]] == 1:
         strides[place[1]] = max(*strides, part.numel()) + 1
@@ -174,9 +181,9 @@ def strides_of_chunk(part: torch.Tensor, place: Place) -> Sequence[int]:
 def gather(
     parts: Sequence[torch.Tensor], place: Place, strides: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Put the chunks of a value together, in the order of the rows.
+    """Concatenate the chunks of a value, in the order of the rows.
 
-    Its dims are in memory in the order of `strides`, those of the whole value; None: in that of a
+    Its dims get the order in memory that `strides`, those of the whole value, have; None: that of a
     chunk.
     """
     _, dim, outer, inner = place
@@ -186,23 +193,24 @@ def gather(
         strides = strides_of_chunk(parts[0], place)
     order, back = _memory_order(strides)
     at = order.index(dim)
-    laid = [part.permute(order) for part in parts]
+    permuted = [part.permute(order) for part in parts]
     if outer == 1:
-        return torch.cat(laid, at).permute(back)
+        return torch.cat(permuted, at).permute(back)
     digits = [
-        part.unflatten(at, (outer, part.shape[at] // (outer * inner), inner)) for part in laid
+        part.unflatten(at, (outer, part.shape[at] // (outer * inner), inner)) for part in permuted
     ]
     return torch.cat(digits, at + 1).flatten(at, at + 2).permute(back)
 
 
 def chunk_shape(shape: Sequence[int], place: Place, rows: int) -> tuple[int, ...]:
-    """The shape of a value on a chunk of `rows` rows."""
+    """Return the shape of a value on a chunk of `rows` rows."""
     _, dim, outer, inner = place
     return (*shape[:dim], outer * rows * inner, *shape[dim + 1 :])
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a leaf of a graph of its own; gradients add up in at least float32."""
+    """Return a new leaf with the memory of a tensor; its gradients accumulate in at least
+    float32."""
     alias = tensor.detach().requires_grad_()
     if tensor.dtype in (torch.float16, torch.bfloat16) and hasattr(alias, "grad_dtype"):
         alias.grad_dtype = torch.float32

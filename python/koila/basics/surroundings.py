@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user puts around calls that runs code at each of them: hooks on saved tensors, dispatch
-modes, forward-mode AD.
+"""Hooks and modes of the user that run code at each call: hooks on saved tensors, dispatch modes,
+forward-mode AD.
 
-Such code must see what it would see in eager, when it would see it, and nothing of koila's own
-work. So a call inside is not recorded: it runs where it stands, on the whole batch. And whatever
-koila runs that was recorded before, or elsewhere, runs outside: `outside` takes hooks and modes off
-for that time, and `inside` puts them on again around the user's own hooks.
+Such code must be called as in eager mode, and not for koila's own work. So a call made under it is
+not recorded, but runs at once on the whole batch. When koila runs calls that were recorded earlier
+or elsewhere, `outside` disables hooks and modes for that time, and `inside` enables them again
+while a hook of the user runs.
 
-A mode with an attribute `sees_koila = True` observes koila itself: it changes no number, stays on
-in koila's runs, and calls inside of it are recorded.
+A mode with the attribute `sees_koila = True` observes koila itself: it changes no number, stays on
+while koila runs calls, and calls made under it are recorded.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def _is_observer(mode: Any) -> bool:
 
 
 def _dispatch_modes() -> list[Any]:
-    """Those that are on, but for observers of koila."""
+    """Return the dispatch modes that are on, without observers of koila."""
     modes = [_C._get_dispatch_stack_at(i) for i in range(_C._len_torch_dispatch_stack())]
     return [mode for mode in modes if not _is_observer(mode)]
 
 
 def of_backward() -> str:
-    """What sees each call of a backward that runs here, in words; empty: nothing does."""
+    """Describe what would see each call of a backward that runs now; empty: nothing would."""
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode AD is on"
     modes = _dispatch_modes()
@@ -50,7 +50,7 @@ def of_backward() -> str:
 
 
 def of_call() -> str:
-    """What sees a call that is made here, in words; empty: nothing does."""
+    """Describe what would see a call that is made now; empty: nothing would."""
     has_hooks = _hooks._top_saved_tensors_default_hooks(True) is not None
     return of_backward() or ("hooks on saved tensors are on" if has_hooks else "")
 
@@ -66,17 +66,17 @@ class NodeHooks(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-class _Left:
-    """The hooks and modes that were on, taken off until `__exit__`."""
+class _Disabled:
+    """The hooks and modes that were on, disabled until `__exit__`."""
 
     def __init__(self) -> None:
         self._hooks: list[tuple[Any, Any]] = []
         self._functions: list[Any] = []
         self._stack = contextlib.ExitStack()
         self._observers: list[Any] = []
-        self._leave()
+        self._disable()
 
-    def _leave(self) -> None:
+    def _disable(self) -> None:
         self._message = _hooks._saved_tensors_hooks_get_disabled_error_message()
         if self._message is not None:
             _hooks._saved_tensors_hooks_enable()
@@ -96,7 +96,7 @@ class _Left:
                 torch.utils._python_dispatch._push_mode(mode)
                 self._stack.callback(torch.utils._python_dispatch._pop_mode)
 
-    def _come_back(self) -> None:
+    def _enable(self) -> None:
         self._stack.close()
         for hook, _ in _state.node_hooks:
             _push_node_hook(hook)
@@ -108,23 +108,23 @@ class _Left:
             _hooks._saved_tensors_hooks_disable(self._message, False)
 
     def __exit__(self, *exc: Any) -> None:
-        _state.left.remove(self)
-        self._come_back()
+        _state.disabled.remove(self)
+        self._enable()
 
     @contextlib.contextmanager
     def back(self) -> Iterator[None]:
-        """A block with all of them on again."""
-        self._come_back()
+        """Enable all of them for a block."""
+        self._enable()
         try:
             yield
         finally:
-            self._leave()
+            self._disable()
 
 
 class _State(threading.local):
     def __init__(self) -> None:
-        self.left: list[_Left] = []  # by this thread, the outermost first
-        self.node_hooks: list[tuple[Any, Any]] = []  # likewise, with the mode that is on
+        self.disabled: list[_Disabled] = []  # by this thread, the outermost first
+        self.node_hooks: list[tuple[Any, Any]] = []  # (hook, its NodeHooks), the outermost first
 
 
 _state = _State()
@@ -140,27 +140,29 @@ def _is_any() -> bool:
 
 
 def leave() -> Any:
-    """Take off what is on, until `__exit__` of what this returns."""
-    left = _Left()
-    _state.left.append(left)
-    return left
+    """Disable all hooks and modes that are on, until `__exit__` of the result is called."""
+    disabled = _Disabled()
+    _state.disabled.append(disabled)
+    return disabled
 
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """A block of koila's own work, of which no hook and no mode of the user's sees anything."""
-    left = leave() if _is_any() else None
+    """Wrap a block of koila's own work, so that no hook or mode of the user sees its calls."""
+    disabled = leave() if _is_any() else None
     try:
         yield
     finally:
-        if left is not None:
-            left.__exit__()
+        if disabled is not None:
+            disabled.__exit__()
 
 
 @contextlib.contextmanager
 def making_calls() -> Iterator[None]:
-    """A block in which koila makes recorded calls for itself, with graphs: none of the user's hooks
-    and modes sees them, and no random call that waits draws before them."""
+    """Wrap a block in which koila runs recorded calls for its own purposes, with graphs.
+
+    The user's hooks and modes do not see them, and waiting random calls do not draw before them.
+    """
     was_busy = _core.is_busy()
     _core.set_busy(True)
     try:
@@ -171,27 +173,28 @@ def making_calls() -> Iterator[None]:
 
 
 def in_outside(func: Callable[P, R]) -> Callable[P, R]:
-    """`func`, run outside."""
+    """Wrap a function so that it runs in `outside`."""
 
     @functools.wraps(func)
-    def left(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         with outside():
             return func(*args, **kwargs)
 
-    return left
+    return wrapped
 
 
 @contextlib.contextmanager
 def inside() -> Iterator[None]:
-    """A block of the user's code that koila's own work calls: a hook, a backward."""
+    """Wrap a call of the user's code, such as a hook, from koila's own work: all is enabled
+    again."""
     with contextlib.ExitStack() as stack:
-        for left in _state.left:
-            stack.enter_context(left.back())
+        for disabled in _state.disabled:
+            stack.enter_context(disabled.back())
         yield
 
 
 def _none(*_: Any) -> None:
-    """Torch before 2.14 has no hooks on nodes."""
+    """Stand for the functions of node creation hooks, which torch before 2.14 does not have."""
 
 
 _push_node_hook: Callable[[Any], None] = getattr(_hooks, "_push_node_creation_hook", _none)
@@ -200,7 +203,7 @@ _pop_node_hook: Callable[[], None] = getattr(_hooks, "_pop_node_creation_hook", 
 
 def push_node_hook(hook: Any) -> None:
     """Replace torch's _push_node_creation_hook: enter a `NodeHooks`, then push the user's hook."""
-    make_mode: Any = NodeHooks  # torch does not say what it takes
+    make_mode: Any = NodeHooks  # its constructor is untyped in torch
     mode = make_mode()
     mode.__enter__()
     _state.node_hooks.append((hook, mode))
@@ -214,7 +217,8 @@ def pop_node_hook() -> None:
 
 
 def count_duals(original: Callable[..., Any], step: int) -> Callable[..., Any]:
-    """torch's function that enters, or leaves, a level of forward-mode AD; the recorder knows."""
+    """Wrap torch's function that enters or leaves a level of forward-mode AD, so that the recorder
+    counts the levels: `step` is 1 or -1."""
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:

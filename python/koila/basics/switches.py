@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch's switches: settings of the process that say how calls compute. A recorded call runs later
-with those that were on when it was made.
+"""torch's process-wide switches, which change how calls compute: a recorded call runs with those
+that were set when it was made.
 
-Which kernels attention may use, determinism, TF32 and its kin, oneDNN and cuDNN, the default dtype.
-Each setting met has a number, which the recorder keeps with a call.
+They are the kernels that attention may use, determinism, TF32 and other reduced precisions, oneDNN
+and cuDNN, and the default dtype. A setting is the values of all switches. Each setting that occurs
+has a number, which the recorder keeps with a call.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ _C: Any = torch._C
 
 
 class Switch(NamedTuple):
-    """One of torch's settings.
+    """One of torch's switches.
 
     Attributes:
-        setter: the function of torch._C, or the attribute of torch.backends, that changes it.
-        get: its value; an exception: torch does not say.
-        set: give it a value, as `get` returns it.
+        setter: the name of the function of torch._C, or attribute of torch.backends, that sets it.
+        get: returns its value; may raise a RuntimeError, see UNKNOWN.
+        set: sets it to a value that `get` returned.
     """
 
     setter: str
@@ -34,7 +35,7 @@ class Switch(NamedTuple):
     set: Callable[[Any], Any]
 
 
-Setting = tuple[Any, ...]
+Setting = tuple[Any, ...]  # the value of each of SWITCHES
 
 _KERNELS = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3", "fa4")
 #: Switches X of torch._C with a function _get_X and one _set_X.
@@ -48,7 +49,7 @@ _PAIRS = (
     "rocm_fa_preferred_backend sm_carveout_experimental qengine cublaslt_prefer_grouped_gemm "
     "native_aot_enabled native_aot_unconditional_masked"
 ).split()
-#: Where float32 may be computed with less: a backend, and what it computes.
+#: The arguments for which torch keeps a float32 precision: a backend, and a kind of op.
 _PRECISIONS = (
     ("generic", "all"),
     *((backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "conv", "rnn", "matmul")),
@@ -68,7 +69,7 @@ def _determinism() -> tuple[bool, bool]:
 
 
 def _make() -> tuple[Switch, ...]:
-    """All that this torch has, as they are before koila patches them."""
+    """Return all switches of this torch, with functions that koila has not patched yet."""
     made = [
         _pair(f"_set_{name}", f"_get_{name}", f"_set_{name}")
         for name in _PAIRS
@@ -79,7 +80,7 @@ def _make() -> tuple[Switch, ...]:
         for kernel in _KERNELS
         if hasattr(_C, f"_set_sdp_use_{kernel}")
     ]
-    if hasattr(_C, "_cuda_set_cudnn_benchmark_limit"):  # a torch for GPUs
+    if hasattr(_C, "_cuda_set_cudnn_benchmark_limit"):  # a build of torch with CUDA
         names = (f"_cuda_{verb}_cudnn_benchmark_limit" for verb in ("set", "get", "set"))
         made.append(_pair(*names))
     order, determine = _C._set_sdp_priority_order, _C._set_deterministic_algorithms
@@ -108,18 +109,18 @@ def _make() -> tuple[Switch, ...]:
 
 
 SWITCHES = _make()
-#: Functions of torch._C after which the setting may be another.
+#: The functions of torch._C that change switches.
 SETTERS = {switch.setter for switch in SWITCHES if switch.setter.startswith("_")}
-SETTERS.add("_set_default_tensor_type")  # which sets the default dtype
-_met: dict[Setting, int] = {}
+SETTERS.add("_set_default_tensor_type")  # it sets the default dtype
+_numbers: dict[Setting, int] = {}
 
 
-#: What torch does not tell: the old and the new name of one switch were both used.
+#: The value of a switch that torch refuses to return, since it was set by its old and its new name.
 UNKNOWN = object()
 
 
 def value_of(switch: Switch) -> Any:
-    """The value of a switch, or UNKNOWN."""
+    """Return the value of a switch, or UNKNOWN."""
     try:
         return switch.get()
     except RuntimeError:
@@ -127,24 +128,25 @@ def value_of(switch: Switch) -> Any:
 
 
 def now() -> Setting:
-    """Which setting is on."""
+    """Return the current setting."""
     return tuple(map(value_of, SWITCHES))
 
 
 def note() -> None:
-    """Tell the recorder which setting is on."""
+    """Pass the number of the current setting to the recorder."""
     setting = now()
-    _core.note_switches(_met.setdefault(setting, len(_met)), _C._get_flash_sdp_enabled())
+    number = _numbers.setdefault(setting, len(_numbers))
+    _core.note_switches(number, _C._get_flash_sdp_enabled())
 
 
 def choose(number: int) -> None:
-    """Put a setting on: a replay goes on with a call that was recorded under it."""
-    put_on(next(setting for setting, i in _met.items() if i == number))
+    """Restore the setting of this number, under which the next call of a replay was recorded."""
+    put_on(next(setting for setting, i in _numbers.items() if i == number))
 
 
 def put_on(setting: Setting) -> None:
-    """Put a setting on that `now` told."""
-    for _ in range(2):  # to set one may change others
+    """Restore a setting that `now` returned."""
+    for _ in range(2):  # twice, since setting one switch may change others
         for switch, value in zip(SWITCHES, setting, strict=True):
             if value is not UNKNOWN and value_of(switch) != value:
                 switch.set(value)

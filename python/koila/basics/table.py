@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The op table: what the rows of koila_c/core/ops.def say, by every name that an op has."""
+"""The op table: the rows of koila_c/core/ops.def, by every name that an op has."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from koila import _core
 
 ROWS = {name: row for row in _core.op_table() for name in (row["name"], *row["aliases"])}
 
-_HELD_STEPWISE = 7  # where KlHeld's flag of that stands in what a row holds
+_HELD_STEPWISE = 7  # the index of KlHeld's is_stepwise in the entry "held" of a row
 
-# Names numpy uses, which torch takes for its own.
+# numpy's names of arguments, which torch accepts instead of its own.
 _NUMPY_NAMES = {
     "axis": "dim",
     "keepdims": "keepdim",
@@ -25,7 +25,8 @@ _NUMPY_NAMES = {
 
 @functools.cache
 def parse(signature: str) -> tuple[list[str], int, dict[str, str]]:
-    """Split a row's signature: its words, how many are positional, and words' other names."""
+    """Split the signature of a row: return the names of arguments, how many of them may be
+    positional, and other names of arguments, each with the first."""
     words: list[str] = []
     n_positional = None
     others = {}
@@ -40,7 +41,7 @@ def parse(signature: str) -> tuple[list[str], int, dict[str, str]]:
 
 
 def bind(signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that were given, by the signature's words."""
+    """Return the arguments of a call by their names in the signature."""
     names, _, others = parse(signature)
     words = dict(zip(names, args, strict=False))
     for name, value in kwargs.items():
@@ -50,5 +51,5 @@ def bind(signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 def is_stepwise(name: str) -> bool:
-    """Whether an op goes through its input step by step: a recurrent layer."""
+    """Tell whether an op is a recurrent layer, which runs over its input step by step."""
     return name in ROWS and bool(ROWS[name]["held"][_HELD_STEPWISE])

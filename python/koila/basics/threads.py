@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns in Python: what looks at a tape more than once, or runs its program, does so alone."""
+"""Exclusive use of a thread's tape by Python functions that read it more than once or run it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ R = TypeVar("R")
 
 
 def in_turn(func: Callable[P, R]) -> Callable[P, R]:
-    """`func`, which no other thread interrupts with a use of this thread's tape.
+    """Wrap a function so that no other thread uses this thread's tape while it runs.
 
-    An interrupt (Ctrl-C) that comes out of it leaves the program to wait until it is asked for.
+    If a KeyboardInterrupt leaves it, the pending program stays, and runs when a value is asked for.
     """
 
     @functools.wraps(func)
@@ -30,7 +30,7 @@ def in_turn(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_autograd_worker() -> bool:
-    """Whether this is one of autograd's own threads: it runs hooks for a thread that waits."""
+    """Tell whether this is one of autograd's own threads, which runs hooks while another waits."""
     if torch._C._current_graph_task_id() < 0:
         return False
     me = threading.get_ident()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What explain() and report() say, as an HTML card for notebooks: no script, light and dark."""
+"""The results of explain() and report() as HTML cards for notebooks, without scripts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from koila.messages.layer_table import HEADS, Layer, cells
 
 _MOST_LAYERS = 20
 _MOST_LINES = 60
-#: A notebook shows long lines badly, and a card is not to be more than 50 KB.
+#: Longer lines are cut: notebooks show them badly, and a card is to stay below 50 KB.
 _MOST_CHARACTERS = 400
 
-#: Colours are those of the page around it, so that it is read on light and on dark. A notebook has
-#: rules of its own for tables: a class said three times goes before them.
+#: Colors are inherited from the page, which may be light or dark. Repeating the class three times
+#: raises the specificity of these rules above that of a notebook's rules for tables.
 _STYLE = """
 <style>
 CARD {font: 13px/1.5 system-ui, sans-serif; color: inherit; max-width: 60em;
@@ -40,13 +40,14 @@ CARD summary {cursor: pointer; opacity: .8}
 
 
 def _shown(text: str) -> str:
-    """A text, escaped, and cut where it is too long."""
+    """Escape a text, and cut it if it is too long."""
     if len(text) > _MOST_CHARACTERS:
         text = f"{text[:_MOST_CHARACTERS]} ..."
     return escaping.escape(text)
 
 
 def _table(layers: Sequence[Layer]) -> list[str]:
+    """Return the table of layers, with a bar for the bytes of each."""
     rows, left_out = cells(layers, _MOST_LAYERS)
     if not rows:
         return []
@@ -68,7 +69,7 @@ def _table(layers: Sequence[Layer]) -> list[str]:
 
 
 def _listed(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """A table whose first row has the heads."""
+    """Return a table; the first row is its head."""
     if len(rows) < 2:
         return []
     heads = "".join(f"<th>{_shown(cell)}</th>" for cell in rows[0])
@@ -85,15 +86,15 @@ def html(
     picture: str = "",
     rows: Sequence[tuple[str, ...]] = (),
 ) -> str:
-    """A card: lines that say a fact each, a table of layers, and calls to unfold.
+    """Return a card: lines with a fact each, tables, and a list of calls that unfolds.
 
     Args:
-        title: what made it.
-        lines: the facts; one that is indented belongs to that before it.
-        layers: what each layer keeps for backward.
-        calls: one a line.
-        picture: SVG, shown below the facts.
-        rows: another table, its heads first.
+        title: the name of the function that the card is the result of.
+        lines: the facts; an indented line belongs to the one before it.
+        layers: the layers, with the bytes that they keep for backward.
+        calls: the calls, after a first line that is shown in any case.
+        picture: an SVG, shown below the facts.
+        rows: another table; its first row is the head.
 
     Returns:
         HTML of at most 50 KB.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exceptions koila raises by itself; torch's own pass through unchanged."""
+"""The exceptions that koila raises itself; torch's own pass through unchanged."""
 
 from __future__ import annotations
 
@@ -17,39 +17,41 @@ if TYPE_CHECKING:
 
 
 class KoilaError(RuntimeError):
-    """A program that koila cannot run with exactly eager's numbers, with op, line and reason."""
+    """koila cannot run a program with the numbers of eager mode; the text names op, line,
+    reason."""
 
 
 class StaleError(KoilaError):
-    """A tensor was changed between the moment a call was recorded and the moment it ran."""
+    """A tensor that a call reads was changed after the call was recorded and before it ran."""
 
 
 class NotInChunksError(KoilaError):
-    """A run in chunks found that it cannot be right; the program is then run whole."""
+    """Raised during a run in chunks that would give wrong numbers; the program then runs whole."""
 
 
 class MemoryLimitError(KoilaError, torch.OutOfMemoryError):
-    """Not even one sample at a time fits into the memory there is.
+    """A program does not fit into memory, not even with one sample at a time.
 
     Attributes:
-        plan: what the step takes in the chunks that need least, as `koila.plan` says it; None where
-            a call was refused that is in no chunks.
+        plan: the plan of `koila.plan` for the chunks that need the least memory; None if the error
+            is about a call that cannot run in chunks.
     """
 
     plan: MemoryPlan | None = None
 
 
-#: For who works on koila: what a traceback shows has koila's own frames too.
+#: Keep koila's own frames in tracebacks, for working on koila.
 _SHOWS_FRAMES = os.environ.get("KOILA_FRAMES", "") not in ("", "0")
-#: How the path of koila's own files begins.
+#: The prefix of the paths of koila's files.
 _OWN = INSIDE[0]
 
 
 def hide_frames(error: BaseException) -> None:
-    """Leave koila's own frames out of the traceback of an error, and what they called of torch and
-    Python on the way to other frames of koila: the user's stay, and torch's where it raised.
+    """Remove koila's frames from the traceback of an error.
 
-    An error that koila's code raised and means nobody to see is a mistake in koila: that keeps all.
+    Frames of torch and Python between frames of koila are removed too. The user's frames stay, and
+    those of torch where it raised the error. An unexpected error of koila's own code, which is a
+    bug in koila, keeps all frames.
     """
     frames: list[TracebackType] = []
     found = error.__traceback__
@@ -57,8 +59,8 @@ def hide_frames(error: BaseException) -> None:
         frames.append(found)
         found = found.tb_next
     is_own = bool(frames) and frames[-1].tb_frame.f_code.co_filename.startswith(_OWN)
-    is_meant = isinstance(error, KoilaError) or _is_of_call(error) or not is_own
-    if _SHOWS_FRAMES or not is_meant:
+    is_expected = isinstance(error, KoilaError) or _is_of_call(error) or not is_own
+    if _SHOWS_FRAMES or not is_expected:
         return
     kept: list[TracebackType] = []
     for frame in frames:
@@ -75,11 +77,12 @@ def hide_frames(error: BaseException) -> None:
 
 
 def _is_of_call(error: BaseException) -> bool:
-    """Whether a recorded call raised it, as the note says that it was given."""
+    """Tell whether a recorded call raised an error: koila then added a note with its line."""
     return any(note.startswith("koila: recorded at") for note in getattr(error, "__notes__", ()))
 
 
-# The words of torch, oneDNN and CUDA's libraries for it, where the type does not say so.
+# Texts of errors of torch, oneDNN and CUDA's libraries that mean out of memory, whatever their
+# type.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "could not create a primitive",
@@ -91,7 +94,8 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, so that smaller chunks may help; a limit too small is not it."""
+    """Tell whether memory ran out, so that smaller chunks may help. A MemoryLimitError is no such
+    error: it says that the smallest chunks do not fit."""
     if isinstance(error, MemoryLimitError):
         return False
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
@@ -99,18 +103,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
-# Of how memory lies. A chunk, of one row above all, can lie otherwise than the whole, of which the
-# call is legal.
+# Texts of errors about strides. A chunk, above all of one row, may have other strides than the
+# whole tensor, for which the call is legal.
 _OF_LAYOUT = ("refer to a single memory location", "view size is not compatible")
 
 
 def is_of_layout(error: BaseException) -> bool:
-    """Whether a call was refused for how its tensors lie in memory."""
+    """Tell whether torch refused a call because of the strides of its tensors."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_LAYOUT)
 
 
 def let_go(error: BaseException) -> None:
-    """Drop the tensors that the frames of a failed attempt hold, of what led to the error too."""
+    """Free the tensors that the frames of an error and of its causes hold."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)

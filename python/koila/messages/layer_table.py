@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of layers: what each keeps for backward, as texts and as lines."""
+"""The table of layers and the bytes that each keeps for backward."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from koila.messages.words import count, size
 
 @dataclass(frozen=True)
 class Layer:
-    """What the calls of one layer keep for their backward.
+    """A layer, and the bytes that autograd keeps of its calls for backward.
 
     Attributes:
-        name: the path of the module, as "encoder.layers.3.linear1"; the line of calls that are in
-            no module, as "train.py:40".
+        name: the path of the module, such as "encoder.layers.3.linear1"; for calls in no module
+            their line, such as "train.py:40".
         kind: the class of the module; empty: no module.
-        n_calls: recorded calls of it.
-        n_bytes: bytes that autograd keeps of their results for backward, of the whole batch.
-        per_sample: of these, for each sample of the batch.
-        is_whole: whether a call of it needs the whole batch at once.
+        n_calls: the number of its recorded calls.
+        n_bytes: bytes of their results that autograd saves, for the whole batch.
+        per_sample: the part of n_bytes that grows with the batch, for one sample.
+        is_whole: a call of it needs the whole batch at once.
     """
 
     name: str
@@ -32,21 +32,21 @@ class Layer:
     is_whole: bool = False
 
     def of_more(self, samples: int) -> Layer:
-        """The same layer for so many more samples."""
+        """Return the same layer for `samples` more samples."""
         n_bytes = round(self.n_bytes + samples * self.per_sample)
         return dataclasses.replace(self, n_bytes=n_bytes)
 
 
 def cells(layers: Iterable[Layer], most: int) -> tuple[list[tuple[Layer, tuple[str, ...]]], str]:
-    """The table of the layers that keep most for backward, the largest first.
+    """Return the table of the layers that keep most for backward, the largest first.
 
     Args:
-        layers: those of a program.
-        most: how many rows it has at most.
+        layers: the layers of a program.
+        most: the most rows that the table may have.
 
     Returns:
-        Each layer with the texts of its row, in the order of `HEADS`; and what is left out, as
-        "3 more layers with 1.0 MiB": empty where nothing is.
+        Each layer with the texts of its row, in the order of `HEADS`; and a text about the layers
+        left out, such as "3 more layers with 1.0 MiB", empty if there are none.
     """
     kept = sorted((one for one in layers if one.n_bytes), key=lambda one: -one.n_bytes)
     total = sum(one.n_bytes for one in kept)
@@ -68,12 +68,12 @@ def cells(layers: Iterable[Layer], most: int) -> tuple[list[tuple[Layer, tuple[s
     return rows, left_out
 
 
-#: Of the columns of `cells`.
+#: The heads of the columns of `cells`.
 HEADS = ("layer", "kept a sample", "whole batch", "share", "runs")
 
 
 def table(layers: Iterable[Layer], most: int = 10) -> list[str]:
-    """The table of `cells` as lines; none where nothing is kept."""
+    """Return the table of `cells` as lines; none if no layer keeps anything."""
     found, left_out = cells(layers, most)
     if not found:
         return []

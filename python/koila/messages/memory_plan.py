@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a step at each of its moments, before it runs: by phase, by category, by value.
+"""The result of koila.plan(): the bytes of a step at each of its moments, predicted before it runs.
 
-The moments are those that the core measured, by which the number of chunks was chosen
-(`measure.c`).
+The moments are those of `measure.c`, by which the number of chunks is chosen.
 """
 
 from __future__ import annotations
@@ -20,22 +19,22 @@ from koila.messages.words import size
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a step will take, before it runs. It prints as a text, and as a card in a notebook.
+    """The predicted memory of a step. It prints as a text, and shows as a card in a notebook.
 
     Attributes:
-        fits: whether it fits; if not, all numbers are those of the chunks that need least.
-        n_chunks: in how many chunks it runs.
-        n_samples: samples of a chunk.
-        n_bytes: bytes that it takes at its worst moment, beside what is there.
-        whole: bytes that it takes on the whole batch at once.
-        allowed: bytes that it may take.
-        there: bytes by kind that are there already: parameters, gradients, optimizer state, ...
-        phases: bytes at the worst moment of each phase: forward, backward, optimizer's step. The
-            last is what gradients and new optimizer state take, without the step's temporaries.
-        worst: the moment that takes most.
-        largest: the ten values that take most of what is kept for backward.
-        moments: all moments, in the order of the step; of equal chunks those of one.
-        costs: what is recomputed or offloaded for it, and what that costs; empty: nothing is.
+        fits: whether the step fits; if not, all numbers are for the chunks that need least.
+        n_chunks: the number of chunks.
+        n_samples: the samples of a chunk.
+        n_bytes: the peak bytes of the step, beside what exists before it.
+        whole: the peak bytes if the whole batch ran at once.
+        allowed: the bytes that the step may use.
+        there: by kind, the bytes that exist before the step: parameters, optimizer state, ...
+        phases: the peak bytes of each phase: forward, backward, optimizer's step. The last are the
+            bytes of gradients and new optimizer state, without the optimizer's temporaries.
+        worst: the moment with the most bytes.
+        largest: the ten largest values that are kept for backward.
+        moments: all moments, in the order of the step; equal chunks are listed once.
+        costs: what is recomputed or offloaded, and what that costs; empty if nothing is.
         summary: the numbers as sentences.
     """
 
@@ -54,10 +53,10 @@ class MemoryPlan:
     summary: tuple[str, ...] = ()
 
     def categories(self) -> dict[str, int]:
-        """Bytes at the worst moment by category, what was there before among them.
+        """Return the bytes at the worst moment by category, including what existed before the step.
 
         Returns:
-            Bytes by name, the largest first, without those that have none.
+            Bytes by name, the largest first, without empty categories.
         """
         own = {
             "activations": self.worst.activations,
@@ -71,7 +70,7 @@ class MemoryPlan:
         return {name: n_bytes for name, n_bytes in found if n_bytes > 0}
 
     def lines(self) -> list[str]:
-        """What it prints, but for the table of values."""
+        """Return the lines that it prints above the table of values."""
         phases = ", ".join(f"{name} {size(n)}" for name, n in self.phases.items())
         categories = ", ".join(f"{name} {size(n)}" for name, n in self.categories().items())
         found = [*self.summary, f"by phase: {phases}"]
@@ -79,7 +78,7 @@ class MemoryPlan:
         return [*found, f"all that is there then: {categories}"]
 
     def table(self) -> list[tuple[str, ...]]:
-        """The largest values: call, layer, line, bytes of the whole batch, bytes at one time."""
+        """Return the largest values: call, layer, line, bytes of the whole batch and of a chunk."""
         rows = [
             (one.call, one.layer, one.where, size(one.n_bytes), size(one.in_chunk))
             for one in self.largest
@@ -102,28 +101,28 @@ class MemoryPlan:
         return plan_files.html(self)
 
     def svg(self) -> str:
-        """A picture of the bytes over the step, as SVG: categories, phases, and what is allowed."""
+        """Return a picture of the bytes over the step, as SVG: categories, phases, the limit."""
         return plan_files.svg(self)
 
     def as_dict(self) -> dict[str, Any]:
-        """All numbers, as what JSON knows."""
+        """Return all numbers, in types that JSON knows."""
         return {**dataclasses.asdict(self), "categories": self.categories()}
 
     def save(self, path: str | Path) -> None:
-        """Write a file, of the kind that its name ends with.
+        """Write the plan to a file, in the format of its suffix.
 
         Args:
             path: `.svg` is the picture, `.html` the card, `.json` the numbers; `.trace.json` opens
                 in Chrome's trace viewer and in Perfetto, with a counter of memory, `.pickle` in
-                torch's memory viewer; any other name gets the text.
+                torch's memory viewer; with any other suffix it is the text.
         """
         plan_files.save(self, Path(path))
 
     def plot(self, axes: Any = None) -> Any:
-        """Draw the bytes over the step with matplotlib, which has to be installed.
+        """Draw the bytes over the step with matplotlib, which must be installed.
 
         Args:
-            axes: where to; None: new ones.
+            axes: the axes to draw on; None: new ones.
 
         Returns:
             The axes.

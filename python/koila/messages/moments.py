@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a memory plan says of one moment of a step, and of one value that is kept for backward."""
+"""The entries of a memory plan: moments of a step, and values that are kept for backward."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Moment:
-    """One call of a step, forward or back, and the bytes that are there beside what was there
-    before the step.
+    """A call of a step, forward or backward, and the bytes alive while it runs, without those that
+    existed before the step.
 
     Attributes:
         phase: "forward" or "backward".
-        call: the call, as "conv2d".
-        where: its line, as "model.py:40".
-        layer: the path of its module; empty: it is in none.
+        call: the name of the call, such as "conv2d".
+        where: its line, such as "model.py:40".
+        layer: the path of its module; empty if it is in none.
         activations: bytes of results that later calls or the backward read.
         outputs: bytes of results that the script holds.
-        gradients: bytes of gradients, those of parameters among them.
-        temporaries: bytes that are there only while the call runs.
+        gradients: bytes of gradients, those of parameters included.
+        temporaries: bytes that are allocated only while the call runs.
     """
 
     phase: str
@@ -33,7 +33,7 @@ class Moment:
 
     @property
     def n_bytes(self) -> int:
-        """All of them."""
+        """The sum of all kinds of bytes."""
         return self.activations + self.outputs + self.gradients + self.temporaries
 
     def __str__(self) -> str:
@@ -43,14 +43,14 @@ class Moment:
 
 @dataclass(frozen=True)
 class Value:
-    """What autograd keeps of one call for its backward.
+    """A result of a call that autograd saves for backward.
 
     Attributes:
-        call: the call, as "relu".
-        where: its line, as "model.py:40".
-        layer: the path of its module; empty: it is in none.
-        n_bytes: bytes of the whole batch.
-        in_chunk: of these, what is there at one time.
+        call: the name of the call, such as "relu".
+        where: its line, such as "model.py:40".
+        layer: the path of its module; empty if it is in none.
+        n_bytes: bytes for the whole batch.
+        in_chunk: bytes for one chunk.
     """
 
     call: str

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A memory plan as files: a picture, a card, JSON, a trace for Chrome and Perfetto, and a snapshot
-for torch's memory viewer."""
+"""Write a memory plan to files: a picture, a card, JSON, a trace for Chrome and Perfetto, and a
+snapshot for torch's memory viewer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from koila.messages.words import size
 
 
 class Plan(Protocol):
-    """What a file needs of a `MemoryPlan`, which is above this module."""
+    """The attributes of a `MemoryPlan` that are read here; its module imports this one."""
 
     @property
     def moments(self) -> tuple[Moment, ...]: ...
@@ -34,7 +34,7 @@ class Plan(Protocol):
     def as_dict(self) -> dict[str, Any]: ...
 
 
-#: From the bottom of the picture to its top: attribute of a moment, and colour.
+#: The areas of the picture from bottom to top: the attribute of a moment, and the color.
 KINDS = {
     "activations": "#4c8dd6",
     "outputs": "#57a773",
@@ -42,26 +42,26 @@ KINDS = {
     "temporaries": "#a87bc4",
 }
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 760, 300, 70, 30, 40
-#: Of a page of its own, which is light or dark as the reader has it.
+#: The head of an HTML page that follows the reader's choice of light or dark.
 _HEAD = (
     "<!doctype html><meta charset='utf-8'><meta name='color-scheme' content='light dark'>"
     "<title>koila.plan</title>"
 )
-#: Columns of a picture: of more moments, the worst of each group is drawn.
+#: The most columns of a picture: more moments are grouped, and the worst of each group is drawn.
 _MOST_COLUMNS = 240
-#: A moment in a trace takes so many microseconds; how long it will take is not known.
+#: The length of every moment in a trace, in microseconds; real times are not known.
 _TICK = 10
 
 
 def _columns(moments: Sequence[Moment]) -> list[Moment]:
-    """At most `_MOST_COLUMNS` moments, in order, with the worst of all among them."""
+    """Return at most `_MOST_COLUMNS` moments, in order; the worst of all is one of them."""
     n = min(len(moments), _MOST_COLUMNS)
     edges = [len(moments) * i // n for i in range(n + 1)]
     return [max(moments[a:b], key=lambda one: one.n_bytes) for a, b in itertools.pairwise(edges)]
 
 
 def _layers_of(columns: Sequence[Moment]) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Of each kind of bytes the lower and the upper edge of its area, in bytes by column."""
+    """Yield each kind of bytes with the lower and upper edges of its area, in bytes by column."""
     lower = [0] * len(columns)
     for kind in KINDS:
         upper = [low + getattr(one, kind) for low, one in zip(lower, columns, strict=True)]
@@ -70,14 +70,14 @@ def _layers_of(columns: Sequence[Moment]) -> Iterator[tuple[str, list[int], list
 
 
 def _area(lower: Sequence[float], upper: Sequence[float], x: Callable[[int], float]) -> str:
-    """The points of an area that goes from column to column in steps."""
-    there = [(x(i + k), up) for i, up in enumerate(upper) for k in (0, 1)]
-    back = [(x(i + k), low) for i, low in enumerate(lower) for k in (0, 1)]
-    return " ".join(f"{a:.1f},{b:.1f}" for a, b in (*there, *reversed(back)))
+    """Return the points of an area whose edges go from column to column in steps."""
+    above = [(x(i + k), up) for i, up in enumerate(upper) for k in (0, 1)]
+    below = [(x(i + k), low) for i, low in enumerate(lower) for k in (0, 1)]
+    return " ".join(f"{a:.1f},{b:.1f}" for a, b in (*above, *reversed(below)))
 
 
 def svg(plan: Plan) -> str:
-    """The bytes over the step, with a line at what is allowed where that is near."""
+    """Draw the bytes over the step, with a line at the bytes allowed unless these are far more."""
     columns = _columns(plan.moments)
     near = plan.allowed <= 3 * plan.n_bytes
     top = 1.08 * max(plan.n_bytes, plan.allowed if near else 0, 1)
@@ -138,16 +138,15 @@ def svg(plan: Plan) -> str:
 
 
 def html(plan: Plan) -> str:
-    """A card for notebooks, with the picture and the largest values."""
+    """Return a card for notebooks, with the picture and the largest values."""
     return cards.html("koila.plan", plan.lines(), picture=svg(plan), rows=plan.table())
 
 
 def trace(plan: Plan) -> dict[str, Any]:
-    """What Chrome's trace viewer and Perfetto read: a slice for each call, and a counter of memory.
+    """Return a trace for Chrome's viewer and Perfetto: a slice for each call, a counter of memory.
 
     Returns:
-        The trace event format, times in microseconds: each call takes the same time, as nothing
-        ran.
+        Events of the trace event format. Each call takes the same time, since nothing has run.
     """
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "koila.plan"}},
@@ -164,7 +163,7 @@ def trace(plan: Plan) -> dict[str, Any]:
 
 
 class _Blocks:
-    """Blocks of memory as torch's viewer knows them, of which the last made go first."""
+    """Simulates allocated blocks for torch's memory viewer: the last allocated are freed first."""
 
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
@@ -172,7 +171,7 @@ class _Blocks:
         self._address = 1 << 20
 
     def set(self, kind: str, n_bytes: int, frames: list[dict[str, Any]], time: int) -> None:
-        """From now on there are so many bytes of a kind."""
+        """Allocate or free blocks, so that `n_bytes` of a kind are allocated from `time` on."""
         blocks = self.live[kind]
         less = sum(block["size"] for block in blocks) - n_bytes
         while less > 0:
@@ -180,7 +179,7 @@ class _Blocks:
             for action in ("free_requested", "free_completed"):
                 self.events.append({**block, "action": action, "time_us": time})
             less -= block["size"]
-            if less < 0:  # a part of it stays
+            if less < 0:  # the block was larger: allocate the rest again
                 self._alloc(kind, -less, block["frames"], time)
                 return
         if less < 0:
@@ -194,8 +193,10 @@ class _Blocks:
 
 
 def snapshot(plan: Plan) -> dict[str, Any]:
-    """What torch's memory viewer reads (`torch.cuda.memory._snapshot` gives the same of a run): for
-    each kind of bytes a block where they grow, which goes where they shrink."""
+    """Return a snapshot for torch's memory viewer, as `torch.cuda.memory._snapshot` makes of a run.
+
+    Each kind of bytes allocates a block when it grows, and frees blocks when it shrinks.
+    """
     blocks = _Blocks()
     for i, one in enumerate(plan.moments):
         file, _, line = one.where.rpartition(":")
@@ -203,7 +204,7 @@ def snapshot(plan: Plan) -> dict[str, Any]:
         for kind in KINDS:
             frames = [{**named, "name": f"{kind}: {one}"}]
             blocks.set(kind, getattr(one, kind), frames, _TICK * i)
-    there = [
+    allocated = [
         {
             "address": block["addr"],
             "size": block["size"],
@@ -229,7 +230,7 @@ def snapshot(plan: Plan) -> dict[str, Any]:
             "frames": block["frames"],
             "blocks": [block],
         }
-        for block in there
+        for block in allocated
     ]
     return {
         "segments": segments,
@@ -240,7 +241,7 @@ def snapshot(plan: Plan) -> dict[str, Any]:
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Write a plan, in the format that the name of the file ends with."""
+    """Write a plan to a file, in the format of its suffix."""
     if path.name.endswith(".pickle"):
         path.write_bytes(pickle.dumps(snapshot(plan)))
         return
@@ -256,7 +257,7 @@ def save(plan: Plan, path: Path) -> None:
 
 def plot(plan: Plan, axes: Any) -> Any:
     """Draw a plan with matplotlib."""
-    pyplot = importlib.import_module("matplotlib.pyplot")  # the user's, where it is installed
+    pyplot = importlib.import_module("matplotlib.pyplot")  # an optional dependency
 
     axes = axes if axes is not None else pyplot.subplots()[1]
     columns = _columns(plan.moments)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers as texts: bytes as "12.5 MiB", and things as "2 calls"."""
+"""Format numbers: bytes as "12.5 MiB", counts as "2 calls"."""
 
 from __future__ import annotations
 
 
 def count(n: int, noun: str) -> str:
-    """A number of things: "1 call", "2 calls", "2 batches"."""
+    """Format a number with its noun: "1 call", "2 calls", "2 batches"."""
     ending = "es" if noun.endswith(("s", "ch")) else "s"
     return f"{n} {noun}" if n == 1 else f"{n} {noun}{ending}"
 
 
 def size(n_bytes: float) -> str:
-    """Bytes as a text: "12.5 MiB"."""
+    """Format bytes: "12.5 MiB"."""
     for unit in ("bytes", "KiB", "MiB"):
         if n_bytes < 1024:
             return f"{n_bytes:.0f} {unit}" if unit == "bytes" else f"{n_bytes:.1f} {unit}"
@@ -20,7 +20,7 @@ def size(n_bytes: float) -> str:
 
 
 def sizes(left: float, right: float) -> tuple[str, str]:
-    """Two sizes as texts, that differ where they do."""
+    """Format two sizes, with enough digits that the texts differ if the sizes do."""
     texts = size(left), size(right)
     digits, unit = 2, 2**20 if max(left, right) >= 2**20 else 2**10
     name = "MiB" if unit == 2**20 else "KiB"
