@@ -12,9 +12,10 @@ import pytest
 import koila
 
 MODULES = sorted(
-    found.name
-    for found in pkgutil.iter_modules(koila.__path__)
-    if found.name not in ("_core", "__main__", "integrations")
+    found.name.removeprefix("koila.")
+    for found in pkgutil.walk_packages(koila.__path__, "koila.")
+    if found.name not in ("koila._core", "koila.__main__")
+    and not found.name.startswith("koila.integrations")
 )
 
 
