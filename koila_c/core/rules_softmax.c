@@ -4,7 +4,7 @@
 
 #include <string.h>
 
-/* --- softmax, log_softmax: input, dim, dtype; logs, most: of a dim of the rows, see koila/reductions/meets.py */
+/* --- softmax, log_softmax: input, dim, dtype; logs, most: of a dim of the rows, see koila/reductions/batch_softmax.py */
 
 KlStatus
 shape_softmax(const KlCall *call, KlInferred *result, KlError *error)

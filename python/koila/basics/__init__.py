@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all of koila stands on: settings, rows, lines of the user, torch's engine and switches."""
+"""Modules that the others build on: settings, rows, the user's lines, torch's engine, switches."""

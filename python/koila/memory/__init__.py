@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes: what there is, what is held, what a step will take."""
+"""Memory: the bytes that are free, those that tensors take, those that a step will need."""

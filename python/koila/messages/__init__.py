@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What people read: words, errors, tables, cards and memory plans."""
+"""What users read: errors, tables, notebook cards and memory plans."""

@@ -86,7 +86,7 @@ def start_of(i: int, out: int) -> tuple[torch.Generator, torch.Tensor | None]:
         out: its first output.
 
     Returns:
-        None for the state if it drew in chunks, each from a seed.
+        None for the state if the call drew from seeds (on CUDA).
     """
     generator = generators.generator_of(_core.value(out)[10])
     memo = _core.memo()

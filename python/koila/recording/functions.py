@@ -27,7 +27,7 @@ from koila.recording import (
     scalars,
     written,
 )
-from koila.reductions import calls, meets, norms, scans
+from koila.reductions import batch_softmax, calls, norms, scans
 from koila.reporting import reports, versions
 from koila.running import cross, derived, numbers, recomputed, replay, unwritten
 from koila.staged import hooks, meta
@@ -280,9 +280,11 @@ def register_all() -> None:
         "batch_norm",
         tuple,
     )
-    _core.register(meets.shares, OP, "softmax", None, False, False, False, "var_mean", tuple)
-    for name, call in meets.CALLS.items():
-        _core.register(call, OP, name, meets.run_whole, False, False, False, name, tuple)
+    _core.register(
+        batch_softmax.shares, OP, "softmax", None, False, False, False, "var_mean", tuple
+    )
+    for name, call in batch_softmax.CALLS.items():
+        _core.register(call, OP, name, batch_softmax.run_whole, False, False, False, name, tuple)
     for name, layer in packed.LAYERS.items():
         row = f"packed_{name}"
         _core.register(layer, OP, name, _run_whole, False, False, False, row, tuple)

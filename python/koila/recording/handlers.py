@@ -16,7 +16,7 @@ from koila.planning import unsplit
 from koila.random import generators
 from koila.recording import composed, handed_out, inplace_views, masks, packed
 from koila.recording.backwards import GRAD_WORDS, backward, is_pending, words_of
-from koila.reductions import meets, norms, scans
+from koila.reductions import batch_softmax, norms, scans
 from koila.reporting import reports
 from koila.staged import hooks, meta
 
@@ -370,7 +370,7 @@ DECLINED: dict[str, Handler] = {
     "__setitem__": masks.assign,
     "batch_norm": norms.record,
     "embedding_bag": enter_python,
-    **dict.fromkeys(meets.CALLS, meets.record),
+    **dict.fromkeys(batch_softmax.CALLS, batch_softmax.record),
     **dict.fromkeys(scans.SCANS, scans.record),
     "masked_scatter": masks.masked_scatter,
     "masked_select": masks.masked_select,

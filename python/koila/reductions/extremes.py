@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from koila.basics import engine
-from koila.reductions import meets, scans
+from koila.reductions import batch_softmax, scans
 from koila.reductions.reduction import Call, Reduction, count, dims, total, widen
 
 
@@ -104,14 +104,14 @@ class LogSumExp(Reduction):
 
 
 class Shares(LogSumExp):
-    """The reduction of a softmax over the batch (`meets.shares`)."""
+    """The reduction of a softmax over the batch (`batch_softmax.shares`)."""
 
     n_parts = 3  # as many as var_mean has, whose row in the op table the call uses; two are read
 
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x, dim = call.word("input"), call.word("dim")
         most = x.detach().amax(dim, True).to(call.wide)
-        made = most, meets.sums(x, self.finite(most), dim), count(1)
+        made = most, batch_softmax.sums(x, self.finite(most), dim), count(1)
         return tuple(made[part] for part in parts)
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:

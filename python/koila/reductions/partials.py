@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from koila.reductions import meets, norms, scans
+from koila.reductions import batch_softmax, norms, scans
 from koila.reductions.extremes import Extreme, LogSumExp, Norm, Prod, Shares, Starts
 from koila.reductions.losses import Again, Classes, CrossEntropy, Loss, RowLoss
 from koila.reductions.reduction import Reduction
@@ -33,7 +33,7 @@ REDUCTIONS: dict[str, Reduction] = {
 }
 #: The same for functions of koila that only chunks call.
 OF_CALLS: dict[Callable[..., Any], Reduction] = {
-    meets.shares: Shares(),
+    batch_softmax.shares: Shares(),
     norms.batch_moments: Moments(),
     **dict.fromkeys(scans.STARTS, Starts()),
 }

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ran, how, and how far: report() and the progress bar."""
+"""Reports of the programs that ran, and the progress bar of those that run."""

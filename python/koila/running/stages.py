@@ -20,7 +20,7 @@ from koila.basics.rows import Bounds, Place, chunk_shape, cut, grid, without_mem
 from koila.messages.errors import NotInChunksError
 from koila.planning import plans
 from koila.random import draws
-from koila.reductions import calls, meets, norms
+from koila.reductions import batch_softmax, calls, norms
 from koila.reporting import progress
 from koila.running import accrue, derived, saved, views
 from koila.running.cross import Cross, Fresh, has_way_back
@@ -270,9 +270,9 @@ class Stages:
             if func is norms.batch_norm and isinstance(args[6], norms.Again):
                 args = self.tracked.note_again(node, args)
             is_alone = run.is_body and self.is_forward and len(self.grid_of(run)) == 1
-            is_given = node.mode == ROWS and func in meets.N_OWN
+            is_given = node.mode == ROWS and func in batch_softmax.N_OWN
             if is_given and is_alone:  # torch's own call can reduce over the only chunk itself
-                return meets.run_alone(func, args, kwargs)
+                return batch_softmax.run_alone(func, args, kwargs)
             if is_given:
                 self.tracked.note(node, func, args)
                 return func(*args, **kwargs)
