@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a large weight, made in what gathers.
+"""Accumulate the gradient of a large weight in place.
 
-torch makes the gradient of each chunk, as large as the weight, and adds it to what gathers: a step
-in chunks would take a weight more than the whole one. A product adds its own there, as
-kl_stage_accruing says which, so no chunk makes one.
+torch computes the gradient of a chunk in a tensor as large as the weight and adds it to `.grad`, so
+a step in chunks would need one weight's memory more than a whole one. The products here add to the
+`.grad` of the alias themselves (addmm_). kl_stage_accruing says which calls run so.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from koila.staged.program import Program
 
 Call = Callable[[], torch.Tensor]
 
-#: Gradients of others are summed in float32, and made in their own.
+#: The gradients of other dtypes are accumulated in float32, so not in the dtype of the product.
 _SUMMED = torch.float32, torch.float64
 
 
 def _gathered(weight: torch.Tensor) -> torch.Tensor | None:
-    """What gathers for an alias so far, of which no other gradient has the memory."""
+    """Return the gradient accumulated so far for an alias, in memory of its own."""
     if weight.grad is not None:
         weight.grad = owned(weight.grad)
     return weight.grad
@@ -47,7 +47,7 @@ def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Product(engine.Function):
-    """A product of rows and a weight, which is turned for linear(), and what is added to it."""
+    """A product of rows and a weight (transposed for linear()), with an optional added term."""
 
     @staticmethod
     def forward(
@@ -85,7 +85,7 @@ class _Product(engine.Function):
 
 
 class _LookUp(engine.Function):
-    """Rows of a table."""
+    """A look-up of rows in an embedding table."""
 
     @staticmethod
     def forward(
@@ -105,12 +105,12 @@ class _LookUp(engine.Function):
         aside = total[ctx.padding].clone() if ctx.padding >= 0 else None
         total.index_add_(0, indices.reshape(-1), gradient.reshape(-1, total.shape[1]))
         if aside is not None:
-            total[ctx.padding] = aside  # no gradient comes for it from here
+            total[ctx.padding] = aside  # the padding row gets no gradient from this call
         return None, None, None, None
 
 
 def _can(weight: torch.Tensor) -> bool:
-    """Whether its gradient gathers in an alias, as large as it is said to be."""
+    """Return whether the weight is an alias (a leaf) whose `.grad` the call can add to."""
     is_alias = weight.is_leaf and weight.requires_grad and weight.dim() == 2
     is_cast = torch.is_autocast_enabled(weight.device.type) or weight.dtype not in _SUMMED
     return is_alias and not is_cast and torch.is_grad_enabled()
@@ -143,7 +143,7 @@ def _apply(function: Any, call: Call, weight: torch.Tensor, words: tuple[Any, ..
     return made
 
 
-#: By what the cell of the row says: given the call and its arguments by the row's words.
+#: By the text of the row's cell `gathers`; called with the call and its arguments by name.
 OF_CELLS: dict[str, Callable[[Call, dict[str, Any]], torch.Tensor]] = {
     "LINEAR": _linear,
     "PRODUCT": _product,
@@ -159,8 +159,11 @@ def run(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> torch.Tensor | None:
-    """Run a product of rows whose weight's gradient gathers; None: it is no such call, or torch may
-    differentiate it twice, which these products do not know."""
+    """Run a call that accumulates the gradient of its weight in place.
+
+    Return None if it is no such call, or if the program differentiates calls (`derived.py`): these
+    products cannot be differentiated twice.
+    """
     is_such = node.mode == ROWS and not program.is_derived
     row = table.ROWS.get(program.row_of(node)) if is_such else None
     if row is None or row["gathers"] is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the function of a checkpoint writes and keeps: modules in its reach, and their buffers."""
+"""The modules that a checkpoint's function can call, and the buffers that they may write."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from koila.running import recomputed
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """The names of globals and attributes that a code object uses, and those of functions in it."""
+    """Return the names of globals and attributes that a code object and its inner functions use."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*map(names_in, inner))
 
 
 def _inside(obj: Any, names: set[str]) -> Iterator[Any]:
-    """What an object of none of torch's kinds holds, of which code with these names can call."""
+    """Yield the objects that an object refers to and that code with these names can reach."""
     if isinstance(obj, dict):
         yield from obj.values()
     elif isinstance(obj, list | tuple | set):
@@ -36,7 +36,7 @@ def _inside(obj: Any, names: set[str]) -> Iterator[Any]:
         yield from obj.__defaults__ or ()
         yield from (obj.__kwdefaults__ or {}).values()
         for cell in obj.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it is still empty
+            with contextlib.suppress(ValueError):  # the cell is still empty
                 yield cell.cell_contents
         yield from (obj.__globals__[name] for name in names & obj.__globals__.keys())
     elif isinstance(obj, types.MethodType):
@@ -53,7 +53,8 @@ def _inside(obj: Any, names: set[str]) -> Iterator[Any]:
 def modules_in(
     objs: Iterable[Any], names: set[str] | None = None, depth: int = 4
 ) -> Iterator[nn.Module]:
-    """The modules that functions can call: given to them, or what they are bound to or captured."""
+    """Yield the modules that functions can call: arguments, and what they are bound to, capture or
+    name."""
     names = set() if names is None else names
     for obj in objs:
         if isinstance(obj, nn.Module):
@@ -67,7 +68,7 @@ def modules_in(
 
 
 def updates(module: nn.Module) -> bool:
-    """Whether it is of torch, and updates what it has as it runs."""
+    """Return whether it is a module of torch that updates its own buffers when it is called."""
     if not module.training:
         return False
     hooks = module._forward_pre_hooks.values()
@@ -87,7 +88,8 @@ _IN_PLACE = re.compile(r"[a-z0-9]_$")
 
 @functools.cache
 def _written_by(kind: type) -> frozenset[str]:
-    """The names beside which forward, or a method that it names, names what writes in place."""
+    """Return the names in those methods of a class (forward, and what it names) that may write in
+    place: they name a function with a trailing underscore, or store to an item or attribute."""
     names: set[str] = set()
     seen, left = set(), ["forward"]
     while left:
@@ -103,12 +105,13 @@ def _written_by(kind: type) -> frozenset[str]:
     return frozenset(names)
 
 
-#: The opcodes of `x[i] = y`, `x[i:j] = y`, which has its own from CPython 3.12 on, and `x.y = z`.
+#: The opcodes of `x[i] = y`, `x[i:j] = y` (its own from CPython 3.12 on) and `x.y = z`. `x[i] += y`
+#: and `x.y += z` end with one of them.
 _STORES = {dis.opmap.get(name) for name in ("STORE_SUBSCR", "STORE_SLICE", "STORE_ATTR")}
 
 
 def seems_to_write(module: nn.Module) -> bool:
-    """Whether a method of its class names a buffer of its own, and writes something."""
+    """Return whether a method of a user's module names one of its buffers and writes something."""
     is_torchs = isinstance(module, _BatchNorm) or _is_torchs(type(module).__module__)
     if is_torchs or not module._buffers:
         return False
@@ -117,8 +120,11 @@ def seems_to_write(module: nn.Module) -> bool:
 
 
 def can_record(found: list[nn.Module]) -> bool:
-    """Whether what a body's modules update are batch normalizations that are trained: all of them
-    have a part in what torch makes again."""
+    """Return whether a checkpoint's function that uses these modules can be recorded.
+
+    The only buffers it may update are statistics of batch norms with a trained weight: torch's
+    second run of the function certainly reaches these.
+    """
     return not any(map(seems_to_write, found)) and all(
         isinstance(module, _BatchNorm)
         and module.running_mean is not None
@@ -129,7 +135,7 @@ def can_record(found: list[nn.Module]) -> bool:
 
 
 class Buffer(NamedTuple):
-    """A buffer as it was."""
+    """A buffer of a module, with its version at a moment."""
 
     module: nn.Module
     name: str
@@ -142,15 +148,19 @@ class Buffer(NamedTuple):
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often it was written; what a lazy is a version of."""
+    """Return the version counter of a tensor; of a lazy the number of its value, which a write
+    changes."""
     if type(tensor) is _core.LazyTensor:
         return _core.id(tensor)
     return recomputed.version_of(tensor)
 
 
 def buffers_of(found: list[nn.Module]) -> list[Buffer]:
-    """The buffers of modules, but for the counts of batches, which are moved once more; so are
-    statistics, which are written without a new version."""
+    """Return the buffers of modules that a checkpoint must not write, as they are now.
+
+    The batch counts of batch norms are left out: they are updated again after backward. Their
+    statistics are too, and stay in this list since they are written without a new version.
+    """
     return [
         Buffer(module, name, tensor, version_of(tensor))
         for module in dict.fromkeys(found)

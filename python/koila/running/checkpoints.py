@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.utils.checkpoint: its body is recorded once, as a region of the program, whose calls run
-again before their backward.
+"""torch.utils.checkpoint: record its function (the *body*) once, as a *region* of the program
+whose calls run again before their backward.
 
-But a body that updates statistics does so in both of torch's runs. Those of batch normalizations
-are moved once more when the program has gone back (norms.Again); a body with others, or with a
-module that seems to write a buffer of its own, is left to torch, at once. So is one that is not to
-draw the same numbers again (preserve_rng_state=False). What a body turns out to write all the same
-is refused.
+torch runs a body twice, so a body that updates statistics does so twice. Those of batch norms are
+updated once more after the program's backward (norms.Again). A body with other statistics, or with
+a module that seems to write a buffer of its own, is left to torch and runs at once; so is one whose
+second run draws other random numbers (preserve_rng_state=False). If a recorded body turns out to
+write a buffer all the same, it is refused.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from koila.staged.program import Program
 
 class _State(threading.local):
     def __init__(self) -> None:
-        self.moved: set[int] = set()  # ids of statistics that backward moves once more
+        self.moved: set[int] = set()  # ids of statistics that are updated once more in backward
 
-    groups: tuple[norms.Group, ...] = ()  # of the bodies that this thread is recording
-    around: tuple[int, ...] = ()  # the regions of these, the outermost first
-    has_reentrant = False  # this thread has recorded such a body
+    groups: tuple[norms.Group, ...] = ()  # one for each body that this thread is recording
+    around: tuple[int, ...] = ()  # the regions of these bodies, the outermost first
+    has_reentrant = False  # this thread has recorded a body with use_reentrant=True
 
 
 _state = _State()
 
 
 def _norm_calling(mean: Tensor) -> nn.Module | None:
-    """The batch normalization on the stack whose running mean this is."""
+    """Return the batch norm module on the Python stack whose running mean this is, or None."""
     frame = sys._getframe(2)
     for _ in range(16):
         module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
@@ -63,20 +63,21 @@ def _norm_calling(mean: Tensor) -> nn.Module | None:
 
 
 def _note_read(ids: set[int]) -> None:
-    """Plain torch asks for statistics that are still to be written."""
+    """Refuse a plain read of statistics that the body being recorded has updated."""
     if any(not ids.isdisjoint(group.moved) for group in _state.groups):
         recomputed.refuse("reads running statistics after it has moved them")
 
 
 def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, *words: Any) -> Any:
-    """torch.batch_norm while a body is recorded."""
+    """Stand in for torch.batch_norm while a body is recorded: note that the second run of the body
+    updates the statistics once more."""
     args: tuple[Any, ...] = (x, weight, bias, mean, *words)
     if not _state.groups or mean is None or not words[1]:
         return _plain_batch_norm(*args)
     needs = any(one is not None and one.requires_grad for one in (x, weight, bias))
     if not (needs and torch.is_grad_enabled()):
         recomputed.refuse("moves the statistics of a normalization of which no gradient is asked")
-    if type(x) is not _core.LazyTensor:  # recorded as well: what backward moves is of the program
+    if type(x) is not _core.LazyTensor:  # record it too, for the program to update it in backward
         x = _core.input(x, -1, _core.new_axis(), 0)
     module = _norm_calling(mean)
     again = norms.Again(words[2])
@@ -99,8 +100,11 @@ _numbers, _ends = itertools.count(1), itertools.count(1)
 
 @contextlib.contextmanager
 def _region(is_reentrant: bool) -> Iterator[int]:
-    """What is recorded is the body of a checkpoint: what autograd keeps of it is made again.
-    Without gradients that is nothing, and it belongs to the body around it."""
+    """Give the calls recorded in a block the number of a new region, which is yielded.
+
+    Without gradients nothing has to be recomputed: the calls stay in the region around them, and 0
+    is yielded.
+    """
     if not torch.is_grad_enabled():
         yield 0
         return
@@ -116,7 +120,7 @@ def _region(is_reentrant: bool) -> Iterator[int]:
 
 @functools.cache
 def _has_modes(kind: type) -> bool:
-    """Whether forward asks if it is in training."""
+    """Return whether the forward of a module class reads `training`."""
     forward = getattr(kind, "forward", None)
     if not isinstance(forward, types.FunctionType):
         return False
@@ -124,7 +128,7 @@ def _has_modes(kind: type) -> bool:
 
 
 def _hooks_of(module: nn.Module) -> tuple[int, ...]:
-    """The ids of the hooks that a call of a module calls."""
+    """Return the ids of the hooks that a call of a module runs."""
     kinds: Any = (
         module._forward_hooks,
         module._forward_pre_hooks,
@@ -135,7 +139,7 @@ def _hooks_of(module: nn.Module) -> tuple[int, ...]:
 
 
 def _note_modes(region: int, found: list[nn.Module]) -> None:
-    """Keep, with the tape, in which mode the modules of a body are, and which hooks they have."""
+    """Keep, with the tape, the mode and the hooks of the modules of a body, for `check`."""
     modes = [
         (module, module.training if _has_modes(kind) else None, _hooks_of(module))
         for module, kind in ((module, cast("Any", type(module))) for module in found)
@@ -147,7 +151,16 @@ def _note_modes(region: int, found: list[nn.Module]) -> None:
 def _recording(
     found: list[nn.Module], is_reentrant: bool, given: tuple[Any, ...]
 ) -> Iterator[None]:
-    """A block in which a body is recorded that torch would run again, on what it is given."""
+    """Record the body that runs in a block, which torch would run again in backward.
+
+    Args:
+        found: the modules that the body can call.
+        is_reentrant: whether use_reentrant=True.
+        given: the arguments of the body.
+
+    Raises:
+        KoilaError: the body wrote a buffer of a module.
+    """
     global _n_recording
     outer, buffers, group = _state.groups, checkpoint_bodies.buffers_of(found), norms.Group()
     around = _state.around
@@ -163,7 +176,7 @@ def _recording(
             lazies = [one for one in given if type(one) is _core.LazyTensor]
             before = [_core.id(one) for one in lazies]
             yield
-            after = map(_core.id, lazies)  # the body may have been the first to read
+            after = map(_core.id, lazies)  # an argument may get a number at its first read
             ids = (b if a is None else a for a, b in zip(before, after, strict=True))
             kept = [value for value in ids if value is not None]
             plain = {id(one) for one in given if isinstance(one, Tensor)}.difference(
@@ -191,48 +204,54 @@ def run(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call of an autograd function is a reentrant checkpoint to be recorded.
+    """Return whether a call of an autograd function is a reentrant checkpoint to record.
 
-    It gives no gradient where none of its inputs needs one: that is left to torch too.
+    If none of its inputs requires a gradient, the checkpoint sends none to the weights either. It
+    is then left to torch.
     """
     if cls is not torch.utils.checkpoint.CheckpointFunction or planner.is_whole():
         return False
     if not torch.is_grad_enabled():
-        return True  # it runs once
-    if not args[1]:
-        return False  # as `patched`
+        return True  # torch, too, runs it only once
+    if not args[1]:  # preserve_rng_state=False, as in `patched`
+        return False
     needs = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
     found = list(checkpoint_bodies.modules_in([args[0], *args[2:]])) if needs else []
-    # Such hooks begin when torch runs the body again: before, it has no graph to put them on.
+    # torch calls backward hooks only in its second run: the first one has no graph for them.
     is_hooked = any(module._backward_hooks or module._backward_pre_hooks for module in found)
     return needs and not is_hooked and checkpoint_bodies.can_record(found)
 
 
 def reached(program: Program) -> set[int]:
-    """The regions of which backward asks what torch would make again."""
+    """Return the regions whose saved tensors backward reads: torch would run these bodies again."""
     return {node.region for node in program.nodes.values() if node.region and node.is_kept}
 
 
 def write_what_is_moved() -> None:
-    """A part that was cut off goes back, and moves statistics of its checkpoints once more: calls
-    that were recorded after the part move them first."""
+    """Run pending updates of statistics that a part updates once more in its backward: those
+    updates were recorded after the part, and come first."""
     unwritten.make(_state.moved)
 
 
 def around(region: int) -> tuple[int, ...]:
-    """The regions of the bodies that a region is in, the outermost first, and itself; of one that
-    began on another tape itself alone."""
+    """Return the regions around a region, the outermost first, and the region itself. If it began
+    on another tape, return it alone."""
     known: dict[int, tuple[int, ...]] = _core.memo().get("around", {})
     return known.get(region, (region,) if region else ())
 
 
 def recording() -> int:
-    """The region of the body that this thread is recording; 0: of none."""
+    """Return the region of the body that this thread is recording; 0: none."""
     return _state.around[-1] if _state.around else 0
 
 
 def check(program: Program, has_inputs: bool) -> None:
-    """Raise where a program is to be differentiated otherwise than torch's checkpoints allow."""
+    """Raise if torch's checkpoints would not allow this backward, or give another result in it.
+
+    Args:
+        program: the program to differentiate.
+        has_inputs: whether the gradients of some tensors alone are asked for.
+    """
     regions = reached(program) if program.has_checkpoints else set()
     if has_inputs and any(region % 2 for region in regions):
         recomputed.refuse_inputs()
@@ -257,8 +276,9 @@ Passes = dict[int, tuple[Tensor, set[int]]]
 
 
 def _pass_to(value: int, real: Tensor | None, region: int) -> int:
-    """The pass that comes to what a call of a region reads: of what the function of a reentrant
-    checkpoint is given, that which comes to the checkpoint."""
+    """Return the pass of torch's engine that brings the gradient of a value which a call in a
+    region reads: the region of the innermost reentrant checkpoint whose function captures it. 0 is
+    the pass of the user's backward, which also brings the gradients of a checkpoint's arguments."""
     for one in reversed(around(region)):
         if one % 2:
             values, plain = _given(one)
@@ -268,8 +288,9 @@ def _pass_to(value: int, real: Tensor | None, region: int) -> int:
 
 
 def passes(program: Program) -> Passes:
-    """By id, the tensors that entered a program or the graphs of such, and the passes of torch's
-    engine that come to them: that of backward, and one for each reentrant checkpoint."""
+    """Return, by id, the tensors that entered a program, or are leaves behind such tensors, and the
+    passes of torch's engine that send a gradient to them: the pass of backward (0), and one for
+    each reentrant checkpoint."""
     by_value: dict[int, set[int]] = defaultdict(set)
     for node in program.nodes.values():
         if any(map(program.needs_gradient, node.outs)):
@@ -288,15 +309,15 @@ def passes(program: Program) -> Passes:
         for end in outside.ends(real):
             if isinstance(end, Tensor):
                 note(end, own)
-            else:  # a part that was cut off, which goes back by itself
+            else:  # a part that was cut off has passes of its own
                 for one, its in end.leaf_passes().values():
                     note(one, its)
     return found
 
 
 def _check_hooks(program: Program) -> None:
-    """Raise where torch calls a hook of a leaf oftener than koila does: each pass of its engine
-    does so, and each reentrant checkpoint is gone back through by one of its own."""
+    """Raise if torch would call a hook of a leaf more often than koila: once in each pass of its
+    engine, and the backward of each reentrant checkpoint is a pass of its own."""
     for real, own in passes(program).values():
         if len(own) > 1 and (real._backward_hooks or real._post_accumulate_grad_hooks):
             raise KoilaError(
@@ -309,17 +330,16 @@ def _check_hooks(program: Program) -> None:
 
 
 class Body(NamedTuple):
-    """What a checkpoint's function, with those of checkpoints in it, reads and did not make."""
+    """The calls of a checkpoint's function, with those of checkpoints in it, and what they read."""
 
     region: int
     nodes: list[Node]
-    given: list[int]  # to the outermost: torch keeps these, and sees it where they were written
-    read: set[int]
+    given: list[int]  # arguments of an outermost body: torch saves these, and sees writes to them
+    read: set[int]  # values that the calls read and did not make
 
 
 def bodies(program: Program) -> Iterator[Body]:
-    """What torch would read again where backward reaches a checkpoint, to run its function; of
-    nested ones the outer first."""
+    """Yield the bodies that torch would run again in this backward, outer ones first."""
     regions = reached(program) if program.has_checkpoints else set()
     ends = {one for region in regions for one in around(region)}
     found: dict[int, list[Node]] = defaultdict(list)
@@ -330,23 +350,28 @@ def bodies(program: Program) -> Iterator[Body]:
     for region, nodes in found.items():
         reads = {program.imports[i].value for node in nodes for i in node.imports if i >= 0}
         made = {out for node in nodes for out in node.outs}
-        # What a body inside is given is made again too.
+        # The arguments of an inner body are recomputed, so writes to them do not matter.
         given = _given(region)[0] if around(region) == (region,) else []
         yield Body(region, nodes, given, reads.difference(made))
 
 
 def _given(region: int) -> tuple[list[int], set[int]]:
-    """What a body is given: values, and ids of plain tensors."""
+    """Return the arguments of a body: value numbers of lazies, and ids of plain tensors."""
     given: dict[int, tuple[list[int], set[int]]] = _core.memo().get("given", {})
     return given.get(region, ([], set()))
 
 
 def is_made_again(program: Program, value: int, reading: int, writing: int) -> bool:
-    """Whether a value that a call of the region `reading` reads, and one of `writing` wrote since,
-    is made once more, without that write, before torch needs it.
+    """Return whether torch would recompute a value, without a later write, before it needs it.
 
-    A body makes again what it made. What else it reads, torch has kept, or finds as it is by then;
-    but of a body that is reentrant torch makes all anew, with the bodies in it.
+    torch recomputes what the innermost body of a call made, and what a reentrant body around it
+    made. Other values it has saved, or reads as they are by then.
+
+    Args:
+        program: the program.
+        value: the value that was written.
+        reading: the region of a call that reads the value.
+        writing: the region of the call that wrote it later.
     """
     maker = program.node_of(value)
     made_in = around(maker.region) if maker is not None else ()
@@ -354,20 +379,25 @@ def is_made_again(program: Program, value: int, reading: int, writing: int) -> b
     return not {*made_in}.intersection(again).issubset(around(writing))
 
 
-#: What goes up to its body, and on when that has returned.
+#: A generator function that yields once, where the body of the checkpoint runs.
 Generator = Callable[..., Iterator[None]]
 
 
 def checkpoint(args: Any, kwargs: Any) -> Any:
-    """The arguments of a checkpoint that is left to torch, which saves them as C++ has them."""
+    """Return the arguments: called live, it makes lazies real for a checkpoint left to torch, which
+    saves its arguments in C++."""
     return args, kwargs
 
 
 def patched(original: Generator, holds_lazy: Callable[[Any], bool]) -> Generator:
-    """The generator that torch puts around the body of a checkpoint that is not reentrant.
+    """Return a replacement of the generator that torch runs around a non-reentrant body.
 
-    Where the body is left to torch, its calls run at once, since torch's hooks on saved tensors are
-    on: torch keeps what it would keep, and makes the rest again.
+    It records the body, or leaves it to torch. In the latter case torch's saved-tensor hooks are
+    on, so all calls run at once.
+
+    Args:
+        original: torch's generator function.
+        holds_lazy: whether arguments contain a lazy.
     """
 
     @functools.wraps(original)
@@ -387,8 +417,8 @@ def patched(original: Generator, holds_lazy: Callable[[Any], bool]) -> Generator
         found = (
             list(checkpoint_bodies.modules_in([body, *args, *kwargs.values()])) if is_again else []
         )
-        # Without preserve_rng_state what torch runs again draws other numbers, and moves on the
-        # generator: the gradient is of those.
+        # Without preserve_rng_state torch's second run draws new numbers, and the gradient is of
+        # these.
         if is_again and not (preserve_rng_state and checkpoint_bodies.can_record(found)):
             explain.log_live(torch.utils.checkpoint.checkpoint)
             is_recorded = is_again = False
@@ -398,8 +428,8 @@ def patched(original: Generator, holds_lazy: Callable[[Any], bool]) -> Generator
             words |= {"preserve_rng_state": preserve_rng_state, "context_fn": context_fn}
             yield from original(body, args, kwargs, **words)
             return
-        # What it makes of plain tensors at once keeps what it saves: to have that again torch would
-        # run all of the body, in the midst of a backward.
+        # torch's hooks stay off, so plain calls in the body keep what they save. To recompute that,
+        # torch would have to run all of the body, in the middle of a backward.
         with _recording(found, False, args) if is_again else _region(False):
             yield
 
@@ -407,7 +437,7 @@ def patched(original: Generator, holds_lazy: Callable[[Any], bool]) -> Generator
 
 
 def patched_before_2_14(original: Generator, holds_lazy: Callable[[Any], bool]) -> Generator:
-    """As `patched`, where torch hands on the arguments of the body one by one, behind its own."""
+    """As `patched`, for a torch that passes the body's arguments one by one after its own."""
     names = "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"
 
     def flat(body: Any, args: Any, kwargs: Any, **words: Any) -> Iterator[None]:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`torch.autograd.grad(..., create_graph=True)`, recorded: a gradient penalty, a derivative in a
-loss, an energy's forces.
+"""Record `torch.autograd.grad(..., create_graph=True)`: a gradient penalty, a derivative in a loss,
+an energy's forces.
 
-Where no sample of what is differentiated has to do with another, the gradient of a sample is a
-function of that sample and of the weights. It is recorded as one call, `gradient_of`, and autograd
-goes back through that call as through any other.
+Where the calls between inputs and outputs are independent for each sample, the gradient of a sample
+is a function of that sample and the weights. It is recorded as one call, `gradient_of`, that
+autograd differentiates as any other.
 
-On a chunk the outputs are there, on a graph that leads to the inputs, if all calls in between ran
-with the call: then torch differentiates them. Else, where a value is read and nothing has a graph,
-or these calls are of several parts of a program, they are made once more.
+On a chunk torch differentiates the graph from the inputs to the outputs, if all calls in between
+ran together with this call, with a graph. Otherwise these calls run once more: where a value is
+read without a graph, or where the calls are in several stages.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from koila.staged.facts import REDUCE, ROWS, Node, name_of_node, where_of_node
 from koila.staged.program import Program
 
 LazyTensor = _core.LazyTensor
-#: Recipes, by the number that a recorded call has; the tape of the call keeps them.
+#: By the number that a recorded call has as an argument; the tape of the call keeps them alive.
 _recipes: weakref.WeakValueDictionary[int, Recipe] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
 class Recipe:
-    """The recorded calls between inputs and outputs, by numbers of their tape."""
+    """The recorded calls between inputs and outputs, as numbers of nodes and values of the tape."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Recipe:
         place: Place,
     ) -> None:
         self.nodes = [node.id for node in nodes]
-        self.n_values = nodes[-1].outs.stop  # what a call reads was there before it
+        self.n_values = nodes[-1].outs.stop  # values are numbered in the order they are made
         self.inputs = inputs
         self.outputs = outputs
         self.read = read  # values that the calls read and none of them makes
@@ -66,11 +66,11 @@ class Recipe:
         gradients: Sequence[Tensor],
         read: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
-        """The gradients of `inputs`, on a graph where gradients are switched on."""
+        """Return the gradients of `inputs`, with a graph if gradients are enabled."""
         is_graph = torch.is_grad_enabled()
         is_there = _state.beside is None or _state.beside.issuperset(self.nodes)
         heads: Sequence[Tensor] = inputs
-        # A hook that is there now was registered after the derivative was asked for.
+        # Hooks that exist now came after the derivative was recorded: it must not call them.
         is_hooked = hooks.is_any() or any(map(_is_hooked, (*inputs, *outputs)))
         has_graph = is_graph and all(one.requires_grad for one in (*inputs, *outputs))
         if not (has_graph and is_there) or is_hooked:
@@ -81,7 +81,7 @@ class Recipe:
     def run_again(
         self, inputs: Sequence[Tensor], read: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Make the calls once more, on a graph: where that begins, and their outputs."""
+        """Run the calls once more with a graph. Return its inputs and outputs."""
         _, dim, outer, inner = self.place
         n_rows = inputs[0].shape[dim] // (outer * inner)
         with torch.enable_grad(), beside(self.nodes):
@@ -99,7 +99,7 @@ class Recipe:
 
 
 class _State(threading.local):
-    """Which calls run on one graph now; None: all do."""
+    """The calls that run on one graph now; None: all calls."""
 
     def __init__(self) -> None:
         self.beside: frozenset[int] | None = None
@@ -110,7 +110,7 @@ _state = _State()
 
 @contextlib.contextmanager
 def beside(nodes: Iterable[int]) -> Iterator[None]:
-    """A block in which these calls, and no others, run on one graph."""
+    """Declare for a block that these calls, and no others, run on one graph."""
     before, _state.beside = _state.beside, frozenset(nodes)
     try:
         yield
@@ -127,38 +127,40 @@ def gradient_of(
     n_kept: int,
     n_alone: int,
 ) -> tuple[Tensor, ...]:
-    """The gradients of inputs, of their shapes, which can be differentiated again.
+    """Return the gradients of the inputs, which can be differentiated again.
 
     Args:
-        inputs: what it is differentiated by.
-        outputs: what is differentiated.
+        inputs: the tensors to differentiate by.
+        outputs: the tensors to differentiate.
         gradients: of the outputs.
-        read: all else that the calls in between read.
-        recipe: the number of these calls.
-        n_kept: bytes that autograd keeps for its backward, of all samples, beside those that it
-            keeps of the calls in between.
-        n_alone: bytes that there are while it runs where these calls are made once more.
+        read: all other values that the calls in between read.
+        recipe: the number of the `Recipe` of these calls.
+        n_kept: bytes, for all samples, that autograd saves for the backward of this call, without
+            what it saves of the calls in between.
+        n_alone: bytes, for all samples, that this call takes if it runs the calls once more.
     """
     return _recipes[recipe].run(inputs, outputs, gradients, read)
 
 
 class _Found(NamedTuple):
-    """What is between inputs and outputs."""
+    """The calls between inputs and outputs."""
 
     nodes: list[Node]
-    read: dict[int, Place | None]  # values that none of these makes, and the rows they are read by
+    read: dict[int, Place | None]  # other values that they read, and the place of the rows
 
 
 def record(
     outputs: Sequence[Any], inputs: Sequence[Any], gradients: Sequence[Any]
 ) -> tuple[Tensor, ...] | str:
-    """Record the gradients of inputs. A text: why what is differentiated runs at once: it goes
-    across samples, draws, writes, or cannot be seen.
+    """Record the gradients of `inputs` as a call.
 
     Args:
-        outputs: what is differentiated.
-        inputs: by what.
-        gradients: of the outputs; None: 1.
+        outputs: the tensors to differentiate.
+        inputs: the tensors to differentiate by.
+        gradients: of the outputs; None stands for 1.
+
+    Returns:
+        The gradients; or a text that says why they cannot be recorded and have to be computed now.
     """
     if planner.is_whole() or not torch.is_grad_enabled():
         return "nothing goes by samples here"
@@ -211,7 +213,7 @@ def record(
     return (made,) if type(made) is LazyTensor else tuple(made)
 
 
-#: Why it runs at once, where no call can be named.
+#: Reasons why a gradient is computed at once, where no single call is the reason.
 _HOOKED = "a hook is called when a gradient is made, or a gradient is retained"
 _OTHERS = "a tensor is read by samples in another dim or for other samples"
 
@@ -221,7 +223,7 @@ def _name_and_line(node: Node) -> str:
 
 
 def _why_not(node: Node) -> str:
-    """Why a call cannot be differentiated by samples."""
+    """Return why a call cannot be differentiated sample by sample."""
     call = _name_and_line(node)
     if node.is_random:
         return f"{call} draws random numbers"
@@ -237,14 +239,17 @@ def _is_hooked(real: Tensor) -> bool:
 
 
 def _has_hooks(real: Tensor | None) -> bool:
-    """Whether hooks of an input may be called when its gradient is made: those of a graph that is
-    there cannot be seen."""
+    """Return whether a gradient of an input may call hooks. Those of a graph behind it cannot be
+    seen."""
     return real is not None and (not real.is_leaf or bool(real._backward_hooks))
 
 
 def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | str:
-    """Where the gradient starts, and its gradient by samples: a sum or mean of all samples is gone
-    through. A text: why it cannot start there."""
+    """Return the value with samples at which differentiating starts, and its gradient.
+
+    For a sum or mean over all samples that is the input of the reduction. Return a text if the
+    gradient cannot start there: why.
+    """
     value = _core.id(output)
     assert value is not None
     info, node = program.info(value), program.node_of(value)
@@ -275,8 +280,8 @@ def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | str:
 def _between(
     program: Program, inputs: Sequence[int], outputs: Sequence[int], axis: int
 ) -> _Found | str:
-    """The calls through which gradients go from outputs to inputs; a text: why not all are by
-    samples of that batch."""
+    """Return the calls that gradients go through from outputs to inputs; or a text: why not all of
+    them go sample by sample along this axis."""
     reached, made, needed = set(inputs), set[int](), set(outputs)
     nodes = []
     for _, node in sorted(program.nodes.items()):
@@ -310,7 +315,8 @@ def _between(
 
 
 def _given(program: Program, value: int, place: Place | None, like: Any) -> Any:
-    """A tensor that stands for a value which is read by these rows; None: there is none."""
+    """Return a tensor to pass for a value that is read by the rows of this place; None: there is
+    none."""
     info = program.info(value)
     if info.place == place:
         return info.real if place is None and info.real is not None else _core.lazy_of(value)
@@ -325,8 +331,11 @@ def _given(program: Program, value: int, place: Place | None, like: Any) -> Any:
 
 
 def _try(program: Program, recipe: Recipe, found: _Found) -> tuple[int, int] | None:
-    """Differentiate one sample of ones, for the bytes that autograd keeps of it, as `gradient_of`
-    is told them; None: torch cannot, or some gradient has no graph."""
+    """Differentiate one sample of stand-ins, to measure what autograd saves of it.
+
+    Return `n_kept` and `n_alone` of `gradient_of` for one sample. Return None if torch cannot
+    differentiate the calls, or if a gradient has no graph.
+    """
     saved: dict[int, int] = {}
 
     def stand_in(value: int, place: Place | None) -> Tensor:
@@ -336,7 +345,7 @@ def _try(program: Program, recipe: Recipe, found: _Found) -> tuple[int, int] | N
         made = generators.stand_in(value, place, 1)
         return made.requires_grad_(info.requires_grad)
 
-    boxes: list[list[Tensor]] = []  # emptied afterwards: what a node made would hold the node
+    boxes: list[list[Tensor]] = []  # emptied afterwards: a node's own output would keep the node
 
     def pack(tensor: Tensor) -> list[Tensor]:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -353,7 +362,7 @@ def _try(program: Program, recipe: Recipe, found: _Found) -> tuple[int, int] | N
             gradients = [torch.ones_like(one) for one in outputs]
             made = engine.gradients_of(outputs, heads, gradients, True)
     except KoilaError:
-        raise  # a mistake of koila's own, and no word of torch's about the derivative
+        raise  # koila's own error, which says nothing about torch's derivative
     except (RuntimeError, IndexError):
         return None
     finally:

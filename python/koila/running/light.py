@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What crosses from body to body and light calls make again (KlLight): it is emptied when it was
-read for the last time going forward, and filled a chunk at a time for the graphs that need it.
+"""Free activations between bodies that cheap ("light") calls can recompute (KlLight).
 
-They have it still: its memory is taken, and given back where it was.
+After the last read in the forward pass the storage of such a value is freed; the tensor stays, in
+the graphs that saved it. Before the backward of a chunk the storage is allocated again and filled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def homes_of(program: Program, run: Run) -> list[int]:
-    """What a body leaves by rows."""
+    """Return the outputs of a body that have rows and are no partials of reductions."""
     made = [(value, program.node_of(value)) for value in run.exports]
     return [
         value
@@ -29,11 +29,11 @@ def homes_of(program: Program, run: Run) -> list[int]:
 
 
 class Filled:
-    """Of values that were emptied, those of which a chunk is there.
+    """The values whose storage was freed and is now filled for one chunk.
 
     Args:
         stages: the step.
-        lights: how they are made.
+        lights: by value, how to recompute it.
     """
 
     def __init__(self, stages: Stages, lights: Mapping[int, Light]) -> None:
@@ -42,8 +42,8 @@ class Filled:
         self.values: set[int] = set()
 
     def fill(self, values: Iterable[int], chunk: int) -> None:
-        """Make a chunk of these again, and before of those that they are made of, which then
-        go."""
+        """Recompute a chunk of these values, and before it of the values that they need. The
+        latter are freed again."""
         stages = self.stages
         for value in values:
             if not stages.cross[value].is_empty(chunk):
@@ -61,7 +61,7 @@ class Filled:
             self.values.add(value)
 
     def empty(self, chunk: int, but: Iterable[int] = ()) -> None:
-        """Let the numbers go of what was filled, but for these."""
+        """Free the storage of all filled values except `but`."""
         for value in self.values.difference(but):
             self.values.discard(value)
             if chunk in self.stages.cross[value].chunks:

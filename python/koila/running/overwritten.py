@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call kept for its backward, and a later call wrote in place: eager's backward refuses it.
+"""Raise where eager's backward would: a tensor saved for backward was written in place since.
 
-Chunks may well have what was kept, for a write of what another stage made writes a clone. The table
-of ops says which calls can be such, and torch itself, on tensors without memory, whether one is.
+Chunks may still have the saved numbers, since a write to what another stage made goes to a clone.
+So before a step is differentiated, the op table names the calls whose saved tensors were written,
+and torch is asked on meta tensors whether the backward of the call really needs them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from koila.staged import meta
 from koila.staged.facts import Node, is_data, name_of_call
 from koila.staged.program import Program
 
-_LAST = 2**32 - 2  # after all nodes
+_LAST = 2**32 - 2  # larger than the number of any node
 _TEXT = (
     "one of the variables needed for gradient computation has been modified by an inplace operation"
 )
@@ -32,7 +33,7 @@ _ELSEWHERE = "a call that is not recorded"
 
 
 def check(program: Program) -> None:
-    """Raise what eager's backward raises."""
+    """Raise what eager's backward of a program raises for tensors written since they were saved."""
     for body in checkpoints.bodies(program):
         for value in body.given:
             written = _core.writer_from(body.nodes[0].id, value)  # in the program or not
@@ -45,7 +46,7 @@ def check(program: Program) -> None:
         before, values = found
         node = program.node(before)
         for value in dict.fromkeys(values):
-            # A call may write what it keeps itself.
+            # Without a later writer it is the call itself that writes what it saves.
             writer, region = _core.writer_from(before + 1, value) or (before, node.region)
             is_again = checkpoints.is_made_again(program, value, node.region, region)
             if is_again or _is_uncounted(program, value):
@@ -55,8 +56,8 @@ def check(program: Program) -> None:
 
 
 def _check_read_again(program: Program, value: int, body: checkpoints.Body) -> None:
-    """Raise where a call after a checkpoint writes what its function reads, and torch, which runs
-    that once more, does not see it: it reads other numbers then."""
+    """Raise where a call after a checkpoint writes, through a view, what its function reads. torch
+    runs the function again and reads the new numbers, without an error."""
     info, regions = program.info(value), {node.region for node in body.nodes}
     written = _core.writer_from(body.nodes[0].id, value) if info.base != value else None
     while written is not None and written[1] in regions:
@@ -68,7 +69,7 @@ def _check_read_again(program: Program, value: int, body: checkpoints.Body) -> N
 
 
 def _reader(program: Program, value: int, body: Sequence[Node]) -> str:
-    """The first call of a checkpoint's function that reads a value."""
+    """Return the name and line of the first call of a checkpoint's function that reads a value."""
     reads = (
         n for n in body if any(i >= 0 and program.imports[i].value == value for i in n.imports)
     )
@@ -78,7 +79,7 @@ def _reader(program: Program, value: int, body: Sequence[Node]) -> str:
 def _refuse(
     program: Program, value: int, keeps: str, writer: int, is_hidden: bool = False
 ) -> NoReturn:
-    generators.move_on()  # what is drawn from now on comes after it, as in eager
+    generators.move_on()  # later draws come after the program's, as in eager
     _core.abandon()
     if is_hidden:
         recomputed.refuse_written(program.info(value).shape, keeps)
@@ -94,9 +95,8 @@ def _raise(program: Program, value: int, keeps: str, writer: str) -> NoReturn:
 
 
 def _is_hidden(node: Node, writing: int) -> bool:
-    """Whether a call is of a checkpoint's body, and torch does not see that what it keeps was
-    written by one of the region `writing`: but for a reentrant one, that is so of all calls of a
-    body."""
+    """Return whether a call is in a checkpoint and torch does not see that a call of the region
+    `writing` wrote what it saves. torch sees only writes inside of a reentrant checkpoint."""
     is_seen = node.region % 2 and node.region in checkpoints.around(writing)
     return node.region != 0 and not is_seen
 
@@ -104,10 +104,19 @@ def _is_hidden(node: Node, writing: int) -> bool:
 def check_leaves(
     program: Program, leaves: set[int], uncounted: Collection[int] = (), writing: int = 0
 ) -> None:
-    """Raise what eager's backward raises where a call kept one of `leaves`, or of what was handed
-    out, which was written since by a call that is not in the program, in the region `writing` or
-    after it; a StaleError for those that torch did not see written: of these its gradients are of
-    the new numbers, and what else was kept of the old."""
+    """Raise what eager's backward raises where a call saved one of `leaves`, which a call that is
+    not in the program wrote since.
+
+    Args:
+        program: the program of a part that was cut off.
+        leaves: values that were written: leaves, or values that were handed out.
+        uncounted: those of `leaves` that were written through .data, without a new version.
+        writing: the region in which, or after which, they were written.
+
+    Raises:
+        RuntimeError: torch's error.
+        StaleError: a value in `uncounted` is needed. torch would mix new and old numbers.
+    """
     for body in checkpoints.bodies(program):
         for value in leaves.intersection(body.read):
             if checkpoints.is_made_again(program, value, body.region, writing):
@@ -122,7 +131,7 @@ def check_leaves(
             continue
         read = {program.imports[i].value for i in node.imports if i >= 0}
         for value in read.union(node.outs).intersection(leaves):
-            # What a normalization itself moved, it does not need; nor does torch count such writes.
+            # A normalization does not need the running statistics that it updated itself.
             is_moved = value in uncounted and value in _moved_by(program, node)
             is_again = checkpoints.is_made_again(program, value, node.region, writing)
             is_needed = not (is_moved or is_again) and _needs_as_before(program, node, value)
@@ -139,13 +148,13 @@ def check_leaves(
 
 
 def _is_gone_through(program: Program, node: Node) -> bool:
-    """Whether torch's backward comes to a call: a derivative may have been given what it made."""
+    """Return whether torch's backward visits a call: a recorded derivative may end before it."""
     known = unsplit.gone_through(program) if "recipes" in _core.memo() else None
     return known is None or node.id in known
 
 
 def _moved_by(program: Program, node: Node) -> set[int]:
-    """The running statistics that a call writes."""
+    """Return the running statistics that a call writes."""
     return {
         program.imports[import_id].value
         for k, import_id in enumerate(node.imports)
@@ -154,7 +163,7 @@ def _moved_by(program: Program, node: Node) -> set[int]:
 
 
 def _is_uncounted(program: Program, value: int) -> bool:
-    """Whether x.data was taken of the memory of a value: torch does not see writes through it."""
+    """Return whether x.data was taken of a value's storage: torch does not count writes to it."""
     storage = program.info(value).storage
     with contextlib.suppress(IndexError):  # after the last call
         for i in itertools.count():
@@ -164,18 +173,18 @@ def _is_uncounted(program: Program, value: int) -> bool:
     return False
 
 
-#: What torch said of calls, by all that is known of one; steps repeat.
+#: Results of `_needs` by all that is known of a call, since each step asks for the same calls.
 _asked: dict[Any, bool] = {}
 _N_ASKED = 1024
 
 
 def _needs_as_before(program: Program, node: Node, value: int) -> bool:
-    """As `_needs`, which is asked once for calls that are alike."""
+    """As `_needs`, asked once for calls that are alike."""
     func, row, *_, reads, saves = _core.node(node.id)
-    if row is None or row == "gradient_of":  # derivatives of other calls look alike
+    if row is None or row == "gradient_of":  # derivatives of different calls look alike
         return _needs(program, node, value)
     infos = (program.info(v) if v >= 0 else None for v in (*reads, *node.outs))
-    # What is cast under autocast has results of another dtype.
+    # Autocast needs no key of its own: it shows in the dtype of the results.
     alike = tuple((i.dtype, i.shape, i.strides, i.requires_grad) if i else None for i in infos)
     key = func, row, alike, tuple(v == value for v in (*reads, *node.outs)), saves
     known = _asked.get(key)
@@ -187,13 +196,16 @@ def _needs_as_before(program: Program, node: Node, value: int) -> bool:
 
 
 def _needs(program: Program, node: Node, value: int) -> bool:
-    """Whether torch's backward of a call misses one of its values, changed since."""
+    """Return whether torch's backward of a call raises if one of its values was written since.
+
+    Run the call on stand-ins without memory, and its backward after a new version of the value.
+    """
     leaves: dict[int, torch.Tensor] = {}
     given: dict[int, torch.Tensor] = {}
     for v in (v for v in _core.node(node.id)[5] if v >= 0):
         info, maker = program.info(v), program.node_of(v)
         if maker is not None and maker.is_for_chunks:
-            continue  # whole it is torch's own call
+            continue  # only chunks run it; on the whole batch torch's own call does its work
         leaves[v] = meta.stand_in(info.dtype, info.shape, info.strides, info.requires_grad)
         with torch.enable_grad():  # a leaf must not be written
             given[v] = leaves[v].clone() if info.requires_grad else leaves[v]
@@ -203,13 +215,13 @@ def _needs(program: Program, node: Node, value: int) -> bool:
 
     env: list[Any] = [given.get(value) for value in range(program.n_values)]
     try:
-        with derived.beside(()):  # the stand-ins have no graph that a derivative could go through
+        with derived.beside(()):  # a derivative cannot use the graph of stand-ins
             _core.run_alone(node.id, env, -1, False, call)
         torch.autograd.graph.increment_version(env[value])
         made = [env[v] for v in node.outs if env[v].requires_grad]
         ends = [leaf for leaf in leaves.values() if leaf.requires_grad]
         torch.autograd.grad(made, ends, [torch.empty_like(t) for t in made], allow_unused=True)
-    except Exception as error:  # of all of torch
+    except Exception as error:  # torch raises errors of many types here
         if _TEXT in str(error):
             return True
         _, row, *_, reads, (kept, kept_outs, *_) = _core.node(node.id)

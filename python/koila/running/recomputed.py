@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calls of a checkpoint's body that run live, on the whole batch: autograd keeps none of what
-they save. As in torch's checkpoint, backward makes the calls once more when it first asks for that.
+"""Checkpoints that run live, on the whole batch: autograd keeps no saved tensor of their calls. As
+in torch's checkpoint, the first unpack of one in backward runs the calls of the function again.
 
-A checkpoint inside of another one keeps what it reads of that as it keeps what calls save: when it
-is to be made again, the outer one is first.
+A checkpoint inside of another one treats the values that it reads of the outer one as saved
+tensors: recomputing the inner one first recomputes the outer one.
+
+The *body* of a checkpoint is its function as recorded calls, and its *region* the number of it.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ _is_alias: Callable[[Tensor, Tensor], bool] = vars(torch._C)["_is_alias_of"]
 
 
 def refuse_inputs() -> NoReturn:
-    """Torch's engine goes back for some tensors alone, and comes to a reentrant checkpoint."""
-    raise KoilaError(  # torch, too, says so
+    """Raise what torch raises if a backward for some tensors alone reaches a reentrant checkpoint."""
+    raise KoilaError(
         "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or "
         "passing an `inputs` parameter to .backward(): a tensor that only its function reads "
         "gets no gradient. Set use_reentrant=False, or call .backward() without passing the "
@@ -39,29 +41,29 @@ def refuse_inputs() -> NoReturn:
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often it was written."""
+    """Return the version counter of a tensor; None for an inference tensor."""
     with torch._C.DisableTorchFunctionSubclass():
         return None if tensor.is_inference() else tensor._version
 
 
 class _Kept:
-    """A tensor that was made outside of a checkpoint's body, as the body read it."""
+    """A tensor from outside of a checkpoint's body, as the body read it."""
 
     __slots__ = ("__weakref__", "checksum", "name", "needs_gradient", "tensor", "version")
 
     def __init__(self, tensor: Tensor, name: str) -> None:
-        self.tensor = tensor.detach()  # counts the same writes, and holds no graph
+        self.tensor = tensor.detach()  # shares the version counter, and keeps no graph
         self.needs_gradient = tensor.requires_grad
         self.name = name  # of the call that read it first
         self.version = version_of(self.tensor)
-        self.checksum: tuple[int, int] | None = None  # where x.data was taken of its memory
+        self.checksum: tuple[int, int] | None = None  # set if x.data was taken of its memory
         _kept.add(self)
 
     def get(self) -> Tensor:
-        """It, to be read once more.
+        """Return the tensor, for the body's second run.
 
         Raises:
-            KoilaError: it was written since.
+            KoilaError: the tensor was written since.
         """
         is_written = version_of(self.tensor) != self.version or (
             self.checksum is not None and meta.checksum(self.tensor) != self.checksum
@@ -75,15 +77,16 @@ _kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
 
 def watch(tensor: Tensor) -> None:
-    """The memory of a tensor is handed out behind autograd's back: a write through that leaves no
-    trace but the numbers."""
+    """Note that x.data was taken of a tensor: writes through it change no version. A checksum of
+    each kept tensor in this memory detects them."""
     for kept in list(_kept):
         if kept.checksum is None and _is_alias(kept.tensor, tensor):
             kept.checksum = meta.checksum(kept.tensor)
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise: a checkpoint's function does what torch's second run of it would do again."""
+    """Raise that a checkpoint's function has a side effect, which torch's second run of it would
+    repeat and koila would not."""
     raise KoilaError(
         f"checkpoint: its function {what} ({lines.user_line()}). torch runs it once more in "
         "backward, and that too; koila runs it once. Leave it out of the checkpoint, or run it "
@@ -92,7 +95,7 @@ def refuse(what: str) -> NoReturn:
 
 
 def refuse_written(shape: Iterable[int], name: str) -> NoReturn:
-    """Raise: what a call of a checkpoint's body needs was written."""
+    """Raise that a tensor was written which a call of a checkpoint's body (`name`) needs again."""
     raise KoilaError(
         f"checkpoint: a tensor of shape {list(shape)} that {name} in its function keeps, or that "
         "the function reads, was written before backward, where torch runs that once more; koila "
@@ -101,18 +104,18 @@ def refuse_written(shape: Iterable[int], name: str) -> NoReturn:
 
 
 class _Ref(NamedTuple):
-    """A tensor among the arguments of a call."""
+    """The key of a tensor, in its place among the arguments of a call."""
 
     key: int
 
 
 class _Setting(NamedTuple):
-    """What a call depends on besides its arguments."""
+    """The modes and switches that a call depends on besides its arguments."""
 
     is_grad: bool
     is_inference: bool
-    casts: tuple[tuple[str, bool, torch.dtype], ...]  # of autocast, by type of device
-    is_cache: bool
+    casts: tuple[tuple[str, bool, torch.dtype], ...]  # autocast: device type, is on, dtype
+    is_cache: bool  # of autocast
     switches: switches.Setting
 
     @classmethod
@@ -127,7 +130,7 @@ class _Setting(NamedTuple):
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
-        """A block in which it is in force."""
+        """Put this setting in force for a block."""
         before = switches.now()
         with contextlib.ExitStack() as stack:
             if self.switches != before:
@@ -145,7 +148,7 @@ class _Setting(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call of a body, with references in place of tensors."""
+    """A call of a body, with references (`_Ref`) in place of tensors."""
 
     region: int
     func: Callable[..., Any]
@@ -155,10 +158,10 @@ class _Call(NamedTuple):
     outs: list[int | None]  # keys
     again: norms.Again | None
     generator: torch.Generator | None  # that it draws from
-    state: Any  # of that, before
+    state: Any  # of the generator before the call
 
     def make(self, env: dict[int, Tensor]) -> None:
-        """Make it on the tensors of `env`, which gets its results."""
+        """Run the call on the tensors in `env`, and add its results to `env`."""
 
         args, kwargs = _map((self.args, self.kwargs), _Ref, lambda ref: env[ref.key])
         if self.again is not None:  # torch's second run moves the statistics too
@@ -167,7 +170,7 @@ class _Call(NamedTuple):
             noise.set_state(self.generator, self.state)
         with self.setting.on():
             made = self.func(*args, **kwargs)
-        if made is None:  # of __setitem__
+        if made is None:  # the call was __setitem__
             made = args[0]
         results = made if isinstance(made, tuple | list) else (made,)
         for key, one in zip(self.outs, results, strict=False):
@@ -176,7 +179,7 @@ class _Call(NamedTuple):
 
 
 def _map(obj: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Arguments with what is of some kind changed."""
+    """Return nested arguments with `change` applied to each object of type `kind`."""
     if isinstance(obj, kind):
         return change(obj)
     if isinstance(obj, dict):
@@ -196,7 +199,8 @@ _OTHER = (
 
 
 class _Handle:
-    """Stands for what a call of a body saved, or for what a body inside of it reads."""
+    """Stands for a tensor of a body that can be recomputed: one that a call saved for backward, or
+    that an inner body reads."""
 
     __slots__ = ("__weakref__", "body", "is_pinned", "like", "needs_gradient", "tensor", "version")
 
@@ -206,9 +210,10 @@ class _Handle:
         self.needs_gradient = needs_gradient
         self.tensor: Tensor | None = None
         self.version: int | None = None
-        self.is_pinned = False  # it is kept, and not made once more
+        self.is_pinned = False  # the tensor is kept, and not recomputed
 
     def set(self, tensor: Tensor) -> None:
+        """Provide the tensor, computed by the body's second run."""
         if (tensor.shape, tensor.dtype, tensor.device) != self.like:
             raise KoilaError(_OTHER)
         self.tensor = tensor.detach()
@@ -216,7 +221,7 @@ class _Handle:
         self.is_pinned = self.body.tree.is_settled
 
     def get(self) -> Tensor:
-        """What it stands for, which it holds no longer."""
+        """Return the tensor, recomputed if necessary, and keep it no longer unless it is pinned."""
         if self.body.is_reentrant and not torch.autograd._is_checkpoint_valid():
             refuse_inputs()
         if self.tensor is None:
@@ -237,18 +242,18 @@ def _fill(handles: Iterable[weakref.ref[_Handle]], tensor: Tensor) -> None:
 
 
 class _Tree:
-    """What the bodies of one checkpoint, and of those in it, have in common."""
+    """What the body of an outermost checkpoint and the bodies inside of it share."""
 
     def __init__(self) -> None:
         self.bodies: weakref.WeakSet[_Body] = weakref.WeakSet()
-        self.outer: dict[int, int] = {}  # by region
+        self.outer: dict[int, int] = {}  # region -> the region around it
         self.keys: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id of a tensor
         self.n_keys = 0
-        self.kept: dict[int, _Kept] = {}  # by key: what was made outside
-        self.makers: dict[int, int] = {}  # regions, by key
-        self.storages: set[int] = set()  # of what a body reads and did not make
-        self.is_settled = False  # something of that was written: what is saved is kept
-        self.has_norms = False  # that are to move their statistics once more
+        self.kept: dict[int, _Kept] = {}  # key -> a tensor from outside of all bodies
+        self.makers: dict[int, int] = {}  # key -> the region that made the tensor
+        self.storages: set[int] = set()  # of the tensors that a body read and did not make
+        self.is_settled = False  # one of these is written: saved tensors are kept from now on
+        self.has_norms = False  # a body has normalizations, which update statistics in each run
 
     def key_of(self, tensor: Tensor) -> int | None:
         known, key = self.keys.get(id(tensor), (None, -1))
@@ -260,8 +265,8 @@ class _Tree:
         return self.n_keys
 
     def settle(self) -> None:
-        """What bodies read is about to be written by one of them: what they saved is made now, and
-        kept."""
+        """Recompute now what all bodies saved, and keep it: one of them is about to write a tensor
+        that they would read again."""
         if not self.is_settled:
             self.is_settled = True
             for body in list(self.bodies):
@@ -269,11 +274,11 @@ class _Tree:
 
 
 class _StopError(Exception):
-    """All is there that is asked for."""
+    """Everything that was asked for is recomputed."""
 
 
 class _Body:
-    """The calls of a checkpoint's function, with those of checkpoints in it."""
+    """The calls of a checkpoint's function, including those of checkpoints inside of it."""
 
     def __init__(self, region: int, outer: _Body | None) -> None:
         self.region = region
@@ -284,13 +289,13 @@ class _Body:
         #: It is, or is in, the body of a reentrant checkpoint.
         self.is_reentrant: bool = region % 2 == 1 or (outer is not None and outer.is_reentrant)
         self.calls: list[_Call] = []
-        self.last: dict[int, int] = {}  # the last of these that reads, or makes, what has a key
-        self.entered: dict[int, _Kept | _Handle] = {}  # by key
-        self.saved: list[weakref.ref[_Handle]] = []
-        self.handed: dict[int, list[weakref.ref[_Handle]]] = {}  # by key, to bodies inside
+        self.last: dict[int, int] = {}  # key -> index of the last call that reads or makes it
+        self.entered: dict[int, _Kept | _Handle] = {}  # key -> a tensor from outside of this body
+        self.saved: list[weakref.ref[_Handle]] = []  # in the order in which autograd saved them
+        self.handed: dict[int, list[weakref.ref[_Handle]]] = {}  # key -> what inner bodies read
 
     def read(self, tensor: Tensor, name: str) -> _Ref:
-        """A call of the body is given a tensor."""
+        """Note that a call of the body reads a tensor; return a reference to the tensor."""
         key = self.tree.key_of(tensor)
         if key is None:
             key = self.tree.new_key(tensor)
@@ -299,14 +304,14 @@ class _Body:
         return _Ref(key)
 
     def makes(self, key: int) -> bool:
-        """Whether a call of the body, or of one inside, made what has a key."""
+        """Return whether a call of this body, or of one inside, made the tensor of a key."""
         maker = self.tree.makers.get(key, 0)
         while maker not in (0, self.region):
             maker = self.tree.outer[maker]
         return maker == self.region
 
     def need(self, key: int, tensor: Tensor) -> None:
-        """The body, or one inside of it, reads what has a key."""
+        """Note that this body, or one inside, reads a tensor, which may come from outside of it."""
         if key in self.entered or self.makes(key):
             return
         self.tree.storages.add(tensor.untyped_storage()._cdata)
@@ -319,6 +324,7 @@ class _Body:
             self.outer.handed.setdefault(key, []).append(weakref.ref(handle))
 
     def add(self, call: _Call, reads: Iterable[int]) -> None:
+        """Add a call that has run to this body and to those around it."""
         keys = [*reads, *(key for key in call.outs if key is not None)]
         body: _Body | None = self
         while body is not None:
@@ -327,7 +333,7 @@ class _Body:
             body = body.outer
 
     def save(self, tensor: Tensor) -> _Handle:
-        """Autograd saves a tensor of a call of the body."""
+        """Return what autograd keeps in place of a tensor that a call of the body saves."""
         handle = _Handle(self, tensor)
         self.saved.append(weakref.ref(handle))
         if self.tree.is_settled:
@@ -335,8 +341,8 @@ class _Body:
         return handle
 
     def recompute(self) -> None:
-        """Make the calls once more, until there is all that they saved, and that bodies inside
-        read."""
+        """Run the calls once more, until all that they saved, and that inner bodies read, is
+        provided to its handles."""
         env = {key: one.get() for key, one in self.entered.items()}
         left = set(self.handed)
         n_saved = 0
@@ -368,11 +374,11 @@ class _Body:
         except _StopError as error:
             let_go(error)
         finally:
-            env.clear()  # hooks may be there as long as the exception that went through them
+            env.clear()  # a traceback may keep the hooks, and so this frame, alive
 
 
 def _drop(_: Tensor) -> None:
-    """A body inside keeps, and makes again, its own."""
+    """Save nothing: an inner body has handles of its own for what its calls save."""
 
 
 def _unasked(_: None) -> NoReturn:
@@ -381,7 +387,7 @@ def _unasked(_: None) -> NoReturn:
 
 @contextlib.contextmanager
 def _making(calls: list[_Call]) -> Iterator[None]:
-    """A block that makes calls once more, and leaves generators where they were before it."""
+    """Let a block run calls once more, and restore the generators that they draw from."""
     generators = {call.generator for call in calls if call.generator is not None}
     states = [(one, noise.get_state(one)) for one in generators]
     try:
@@ -400,10 +406,10 @@ _bodies: weakref.WeakValueDictionary[int, _Body] = weakref.WeakValueDictionary()
 def _body_of(region: int) -> _Body:
     body = _bodies.get(region)
     if body is None:
-        around = _core.memo().get("around", {}).get(region, ())  # of those that began on this tape
+        around = _core.memo().get("around", {}).get(region, ())  # regions that began on this tape
         outer = _body_of(around[-2]) if len(around) > 1 else None
         body = _bodies[region] = _Body(region, outer)
-    _core.memo().setdefault("live", {})[region] = body  # as long as calls of it may follow
+    _core.memo().setdefault("live", {})[region] = body  # keep it: more calls of it may follow
     return body
 
 
@@ -416,30 +422,30 @@ class _Live(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     is_random: bool
-    writes: int  # bits of its inputs
+    writes: int  # a bit for each input that it writes
 
     @property
     def again(self) -> norms.Again | None:
-        """The momentum of a normalization that moves its statistics once more."""
+        """The momentum of a batch_norm that updates its statistics again in the second run."""
         found = (one for one in self.args if isinstance(one, norms.Again))
         return next(found, None)
 
     def written(self) -> list[Tensor]:
-        """The tensors that it writes; all that it is given, where it is not known which."""
+        """Return the tensors that it writes; all its tensors if it is not known which."""
         tensors = [one for one in meta.leaves((self.args, self.kwargs)) if isinstance(one, Tensor)]
         if len(tensors) != len(_core.node(self.node)[5]):
             return tensors if self.writes else []
         return [one for k, one in enumerate(tensors) if self.writes >> k & 1]
 
     def start(self) -> tuple[torch.Generator | None, Any]:
-        """The generator that it draws from, and where that is when it does."""
+        """Return the generator that it draws from, and the state in which its draws start."""
         if not self.is_random:
             return None, None
         return draws.start_of(self.node, self.outs[0])
 
     @contextlib.contextmanager
     def noted(self, body: _Body) -> Iterator[None]:
-        """A block in which it runs, as a call of a body."""
+        """Let it run in a block as a call of `body`: note its inputs, results and saved tensors."""
         func, row, _, where, *_ = _core.node(self.node)
         name = f"{row or getattr(func, '__name__', 'a call')} ({where})"
         tree, again = body.tree, self.again
@@ -480,8 +486,11 @@ def _has_generator(kwargs: dict[str, Any]) -> bool:
 
 
 def keep(i: int, region: int, first_out: int, n_outs: int, call: Any, *words: Any) -> Any:
-    """A call runs live, until what this returns is left: as one of a checkpoint's body; what it is
-    given is watched where it takes x.data."""
+    """Prepare for a call that is about to run live.
+
+    Return an entered block (the caller leaves it after the call) if the call is in a checkpoint of
+    number `region`; else None. If it takes x.data, watch that memory.
+    """
     func, args, kwargs = call
     if is_data(func):
         watch(args[0])

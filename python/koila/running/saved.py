@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What autograd saves of a chunk whose graph waits: seen as it is saved, and found again when the
-graph goes back."""
+"""Saved tensors of the retained graph of a chunk: replaced by references to values where these will
+be available at the backward pass."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _Layout = tuple[torch.Size, tuple[int, ...], int]  # size, strides, offset
 
 
 class Found:
-    """Values that a graph needs when it goes back, each until it was read for the last time.
+    """The values that a graph reads in its backward, each until its last read.
 
-    It holds no graph: autograd's references to it are none that Python's collector sees.
+    It must not refer to the graph: Python's garbage collector would not see such a cycle, since
+    autograd refers to this object.
     """
 
     def __init__(self) -> None:
@@ -32,21 +33,21 @@ class Found:
 
 
 def _there(tensor: torch.Tensor) -> torch.Tensor:
-    """What a graph needs; what was emptied has to be filled again before: its memory is gone."""
+    """Return a tensor that a graph needs, and check that its storage was not left freed."""
     assert tensor.untyped_storage().nbytes() or not tensor.nbytes, "a graph needs what was emptied"
     return tensor
 
 
 class _Saved:
-    """What autograd saved: a tensor, or a value that will be found, and how it was seen."""
+    """What autograd holds in place of a saved tensor: the tensor, or a reference to a value."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor.detach()
-        #: Where it will be found: a value; and if it is a view of that, how both lay in memory.
+        #: The reference: a value, and, if the tensor is another view of its storage, both layouts.
         self.found: tuple[Found, int, tuple[_Layout, _Layout] | None] | None = None
 
     def let_go(self, found: Found, value: int, view: tuple[_Layout, _Layout] | None = None) -> None:
-        """Keep only where it will be found."""
+        """Replace the tensor by a reference."""
         self.found = found, value, view
         self.tensor = None
         found.n_reads[value] += 1
@@ -60,18 +61,18 @@ class _Saved:
         if view is None:
             return tensor
         (size, strides, start), (size_of_view, strides_of_view, start_of_view) = view
-        if tensor.stride() != strides:  # in its home it lies otherwise
+        if tensor.stride() != strides:  # it was kept with other strides than it had when saved
             tensor = tensor.new_empty_strided(size, strides).copy_(tensor)
         start_of_view += int(tensor.storage_offset()) - start
         return tensor.as_strided(size_of_view, strides_of_view, start_of_view)
 
 
-#: In so many chunks no graph waits.
+#: A number of chunks for which no schedule retains graphs.
 NEVER = 2**32 - 1
 
 
 def are_hooks_allowed() -> bool:
-    """Whether what autograd saves may be looked at: somebody may have told torch otherwise."""
+    """Return whether saved-tensor hooks can be used: the user may have disabled them."""
     try:
         with torch.autograd.graph.saved_tensors_hooks(_Saved, _Saved.get):
             return True
@@ -84,12 +85,12 @@ def _layout(tensor: torch.Tensor) -> _Layout:
 
 
 class Look:
-    """Looks at what autograd saves while a chunk goes forward.
+    """Sees the tensors that autograd saves while a chunk goes forward.
 
     Args:
         program: the program.
-        values: those that are there when the chunk goes back: in their homes, or made again.
-        light: of these, those that are made again.
+        values: those that will be available at the chunk's backward: kept outputs, and recomputed.
+        light: those of them that are recomputed.
     """
 
     def __init__(self, program: Program, values: frozenset[int], light: frozenset[int]) -> None:
@@ -100,7 +101,7 @@ class Look:
         self.pending: list[_Saved] = []
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        pending = self.pending  # autograd keeps what packs, too: it must not hold more than this
+        pending = self.pending  # autograd keeps `pack` alive, which must not keep `self` alive
 
         def pack(tensor: torch.Tensor) -> _Saved:
             pending.append(_Saved(tensor))
@@ -109,7 +110,7 @@ class Look:
         return torch.autograd.graph.saved_tensors_hooks(pack, _Saved.get)
 
     def settle(self, node: Node, env: Sequence[Any]) -> None:
-        """Of what was saved of a call, let go what will be found when it is needed."""
+        """After a call, replace its saved tensors by references where they will be available."""
         imports = self.program.imports
         read = (imports[import_id].value for import_id in node.imports if import_id >= 0)
         made = [
@@ -121,7 +122,7 @@ class Look:
             self._settle(saved, made)
         written = imports[node.imports[0]].value if node.writes else None
         copies = [saved for saved in self.pending if saved.found is None]
-        if written in self.light and len(copies) == 1:  # it saves what it writes, as it was
+        if written in self.light and len(copies) == 1:  # a copy of its input before the write
             copies[0].let_go(self.found, written)
         self.pending.clear()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The number of a value whose backward ran: it still says that it requires a gradient."""
+"""Numbers whose graph is gone: they still require a gradient, and raise if one is sent back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DATA: Any = vars(torch._C.TensorBase)["data"]
 
 @functools.cache
 def _second_time() -> str:
-    """What torch says to who differentiates a second time."""
+    """Return the text of torch's error for a second backward through a graph."""
     with torch._C._InferenceMode(False), torch.enable_grad():
         leaf = torch.ones((), device="cpu", requires_grad=True)
         root = leaf.exp()
@@ -31,8 +31,8 @@ def _second_time() -> str:
 
 
 def used_up() -> KoilaError:
-    """The error for who differentiates again what a backward went through. Torch raises it only
-    where a call of that graph had saved something; koila keeps no graph in either case."""
+    """Return the error for a second backward. torch raises it only if a call of the graph saved
+    something; koila keeps no graph in either case."""
     return KoilaError(
         f"{_second_time()} koila keeps no graph behind a value whose backward ran, also where the "
         "calls saved nothing for it."
@@ -40,8 +40,8 @@ def used_up() -> KoilaError:
 
 
 class _Refusing(engine.Function):
-    """The node behind numbers through which no gradient goes back: `refuse` raises why. Its inputs
-    are the leaves that the numbers were made of, for those who ask for the gradients of some."""
+    """The node behind a number whose graph is gone; `refuse` raises the reason. Its inputs are the
+    leaves that the number was computed from, so that autograd.grad finds a path to them."""
 
     is_left = True
 
@@ -55,7 +55,7 @@ class _Refusing(engine.Function):
 
     @classmethod
     def backward(cls, ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        """Where no gradient comes there is nothing to refuse: the engine goes on through all inputs
+        """Refuse a gradient. Without one there is nothing to refuse: the engine visits all inputs
         of a node that stands for a part of a program."""
         if any(gradient is not None for gradient in gradients):
             cls.refuse()
@@ -67,7 +67,7 @@ class _Refusing(engine.Function):
 
 
 class _Spent(_Refusing):
-    """A number whose graph was used up."""
+    """A number whose graph was freed by a backward."""
 
     @staticmethod
     def refuse() -> NoReturn:
@@ -75,7 +75,7 @@ class _Spent(_Refusing):
 
 
 class _Outdated(_Refusing):
-    """A number whose graph read what has changed since."""
+    """A number whose graph read tensors that have changed since."""
 
     @staticmethod
     def refuse() -> NoReturn:
@@ -96,17 +96,17 @@ def _hung_on(function: Any, number: torch.Tensor, leaves: Iterable[torch.Tensor]
         hung: torch.Tensor = torch.ops.aten._unsafe_view.default(
             root.expand(number.shape), number.shape
         )
-        _DATA.__set__(hung, number.detach())  # which is no view of the root to torch
+        _DATA.__set__(hung, number.detach())  # so that to torch it is no view of the root
     return hung
 
 
 def spent(number: torch.Tensor, leaves: Iterable[torch.Tensor]) -> torch.Tensor:
-    """`number`, in the same memory, with a graph behind it that was used up: torch refuses to go
-    through it again. Whoever keeps that graph keeps none of the memory, as with eager's.
+    """Return `number`, in the same memory, with a graph behind it that raises as one that a
+    backward freed. As in eager, the graph does not keep the memory.
 
     Args:
-        number: what is left.
-        leaves: the tensors that it was made of.
+        number: the number.
+        leaves: the tensors that it was computed from.
 
     Example:
         >>> import torch
@@ -118,20 +118,20 @@ def spent(number: torch.Tensor, leaves: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def outdated(number: torch.Tensor, leaves: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Likewise, with a graph behind it that raises: what it was computed with is another now."""
+    """As `spent`, but the graph raises that a tensor it was computed with has changed."""
     return _hung_on(_Outdated, number, leaves)
 
 
 def check_program(program: object) -> None:
-    """Raise where a backward went through calls of a program (its handle), whose values no lazy
-    stands for, and kept nothing for another."""
+    """Raise if an earlier backward went through calls of a program (its handle) without
+    retain_graph, also if no lazy refers to their values any more."""
     if _core.spend(program, True) is not None:
         _Spent.refuse()
 
 
 def check(roots: Iterable[Any], inputs: Iterable[Any]) -> None:
-    """Raise where the gradient of a value was asked for that may have led to a number of which only
-    that is left: to torch `roots` have nothing to do with such a value."""
+    """Raise if the path from `roots` to one of `inputs` may have led through a number whose graph
+    is gone. torch would only say that the input was not used."""
     missing = {(t.grad_fn, t.output_nr) for t in inputs if t is not None and t.grad_fn is not None}
     wanted, seen = missing.copy(), set[Any]()
     steps = [(t.grad_fn, t.output_nr) for t in roots if missing and t is not None]

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The joints after the last body, where their gradients do not depend on values: they are run on
-stand-ins, so that the gradients of what the body leaves are known before it runs.
+"""The tail: the joints after the last body, where their gradients do not depend on its values.
 
-Whether that is so, the table of ops says: what each op keeps for its backward. torch is asked too:
-it hands over each tensor that it keeps of the run on stand-ins. Where all of them were there before
-the body, or are numbers of terms, which reductions say of their parts (`counts`), no value of the
-body is in a gradient. Else, when the body has run, the joints run on what it really left, and are
-differentiated as any others: the gradients that come out must be those that were sent. If not, the
-table is wrong, and that is an error.
+The tail then runs early, on stand-ins for the outputs of the body, and is differentiated. With
+these gradients each chunk of the body goes forward and back at once: one forward pass is enough.
+
+The op table says whether a tail is linear: it knows what each op saves for backward. torch is asked
+too: saved-tensor hooks see each tensor that the run on stand-ins saves. If all of these were there
+before the body, or are numbers of terms (`counts` of a reduction), then no gradient depends on a
+value of the body. If not, the tail runs once more on the real outputs of the body, and its
+gradients must equal those that were sent. If they do not, the op table is wrong: that is an error.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from koila.staged.program import Program
 if TYPE_CHECKING:
     from koila.running.stages import Stages
 
-#: How far gradients of the same calls may be apart, in units of the dtype's precision: kernels that
-#: add in any order give other last bits.
+#: The largest difference of two gradients of the same calls, in units of the dtype's precision:
+#: kernels that add in no fixed order differ in the last bits.
 _PRECISIONS = 256
-_FAR = 0.1  # in any dtype, as a share of the largest
+_FAR = 0.1  # the largest difference in any dtype, as a share of the largest gradient
 
 
 class _Kept:
-    """What torch keeps, for backward, of a run on stand-ins: can any of it have come from them?"""
+    """Finds out whether a run on stand-ins saves for backward what was computed from them."""
 
     def __init__(self, known: Callable[[], set[int]]) -> None:
         self.is_from_them = False
-        self._known = known  # storages of what is there already
+        self._known = known  # the storages of tensors that do not come from stand-ins
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See a tensor that is kept, and keep it without its graph, of which it may be a result."""
+        """Look at a saved tensor, and save it detached: an output's graph would refer to itself."""
         if not self.is_from_them:
             storage = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
             self.is_from_them = storage not in self._known()
@@ -53,18 +54,19 @@ class _Kept:
 
     @contextlib.contextmanager
     def look(self) -> Iterator[None]:
-        """A block whose graphs are seen."""
+        """Look at the tensors that autograd saves in a block."""
         with contextlib.ExitStack() as block:
             try:
                 hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
                 block.enter_context(hooks)
-            except RuntimeError:  # torch was told to call no such hooks
+            except RuntimeError:  # the user has disabled saved-tensor hooks
                 self.is_from_them = True
             yield
 
 
 def parts_of(run: Run, env: Sequence[Any]) -> dict[int, tuple[torch.Tensor, ...]]:
-    """The parts that a segment left, and whether they require gradients, without their graphs."""
+    """Return the partials of reductions that a segment computed, detached, by value. They keep
+    their `requires_grad`."""
     parts = {value: env[value] for value in run.exports if isinstance(env[value], tuple)}
     return {
         value: tuple(part.detach().requires_grad_(part.requires_grad) for part in made)
@@ -75,18 +77,20 @@ def parts_of(run: Run, env: Sequence[Any]) -> dict[int, tuple[torch.Tensor, ...]
 def seed(
     stages: Stages, runs: Sequence[Run], left: Mapping[int, Any], gradients: list[torch.Tensor]
 ) -> bool:
-    """Give what the last body leaves its gradients, seen the values of its first chunk.
+    """Compute the gradients of the last body's outputs after its first chunk went forward.
 
-    The tail runs on zeros; only their sizes and types matter.
+    The tail runs on zeros of the right sizes and dtypes. The gradients become the `seeds` of the
+    outputs.
 
     Args:
         stages: the step.
         runs: the segments of the body.
-        left: what the reductions of its first chunk left, by value.
+        left: outputs of its first chunk, by value; the partials of its reductions are among them.
         gradients: of the roots.
 
     Returns:
-        Whether it is certain already that no value is in them.
+        Whether it is certain that no gradient depends on a value of the body. Otherwise `check` has
+        to compare.
     """
     program = stages.program
     stand_ins: dict[int, Cross] = {}
@@ -146,8 +150,8 @@ def _read_by_tail(program: Program) -> set[int]:
 def _counts(
     program: Program, stages: Stages, stand_ins: Mapping[int, Cross]
 ) -> Iterator[torch.Tensor]:
-    """The parts of reductions that are numbers of terms: by sizes, or of labels that were there
-    before the body."""
+    """Yield the partials of reductions that are numbers of terms: those that sizes determine, and
+    those of labels that were counted before the body."""
     for value, cross in stand_ins.items():
         node = program.node_of(value)
         if node is None or node.mode != REDUCE:
@@ -159,24 +163,24 @@ def _counts(
 
 
 def _storages(stages: Stages, counts: Iterable[torch.Tensor]) -> set[int]:
-    """The memory of what is there whole before the tail, and of numbers of terms."""
+    """Return the storages of whole values that were there before the tail, and of `counts`."""
     there = (*(cross.whole for cross in stages.cross.values()), *counts)
     strided = (t for t in there if t is not None and t.layout == torch.strided)
     return {tensor.untyped_storage()._cdata for tensor in strided}
 
 
 def _is_there(stages: Stages, value: int) -> bool:
-    """Whether a value was made before the tail; of a reduction after it the labels may have been
-    counted."""
+    """Return whether a value was computed before the tail. A `Cross` alone does not tell: that of a
+    later reduction may have only counts of labels."""
     cross = stages.cross.get(value)
     return cross is not None and cross.is_there
 
 
 def _run(stages: Stages, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch.Tensor | None]:
-    """Run the joints of the tail; the roots, None for one that is made before the tail.
+    """Run the joints of the tail on stand-ins. Return the roots; None for one made before the tail.
 
-    Only what gradients go through: all else in the tail is made from values of the body, so it is
-    in no gradient, and stand-ins in their place may have no meaning.
+    Only the calls that gradients go through run: the tail's other calls read values of the body,
+    and might raise on stand-ins.
     """
     program = stages.program
     made = dict(stand_ins)
@@ -186,7 +190,7 @@ def _run(stages: Stages, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch
             if not (value in made or _is_there(stages, value) or program.is_leaf(value)):
                 info = program.info(value)
                 made[value] = Cross(info, False, stages.fresh, stages.zeros(value, info.shape))
-                kept.is_from_them = True  # it may be, and torch's word would not tell
+                kept.is_from_them = True  # zeros replace it too, which the hooks cannot tell
         env = stages.run_nodes(part, 0, True, made)
         for value in [out for node in part.combined for out in node.outs] + part.exports:
             made[value] = Cross(program.info(value), False, stages.fresh, env[value], True)
@@ -194,9 +198,9 @@ def _run(stages: Stages, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch
 
 
 def check(stages: Stages, roots: dict[int, torch.Tensor]) -> None:
-    """Raise where the gradients of what the last body left are others than were sent back.
+    """Raise if the gradients of the last body's outputs differ from those that were sent back.
 
-    Called when the joints after the last body have been differentiated on its values.
+    Call it after the tail was differentiated on the real outputs.
     """
     for value, cross in stages.watched.items():
         assert cross.watch is not None
@@ -247,6 +251,6 @@ def _compare(
         "backward, please report it"
     )
     if is_waited_for:
-        torch._assert_async(is_same, text)  # nothing waits for a device; no gradient leaves it
+        torch._assert_async(is_same, text)  # does not wait for the device, and still raises
     elif not is_same:
         raise KoilaError(text)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that a recorded call is still to write: the running statistics of a normalization.
+"""Watch the tensors that a pending call will write: the running statistics of a normalization.
 
-Plain torch would read such a tensor as it was before the call. So from the record of the call to
-its write the tensor is of a class of ours, whose `__torch_function__` runs what waits, and then
-makes the call on the tensor as eager has it. It stays the same object, and has its own class again
-as soon as it is written. Other tensors of the same memory (a state dict that was kept) are watched
-with it.
+Plain torch would read such a tensor as it was before the call. So while the call is pending, the
+`__class__` of the tensor is a subclass whose `__torch_function__` first runs the pending program
+and then the plain call. The tensor stays the same object, and gets its own class back when it is
+written. Other tensors of the same memory (those of a state dict) are watched too.
 
-    net(koila.lazy(real))           # recorded: net.norm.running_mean is to be written
-    net(fake)                       # torch.batch_norm(fake, ...) reads that: the write comes first
+    net(koila.lazy(real))           # recorded: net.norm.running_mean will be written
+    net(fake)                       # torch.batch_norm(fake, ...) reads it: the write comes first
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from koila import _core
 from koila.running import cross
 
-#: The key of a tape's memo under which its writes are, by node.
+#: The key of a tape's memo for its writes, by node.
 _KEY = "unwritten"
 _writes: weakref.WeakSet[Write] = weakref.WeakSet()  # of all tapes
-_n_writes: dict[int, int] = {}  # by id of a tensor, how many are to write it
-_run: Callable[[str], None] | None = None  # what is pending on this thread
-#: Told of the watched tensors, by id, that a call asks for before they are written.
+_n_writes: dict[int, int] = {}  # id of a tensor -> how many pending calls will write it
+_run: Callable[[str], None] | None = None  # runs what is pending on this thread
+#: Called with the ids of the watched tensors that a call reads before they are written.
 on_read: Callable[[set[int]], None] | None = None
-#: Methods and attributes that are the same before a write and after it.
+#: Methods and attributes whose result a write does not change.
 _NO_NUMBERS = frozenset(
     """device dim dtype element_size get_device grad grad_fn is_complex is_contiguous is_cpu is_cuda
     is_floating_point is_leaf is_meta is_nested is_quantized is_sparse itemsize layout nbytes ndim
@@ -44,13 +43,13 @@ _WHY = "plain torch, on a tensor that a recorded call is to write"
 
 
 def begin(run: Callable[[str], None]) -> None:
-    """From now on `run` runs what is pending, when a tensor is asked for that it is to write."""
+    """Start watching. `run` runs what is pending when a tensor that it will write is read."""
     global _run
     _run = run
 
 
 def end() -> None:
-    """Give all tensors their own classes back, and watch none from now on."""
+    """Stop watching, and give all tensors their own classes back."""
     global _run
     _run = None
     for write in list(_writes):
@@ -61,9 +60,9 @@ def end() -> None:
 
 
 def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """Make a call of plain torch after what it could see has been written."""
+    """Run a plain torch call after the pending writes of the tensors it is given."""
     if _core.LazyTensor in types:
-        return NotImplemented  # it is recorded: it comes after what was recorded before
+        return NotImplemented  # it will be recorded, after the call that writes
     words = kwargs or {}
     if not (_asks_no_number(func) or _is_own()):
         found = note_read((args, words))
@@ -74,7 +73,7 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
 
 
 def note_read(given: Any) -> set[int]:
-    """The ids of the watched tensors among the arguments of a call, which reads them."""
+    """Return the ids of the watched tensors among the arguments of a call; call `on_read`."""
     found = set(map(id, _among(given)))
     if on_read is not None and found:
         on_read(found)
@@ -90,7 +89,7 @@ _own = _Own()
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """A block in which this thread sees the tensors as they are, to run what is to write them."""
+    """Let this thread read the watched tensors as they are in a block, to run the pending calls."""
     _own.n_blocks += 1
     try:
         yield
@@ -103,7 +102,7 @@ def _is_own() -> bool:
 
 
 def _asks_no_number(func: Any) -> bool:
-    """Whether a call asks for what is the same before a write and after it."""
+    """Return whether a write does not change the result of a call."""
     if getattr(func, "__name__", "") == "__get__":
         return getattr(func.__self__, "__name__", "") in _NO_NUMBERS
     return getattr(func, "__name__", "") in _NO_NUMBERS
@@ -111,7 +110,10 @@ def _asks_no_number(func: Any) -> bool:
 
 @functools.cache
 def _watched(kind: type) -> type | None:
-    """The class of a watched tensor, whose own class is `kind`; None: that sees calls itself."""
+    """Return the class of watched tensors whose own class is `kind`.
+
+    Return None for a class with a `__torch_function__` of its own: it is not watched.
+    """
     own = kind.__dict__.get("__torch_function__", torch._C._disabled_torch_function_impl)
     if kind is not torch.Tensor and own is not torch._C._disabled_torch_function_impl:
         return None
@@ -124,7 +126,7 @@ def _is_watched(obj: Any) -> bool:
 
 
 def _among(obj: Any) -> Iterator[torch.Tensor]:
-    """The watched tensors in the arguments of a call."""
+    """Yield the watched tensors in the arguments of a call."""
     if isinstance(obj, tuple | list):
         for item in obj:
             yield from _among(item)
@@ -138,7 +140,7 @@ def _among(obj: Any) -> Iterator[torch.Tensor]:
 
 
 class Write:
-    """A call that is to write some tensors, kept by its tape until it has."""
+    """A pending call that will write some tensors. Its tape keeps this object until then."""
 
     def __init__(self, tape: object, tensors: list[torch.Tensor]) -> None:
         self.tape = tape
@@ -152,7 +154,7 @@ class Write:
         _writes.add(self)
 
     def end(self) -> None:
-        """It was made, or never will be."""
+        """Watch the tensors no longer: the call has run, or never will."""
         while self.tensors:
             tensor = self.tensors.pop()
             _n_writes[id(tensor)] -= 1
@@ -161,7 +163,7 @@ class Write:
                 tensor.__class__ = type(tensor)._koila_own_class  # type: ignore[attr-defined]
 
     def writes(self, ids: set[int]) -> bool:
-        """Whether it is to write one of the tensors with these ids."""
+        """Return whether the call will write one of the tensors with these ids."""
         return any(id(tensor) in ids for tensor in self.tensors)
 
     def __del__(self) -> None:
@@ -169,7 +171,7 @@ class Write:
 
 
 def watch(tape: object, node: int, tensors: list[torch.Tensor]) -> None:
-    """A call that is recorded now on this thread's tape, as `node`, is to write some tensors."""
+    """Watch tensors that a call, recorded now on this thread's tape as `node`, will write."""
     if _run is None:
         return
     writes: dict[int, Write] = _core.memo().setdefault(_KEY, {})
@@ -177,14 +179,14 @@ def watch(tape: object, node: int, tensors: list[torch.Tensor]) -> None:
 
 
 def note_written(nodes: set[int] | None = None) -> None:
-    """Calls of this thread's tape have written what they were to (None: all of them)."""
+    """Stop watching for calls of this thread's tape that have run (None: all calls)."""
     writes: dict[int, Write] = _core.memo().get(_KEY, {})
     for node in list(writes) if nodes is None else nodes & writes.keys():
         writes.pop(node).end()
 
 
 def make(ids: set[int]) -> None:
-    """Run the programs that are to write tensors with these ids."""
+    """Run the programs that will write tensors with these ids."""
     if _run is not None:
         _make([write for write in _writes if write.writes(ids)])
 
@@ -194,9 +196,9 @@ def _make(writes: list[Write]) -> None:
     assert _run is not None
     for tape in {id(write.tape): write.tape for write in writes if write.tensors}.values():
         try:
-            with temporarily_clear_interpreter_stack():  # of a transform that the call is in
+            with temporarily_clear_interpreter_stack():  # the plain call may be in a transform
                 _core.held(tape, _run, (_WHY,), {})
-        finally:  # what could not run waits until somebody asks for it by name
+        finally:  # also if it raised: the next plain call must not run it again
             _core.held(tape, note_written, (), {})
 
 
@@ -204,8 +206,8 @@ def _make(writes: list[Write]) -> None:
 
 
 def unseen() -> Iterator[tuple[Any, str]]:
-    """Functions that look past the class of a tensor, and those that write other tensors before the
-    ones that are watched: whose they are, and their names."""
+    """Yield owner and name of functions that need `written_first`: they do not call a tensor's
+    `__torch_function__`, or write other tensors before they read a watched one."""
     yield from ((torch, "tensor"), (torch, "asarray"), (torch.Tensor, "set_"))
     yield from ((torch.utils.dlpack, "to_dlpack"), (torch._C, "_to_dlpack"), (torch.jit, "script"))
     yield from ((torch.nn.Module, "load_state_dict"), (torch.nn.Module, "_apply"))
@@ -218,14 +220,14 @@ def unseen() -> Iterator[tuple[Any, str]]:
             yield torch.distributed, name
 
 
-#: Of those, the ones that are not given the tensors that they read.
+#: Those of them whose arguments are not the tensors that they read.
 _READ_OTHERS = ("script", "load_state_dict", "_apply", "_sync_buffers")
 
 
 def written_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, before which the tensors that it reads or writes are written."""
+    """Return `original`, wrapped so that pending writes of the tensors that it uses run first."""
     reads_others = getattr(original, "__name__", "") in _READ_OTHERS
-    # torch.jit.script looks up the names of a class in the frame of its caller, so many frames up.
+    # torch.jit.script looks up names in a caller's frame, `_frames_up` above; this adds a frame.
     code = getattr(original, "__code__", None)
     has_frames = code is not None and "_frames_up" in code.co_varnames
 
@@ -245,14 +247,14 @@ def written_first(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Others(NamedTuple):
-    """Tensors that have the memory of one, as a look at all objects found them."""
+    """The other tensors with the memory of a tensor, found by going through all objects."""
 
     of: weakref.ref[torch.Tensor]
-    n_holders: int  # of the memory, then
+    n_holders: int  # references to the storage when they were looked for
     found: list[weakref.ref[torch.Tensor]]
 
     def are_all(self, of: torch.Tensor, n_holders: int) -> bool:
-        """Whether nobody else can have come since."""
+        """Return whether no other tensor can share the memory since then."""
         is_same = self.of() is of and self.n_holders == n_holders
         return is_same and all(ref() is not None for ref in self.found)
 
@@ -262,7 +264,7 @@ _N_OTHERS = 4096
 
 
 def _others_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors that have the memory of some others."""
+    """Return the other tensors that share memory with `tensors`."""
     with torch._C.DisableTorchFunctionSubclass():
         shared = [tensor for tensor in tensors if cross.is_shared(tensor)]
         known = (_others.get(id(tensor)) for tensor in shared)
@@ -277,7 +279,7 @@ def _others_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _look_for(tensors: list[torch.Tensor]) -> None:
-    """Look at all objects there are for those that have the memory of some tensors."""
+    """Go through all objects of the garbage collector for tensors with the memory of `tensors`."""
     if len(_others) > _N_OTHERS:
         _others.clear()
     by_storage: dict[int, list[weakref.ref[torch.Tensor]]] = {}
@@ -285,12 +287,12 @@ def _look_for(tensors: list[torch.Tensor]) -> None:
         found = by_storage.setdefault(tensor.untyped_storage()._cdata, [])
         _others[id(tensor)] = _Others(weakref.ref(tensor), cross.n_holders(tensor), found)
     for one in gc.get_objects():
-        kind = type(one)  # and not its __class__, which may be a property that does something
+        kind = type(one)  # not isinstance(): __class__ may be a property with side effects
         if not issubclass(kind, torch.Tensor) or kind is _core.LazyTensor:
             continue
         try:
             key = one.untyped_storage()._cdata
         except (RuntimeError, NotImplementedError):
-            continue  # sparse, opaque, or fake: it has none
+            continue  # a sparse, opaque or fake tensor has no storage
         if key in by_storage:
             by_storage[key].append(weakref.ref(one))

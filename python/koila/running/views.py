@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Views, taken again: by the calls that took them first, of other memory."""
+"""Repeat the recorded view calls of a value on another storage."""
 
 from __future__ import annotations
 
@@ -20,16 +20,18 @@ def take(
     is_graph: bool,
     taken: dict[int, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """What `value` is of `memory`, which stands for its whole storage.
+    """Return the view of `memory` that `value` is of its storage.
 
     Args:
         program: the staged program.
         value: number of the value.
-        memory: the storage as a chunk of `n_rows` rows sees it; -1: whole.
-        n_rows: rows of the chunk.
-        is_graph: whether the views are differentiated.
-        taken: the views that were taken before, by value, of which others are taken; it is told of
-            this one.
+        memory: a tensor in place of the value's whole storage, or of a chunk of it.
+        n_rows: rows of the chunk; -1: `memory` has all rows.
+        is_graph: whether autograd records the views.
+        taken: views that were taken before, by value; further views are taken of these, and added.
+
+    Raises:
+        NotInChunksError: a call that was a view is a copy on this memory.
     """
     if taken is not None and value in taken:
         return taken[value]

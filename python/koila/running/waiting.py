@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of chunks that wait from a body's forward to its backward.
+"""Retain the graphs of a body's chunks from forward to backward, without their saved tensors.
 
-What autograd saves for it is seen as it is saved. What came into the body from outside is there
-anyway; what leaves the body is in its home; what light calls make of those is made again before the
-chunk goes back (KlStep.again). So nothing of a chunk is kept in between but its graph.
+Saved-tensor hooks see what autograd saves. The inputs of the body are kept anyway; its outputs are
+kept where the schedule puts them (`homes`); what cheap calls make of these is recomputed before the
+backward of the chunk. So nothing but the graph of a chunk is kept for it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ Edges = GradientEdge | None | tuple[GradientEdge | None, ...]
 
 
 class Chunk(NamedTuple):
-    """A chunk that went forward: where its graph is entered, by value that it left, of a reduction
-    by part; and what that needs."""
+    """A chunk that went forward: by output the edge (of a reduction: the edges) at which backward
+    enters its graph, and what the graph needs."""
 
     edges: dict[int, Edges]
-    given: Fresh  # the aliases that it was given
+    given: Fresh  # the aliases that it read
     found: Found
 
 
@@ -41,17 +41,17 @@ def _edge_of(tensor: torch.Tensor) -> GradientEdge | None:
 
 
 def _edges_of(left: Any) -> Edges:
-    """Where the graph of what a chunk left is entered; None: it has none."""
+    """Return the edges of an output, or of the partials of a reduction; None: it has no graph."""
     return tuple(map(_edge_of, left)) if isinstance(left, tuple) else _edge_of(left)
 
 
 class Waiting:
-    """The graphs of the chunks of a body.
+    """The retained graphs of a body's chunks.
 
     Args:
         stages: the step.
-        run: the body, of one segment.
-        again: what is made again for its graphs.
+        run: the body, which has one segment.
+        again: the values to recompute before the backward of a chunk.
     """
 
     def __init__(self, stages: Stages, run: Run, again: Sequence[int]) -> None:
@@ -61,7 +61,7 @@ class Waiting:
         self.chunks: dict[int, Chunk] = {}
 
     def run(self, chunk: int) -> None:
-        """Run a chunk with its graph, and keep what leaves it."""
+        """Run a chunk forward with a graph; keep its outputs and the graph."""
         stages, run = self.stages, self.run_
         look = Look(stages.program, self.again.union(self.homes), self.again)
         try:
@@ -74,7 +74,7 @@ class Waiting:
         self.chunks[chunk] = Chunk(edges, given, look.found)
 
     def send_back(self, chunk: int) -> None:
-        """Send the gradients of what a chunk left back through its graph, which goes with that."""
+        """Send the gradients of a chunk's outputs back through its graph, and free the graph."""
         edges, given, found = self.chunks.pop(chunk)
         self.stages.go_on(given)
         del given
@@ -86,7 +86,7 @@ class Waiting:
         found.tensors.clear()
 
     def _find(self, chunk: int, found: Found) -> None:
-        """What the graph of a chunk needs: from its home, or made again."""
+        """Put what the graph of a chunk reads into `found`: outputs, and recomputed values."""
         stages, run = self.stages, self.run_
         grid = stages.grid_of(run)
         known: dict[int, torch.Tensor | None]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that were sent back before the values were there, and those that are found afterwards:
-both are noted by value, and compared."""
+"""Record the gradients of values whose gradients were sent back already, to compare both."""
 
 from __future__ import annotations
 
@@ -13,11 +12,11 @@ from koila.basics import engine
 from koila.basics.rows import Bounds
 
 Key = tuple[Any, ...]
-GATHERED: Key = ("gathered",)  # what is read of all chunks together
+GATHERED: Key = ("gathered",)  # all chunks, read as one tensor
 
 
 class _Look(engine.Function):
-    """Hand tensors on as they are, and note the gradients that come back, which end here."""
+    """Return tensors unchanged; in backward, record their gradients and send none on."""
 
     @staticmethod
     def forward(ctx: Any, note: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -32,7 +31,8 @@ class _Look(engine.Function):
 
 
 class Watch:
-    """The gradients of one value that the last body left, whose seeds are sent back already."""
+    """The gradients that the tail finds for one output of the last body, whose seeds were sent back
+    already."""
 
     def __init__(self, seeds: dict[Key, torch.Tensor | None], grid: Sequence[Bounds]) -> None:
         self.seeds = seeds
@@ -40,7 +40,7 @@ class Watch:
         self.found: dict[Key, torch.Tensor] = {}
 
     def __call__(self, keys: list[Key], tensors: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Stand-ins for tensors that are read, each of whose gradients is noted."""
+        """Return tensors with the same numbers whose gradients are recorded, by key."""
 
         def note(gradients: Sequence[torch.Tensor | None]) -> None:
             for key, gradient in zip(keys, gradients, strict=True):
@@ -54,5 +54,5 @@ class Watch:
         return watched
 
     def is_on(self, key: Key) -> bool:
-        """Whether a gradient is sent to what is read: to no number of terms."""
+        """Return whether a gradient was sent for this key. None is sent for a number of terms."""
         return key[0] != "part" or key in self.seeds
