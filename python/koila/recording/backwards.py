@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""backward() and autograd.grad() of lazies, in chunks where that can be."""
+"""backward() and autograd.grad() of lazies, in chunks where possible."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def _listed(obj: Any) -> list[Any]:
 
 
 def _gradients(given: Any, roots: list[Any]) -> list[Any]:
-    """What is sent into roots: None for each, where nothing is given."""
+    """Return the gradients of roots as a list; None for each if none were given."""
     return [None] * len(roots) if given is None else _listed(given)
 
 
 def _reals(obj: Any) -> list[Any]:
-    """The tensors of lazies that have theirs, and of others."""
+    """Replace lazies by their real tensors, or by None while they are pending."""
     return [_core.real(one) if type(one) is _core.LazyTensor else one for one in _listed(obj)]
 
 
@@ -36,12 +36,18 @@ def words_of(
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-#: What is said of a backward that ran no recorded call.
+#: The report's text for a backward that ran no recorded call.
 _HAD_RUN = "all calls had run before, and left autograd's graph"
 
 
 def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
-    """NotImplemented where the program has to run whole."""
+    """Run backward() in chunks; return NotImplemented if the program has to run whole.
+
+    Args:
+        words: the arguments of the call, by name.
+        root: the name of the argument with the roots.
+        gradient: the name of the argument with their gradients.
+    """
     inputs = words.get("inputs")
     handed_out.refuse_inner(() if inputs is None else _listed(inputs), "backward")
     is_other = words.get("create_graph") or words.get("grad_variables") is not None
@@ -67,7 +73,7 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
 
 
 def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tensor.backward and torch.autograd.backward."""
+    """Run Tensor.backward or torch.autograd.backward."""
     reports.note_backward()
     with reports.Asking("backward()", _HAD_RUN):
         _backward(func, args, kwargs)
@@ -104,7 +110,7 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _refuse_roots(words: dict[str, Any], root: str, gradient: str) -> None:
-    """Raise what torch raises of a backward that cannot start: nothing runs for it."""
+    """Raise torch's own error if a backward cannot start, before anything runs for it."""
     roots = _listed(words[root])
     given = _gradients(words.get(gradient), roots)
 
@@ -126,16 +132,17 @@ def _refuse_roots(words: dict[str, Any], root: str, gradient: str) -> None:
 def _tell_why(
     func: Callable[..., Any], words: dict[str, Any], root: str, cause: str = ""
 ) -> unsplit.Left | None:
-    """Why a backward cannot run in chunks, if that is not told yet; and whether it fits.
+    """Report why a backward cannot run in chunks, if that was not reported yet, and check that it
+    fits whole.
 
     Args:
-        func: the call.
-        words: its arguments.
-        root: which of them it starts from.
-        cause: why create_graph cannot go by samples.
+        func: the function that was called.
+        words: its arguments, by name.
+        root: the name of the argument with the roots.
+        cause: why a gradient with create_graph=True could not be recorded.
 
     Returns:
-        What is left, where it is not known how much it makes; None: it fits.
+        The memory that is left, if it is not known how much the backward needs; None: it fits.
     """
     outputs, is_deep = _listed(words[root]), bool(words.get("create_graph"))
     if reports.is_decided() or not (is_deep or any(map(is_pending, outputs))):
@@ -191,7 +198,8 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
 
 
 def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.autograd.grad: the gradients are plain tensors, or recorded where they have a graph."""
+    """Run torch.autograd.grad. Gradients with a graph (create_graph=True) are recorded if possible;
+    others are plain tensors."""
     words, cause = words_of(GRAD_WORDS, args, kwargs), ""
     if words.get("create_graph") and not words.get("is_grads_batched"):
         outputs = _listed(words["outputs"])
@@ -216,7 +224,7 @@ def _autograd_grad(
     found = _grad_in_chunks(words)
     if found is not NotImplemented:
         return found
-    if not words.get("is_grads_batched"):  # then each gradient has a dim more
+    if not words.get("is_grads_batched"):  # batched gradients have one dim more than the roots
         _refuse_roots(words, "outputs", "grad_outputs")
     left = _tell_why(func, words, "outputs", cause)
     try:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a call comes that cannot be recorded, the program is cut, and goes on behind it.
+"""Cut the program before a call that cannot be recorded, and continue recording after it.
 
-Such a call (a custom autograd function, compiled code, an op whose shape depends on numbers) wants
-real tensors, on a real graph. They are given their numbers, which a run in chunks without a graph
-has made, each on a node of its own, which leads to nodes before the parameters and other tensors
-that it was made of. Autograd's engine comes to the first of these with the gradients of all that
-was handed out there, and it runs what was recorded up to there in chunks, forward and back. So
-whoever walks the graph finds the leaves of each value, and each gets one gradient.
+Such a call (a custom autograd function, compiled code, an op whose shape depends on numbers) needs
+real tensors on a real autograd graph. So the program runs in chunks, forward and without a graph,
+and all values that the user can reach are *handed out*: each becomes a real tensor on a node
+`HandedOut`, behind which nodes `OfLeaves` lead to the parameters and other leaves that it was
+computed from. What was recorded up to here is now a *part* (`cut.py`), with a tape of its own. When
+autograd's engine gets to the first `OfLeaves`, all gradients of the part's values have arrived, and
+the part runs in chunks, forward and backward. So the graph shows the leaves of each value, and each
+leaf gets one gradient.
 
-All that the user can reach is handed out at once: two cuts have no call in common, and none runs
-oftener than once more forward than it would have.
+Everything in reach is handed out at once. So two parts have no call in common, and a call runs
+forward once more than it would have without the cut.
 """
 
 from __future__ import annotations
@@ -37,17 +39,17 @@ from koila.staged.program import Program
 
 
 class _State(threading.local):
-    """The cuts of this thread, of which parts have still to go back."""
+    """The cuts of this thread whose parts have not run backward yet."""
 
     def __init__(self) -> None:
         self.cuts: weakref.WeakSet[Cut] = weakref.WeakSet()
 
 
-#: Of what a part reads that has neither rows nor gradients as many bytes are copied before anybody
-#: writes it: so many, or such a share of what is handed out.
+#: Buffers that a part reads are copied when it is cut off, since plain torch may write them unseen:
+#: if they have at most `_SMALL` bytes, or 1 / `_SHARE` of the bytes that are handed out.
 _SMALL, _SHARE = 2**18, 8
-#: What waits runs whole before a call, if it makes so many bytes, where its graph keeps no more
-#: than a part that is cut off.
+#: If the pending calls make at least these bytes, and their graph would keep no more than a part
+#: reads, they run on the whole batch, and the program is not cut.
 _WORTH = 2**18
 
 
@@ -55,8 +57,8 @@ _state = _State()
 
 
 def runs_at_once(func: Callable[..., Any]) -> bool:
-    """Whether a call must run where it stands, as code of the user's sees it there; that is told,
-    and logged once."""
+    """Return whether a call must run now, because the user's code observes it (a hook, a mode).
+    Report it, and log it once."""
     why = surroundings.of_call()
     if why:
         reports.note_at_once(func, why)
@@ -71,20 +73,20 @@ def call(
     has_graph: bool,
     is_plain: bool,
 ) -> Any:
-    """Make a call that cannot be recorded, and that is given values which wait.
+    """Run a call that cannot be recorded, and that has pending values among its arguments.
 
-    Where the program runs in chunks it is cut before; else all that was recorded runs on the whole
-    batch, which is logged.
+    If the program runs in chunks, cut it before the call. Otherwise run all that was recorded on
+    the whole batch, and log that.
 
     Args:
-        func: the call.
+        func: the function.
         args: its arguments.
         kwargs: its arguments by name.
-        has_graph: whether anything waits that needs a gradient; else what waits may be light.
-        is_plain: whether its results are to be plain tensors.
+        has_graph: whether a pending value requires a gradient.
+        is_plain: whether to return plain tensors.
 
     Returns:
-        What it returns, with lazies in place of tensors unless `is_plain`.
+        What the call returns, with lazies in place of tensors unless `is_plain`.
     """
     unwritten.note_read((args, kwargs))
     is_large = has_graph and not planner.is_whole() and _core.pending_bytes(False) >= _WORTH
@@ -95,15 +97,18 @@ def call(
     elif has_graph and not is_cut:
         unsplit.check(func, surroundings.of_call())
     if not is_cut and any(map(_core.leaves_of, _tensors_in((args, kwargs), False))):
-        _core.flush()  # what waits reads a plain tensor that the call may write
+        _core.flush()  # pending calls read a plain tensor that this call may write
     return _core.live(func, args, kwargs, is_plain)
 
 
 @surroundings.in_outside
 def before_write(func: Callable[..., Any], given: Any) -> list[tuple[Cut, dict[int, Copy]]]:
-    """A call runs at once, and may write what it is given, which parts may read again: what they
-    were is kept until `after_write`. A weight is no such thing where the call says how it is
-    differentiated."""
+    """Copy the arguments of a call that is about to run, where parts read them: the call may write
+    them, and the parts read them again in their backward. Return the copies, for `after_write`.
+
+    Weights of a custom autograd function are not copied: it computes their gradient, so it does
+    not write them.
+    """
     is_custom = isinstance(getattr(func, "__self__", None), type)
     tensors = [t for t in _tensors_in(given) if not (is_custom and t.requires_grad and t.is_leaf)]
     cuts = list(_state.cuts) if tensors else ()
@@ -112,14 +117,17 @@ def before_write(func: Callable[..., Any], given: Any) -> list[tuple[Cut, dict[i
 
 @surroundings.in_outside
 def after_write(kept: list[tuple[Cut, dict[int, Copy]]]) -> None:
-    """The call is over."""
+    """After the call, keep those copies whose originals it has written."""
     for cut, copies in kept:
         cut.keep_what_it_reads(copies)
 
 
 def watch_handed_out(lazy: _core.LazyTensor) -> None:
-    """The same of what has the memory of what a part handed out: going back, the part would make
-    again what eager's calls have kept, and find written."""
+    """Watch a lazy for uncounted writes, if it shares memory with a value that a part handed out.
+
+    In backward the part recomputes the value, where eager's calls would have saved the tensor and
+    use the written numbers.
+    """
     value, tensor = _core.id(lazy), _core.real(lazy)
     if value is not None and tensor is None:
         tensor = Info.of(Info.of(value).base).real
@@ -136,12 +144,13 @@ def _watch_roots(tensor: torch.Tensor) -> None:
 
 
 def is_read(tensor: torch.Tensor) -> bool:
-    """Whether calls wait that read this memory, or parts that have still to go back."""
+    """Return whether pending calls, or parts that have not run backward yet, read this memory."""
     return bool(_core.leaves_of(tensor)) or bool(parts_that_read(tensor))
 
 
 def parts_that_read(tensor: torch.Tensor) -> dict[Cut, list[int]]:
-    """Those that have still to go back, and read this memory: as which of their leaves."""
+    """Return the parts that have not run backward yet and read this memory, with their leaves in
+    it."""
     found: dict[Cut, list[int]] = {}
     for cut, roots in [(cut, cut.roots) for cut in _state.cuts]:
         leaves = _core.held(roots[0], _core.leaves_of, (tensor,), {}) if roots else ()
@@ -151,8 +160,8 @@ def parts_that_read(tensor: torch.Tensor) -> dict[Cut, list[int]]:
 
 
 def watch(tensor: torch.Tensor) -> None:
-    """The memory of a tensor is handed out behind autograd's back: a write through that leaves no
-    trace but the numbers."""
+    """Note that x.data was taken of a tensor: writes through it change no version. Checksums of
+    what the parts of this thread read and handed out detect them."""
     _watch_roots(tensor)
     for roots in [cut.roots for cut in _state.cuts]:
         if roots:
@@ -160,7 +169,7 @@ def watch(tensor: torch.Tensor) -> None:
 
 
 def watch_here(tensor: torch.Tensor) -> None:
-    """The same, of what this thread's tape reads."""
+    """As `watch`, for the leaves of this thread's current tape."""
     watched = _core.memo().setdefault("watched", {})
     for leaf in _core.leaves_of(tensor):
         real = Info.of(leaf).real
@@ -182,7 +191,8 @@ def _cut(func: Any) -> bool:
     sharing: dict[int, list[int]] = defaultdict(list)
     for value in numbers:
         sharing[Info.of(value).storage].append(value)
-    # Of each memory the value that is all of it, or the only one: the others are views of that.
+    # One value for each storage is handed out: the only one in reach, or that of the whole
+    # storage. The others become views of it.
     wholes = {
         value: values[0] if len(values) == 1 else Info.of(values[0]).base
         for values in sharing.values()
@@ -201,7 +211,7 @@ def _cut(func: Any) -> bool:
         root.note(handed[value])
     others = {value: numbers[value] for value, whole in wholes.items() if whole not in roots}
     program = Program([]) if len(roots) + len(others) < len(wholes) else None
-    taken: dict[int, torch.Tensor] = {}  # a gradient of a view goes on through the views before
+    taken: dict[int, torch.Tensor] = {}  # a view of a view is taken of that view, as recorded
     for value, whole in wholes.items():
         if value not in handed and value not in others:
             assert program is not None
@@ -224,7 +234,8 @@ def _cut(func: Any) -> bool:
 
 
 def _handed_out(cut: Cut, roots: dict[int, Root]) -> dict[int, torch.Tensor]:
-    """The tensors of values, on nodes that lead to the leaves that each was made of."""
+    """Return the handed-out tensor of each value, on nodes that lead to the leaves that the value
+    was computed from."""
     leaves: dict[int, torch.Tensor] = {}
     made_of: dict[int, list[int]] = defaultdict(list)  # values, by ids of leaves
     has_derivatives = "recipes" in _core.memo()
@@ -251,7 +262,7 @@ def _handed_out(cut: Cut, roots: dict[int, Root]) -> dict[int, torch.Tensor]:
 
 
 def _tensors_in(given: Any, of_lazies: bool = True) -> Iterator[torch.Tensor]:
-    """The tensors that are there among arguments, and those of lazies."""
+    """Yield the tensors among nested arguments, and the real tensors of lazies."""
     if type(given) is _core.LazyTensor:
         real = _core.real(given) if of_lazies else None
         if real is not None:
@@ -266,7 +277,7 @@ def _tensors_in(given: Any, of_lazies: bool = True) -> Iterator[torch.Tensor]:
 
 
 def _is_data(value: int) -> bool:
-    """Whether a value is x.data, or a view of that."""
+    """Return whether a value is x.data, or a view of that."""
     view = Info.of(value).view
     while view is not None and not is_data(_core.node(view[0])[0]):
         view = Info.of(view[2]).view
@@ -274,7 +285,7 @@ def _is_data(value: int) -> bool:
 
 
 def _memory(number: torch.Tensor, info: Info) -> torch.Tensor | None:
-    """The tensor that a number is a view of, where that is all of its memory."""
+    """Return the tensor that a number is a view of, if it has the shape and dtype of `info`."""
     base = number._base
     is_whole = base is not None and (base.shape, base.dtype) == (info.shape, info.dtype)
     return base if is_whole else None
@@ -283,6 +294,6 @@ def _memory(number: torch.Tensor, info: Info) -> torch.Tensor | None:
 def _taken(
     program: Program, value: int, whole: torch.Tensor, taken: dict[int, torch.Tensor]
 ) -> torch.Tensor:
-    """A view, taken again of what was handed out: a write through either shows in both."""
+    """Repeat the views of a value on the handed-out tensor, so that writes show in both."""
     with torch.enable_grad():
         return views.take(program, value, whole, -1, True, taken)

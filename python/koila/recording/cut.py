@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A part of a program that was cut off (`bridge.py`): what was recorded up to there, on a tape of
-its own, how it goes back when autograd's engine comes to what it handed out, and what it reads
-again then, which others may have written meanwhile."""
+"""A part of a program that was cut off (`bridge.py`), on a tape of its own.
+
+When autograd's engine gets to the values that it handed out, the part runs forward again and
+backward. It reads its leaves again then, so copies are kept of those that are written meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ _TWICE = (
 
 
 class Copy(NamedTuple):
-    """A tensor as it was at a version."""
+    """A copy of a tensor's numbers at a version."""
 
     real: torch.Tensor
     version: int
@@ -40,36 +42,40 @@ class Copy(NamedTuple):
 
 
 class Cut:
-    """What was recorded up to a cut, on a tape of its own."""
+    """What was recorded up to a cut: a part."""
 
     def __init__(self) -> None:
-        self.handed: list[weakref.ref[Root]] = []  # their nodes hold them
+        self.handed: list[weakref.ref[Root]] = []  # autograd's nodes keep the roots alive
         self.groups: list[Group] = []
-        self.passes: dict[int, Pass] = {}  # of autograd's engine, by its number
-        self.region = checkpoints.recording()  # it was cut in a body of this region
+        self.passes: dict[int, Pass] = {}  # by the number of a pass of autograd's engine
+        self.region = checkpoints.recording()  # of the checkpoint in which it was cut; 0: none
         self.early: dict[int, Copy] = {}  # of buffers, which plain torch may write unseen
-        self.originals: dict[int, torch.Tensor] = {}  # of copies that leaves were replaced by
-        self.written: set[int] = set()  # these leaves
+        self.originals: dict[int, torch.Tensor] = {}  # id of a copy -> the leaf that it replaced
+        self.written: set[int] = set()  # leaves that were written, and replaced by copies
         self.uncounted: set[int] = set()  # those of them that were written through .data
-        self.before: dict[int, Callable[[], None]] = {}  # by asker: called before its backward
+        self.before: dict[int, Callable[[], None]] = {}  # called before the part's backward, by key
 
     @property
     def roots(self) -> tuple[Any, ...]:
-        """What stands for all that was handed out, and has still to go back; who asks holds it: it
-        is dropped at any time."""
+        """The lazies of all values that were handed out and have not run backward yet. Keep the
+        result while the tape is used: the lazies may die at any time, and the tape with them."""
         return tuple(root.lazy for root in self.alive())
 
     @property
     def waiting(self) -> tuple[Any, ...]:
-        """The same of a part that has still to run: where it ran whole to go back, autograd keeps
-        what its graph reads, and its tape is gone."""
+        """As `roots`; none if the part ran `whole`: autograd has saved what its graph reads, and
+        its tape is gone."""
         return () if "whole" in self.__dict__ else self.roots
 
     def copy_what_it_reads(
         self, tensors: Sequence[torch.Tensor | None], n_bytes: float = math.inf
     ) -> dict[int, Copy]:
-        """A call is made that may write these: leaves among them, by number, which are read again
-        going back. None: buffers, if they are as small together."""
+        """Copy the leaves of the part that are in the memory of `tensors`, before a call that may
+        write them. Return the copies, by leaf.
+
+        None among `tensors` stands for all buffers. Copy nothing if the leaves have more than
+        `n_bytes` together.
+        """
         copies: dict[int, Copy] = {}
         roots = self.waiting
 
@@ -99,7 +105,7 @@ class Cut:
             _core.held(roots[0], take, (), {})
 
     def keep_what_it_reads(self, copies: dict[int, Copy]) -> None:
-        """The call is over: leaves that it wrote stay what they were."""
+        """After the call, replace the leaves that it wrote by their copies."""
         roots = self.waiting if copies else ()
         for leaf, copy in copies.items():
             is_same = copy.real._version == copy.version  # a write through .data leaves it so
@@ -116,16 +122,18 @@ class Cut:
                     self.uncounted.add(leaf)
 
     def original(self, leaf: torch.Tensor) -> torch.Tensor:
-        """The user's tensor, where a copy stands for it."""
+        """Return the user's tensor that a copy has replaced, or `leaf` itself."""
         return self.originals.get(id(leaf), leaf)
 
     def go_back(self, group: Group) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of the leaves of a group. The first group that the engine comes to
-        makes those of all: by then it has been to all values that it sends a gradient to, as it
-        takes of what is ready the node that was made last.
+        """Return the gradients of the leaves of a group.
 
-        Where the engine passes no gradient at all, it only walks through all inputs of another
-        node: no leaf gets a gradient, and the graph is not used up.
+        The first group that the engine gets to computes the gradients of all groups. By then the
+        engine has visited all values that it sends a gradient to: of the nodes that are ready it
+        takes the one that was made last.
+
+        If no gradient has arrived at all, the engine only visits every input of some other node:
+        no leaf gets a gradient, and the graph is not freed.
         """
         current = self.passes.get(task())
         if current is not None and current.given:
@@ -151,7 +159,7 @@ class Cut:
         self,
         leaves: Sequence[torch.Tensor],
         given: Sequence[tuple[Root, torch.Tensor]],
-        behind: Sequence[torch.Tensor],  # all leaves that what is given was made of
+        behind: Sequence[torch.Tensor],  # all leaves that the roots were computed from
     ) -> Sequence[torch.Tensor | None]:
         if any(root.lazy is None for root, _ in given):
             raise spent.used_up()
@@ -161,7 +169,7 @@ class Cut:
         self.keep_what_it_reads(self.early)
         roots = [root for root, _ in given]
         gradients = [gradient for _, gradient in given]
-        if torch.is_grad_enabled():  # create_graph: they are to have a graph too
+        if torch.is_grad_enabled():  # create_graph=True: the gradients need a graph
             return self._on_a_graph(roots, gradients, leaves, behind)
         is_retained, is_some = _is_retained(), len(leaves) < len(behind)
         found = self.gradients_of(roots, gradients, leaves, is_retained, is_some)
@@ -176,9 +184,11 @@ class Cut:
         leaves: Sequence[torch.Tensor],
         behind: Sequence[torch.Tensor],
     ) -> Sequence[torch.Tensor | None]:
-        """The gradients of leaves, on nodes that lead to no graph or hook which eager's do not lead
-        to: autograd's engine goes there also where no gradient comes, and functions, which may make
-        zeros of that, send them on."""
+        """Return the gradients of leaves, with a graph that can be differentiated.
+
+        Their nodes must not lead to a graph or a hook that eager's would not lead to: autograd's
+        engine goes there also without a gradient, and functions may turn that into zeros.
+        """
         watched = {id(one) for one in behind if one.grad_fn is not None or one._backward_hooks}
         if len(roots) > 1:
             watched.update(-1 - i for i, one in enumerate(gradients) if one.requires_grad)
@@ -220,7 +230,15 @@ class Cut:
         is_retained: bool,
         is_some: bool,
     ) -> list[torch.Tensor | None]:
-        """The same, without a graph. Some: there are leaves that no gradient is asked for."""
+        """Return the gradients of leaves, without a graph.
+
+        Args:
+            roots: values that were handed out.
+            gradients: of the roots.
+            leaves: the tensors to return the gradients of.
+            is_retained: whether the part can go back again.
+            is_some: whether the part has leaves whose gradient nobody asks for.
+        """
         lazies = [root.lazy for root in roots]
         wanted = {id(leaf) for leaf in leaves}
 
@@ -230,7 +248,7 @@ class Cut:
         gets = is_wanted if is_some else None
         if self.written or any(root.how_written() for root in self.alive()):
             _core.held(lazies[0], self._check_written, (roots, gets), {})
-        found: Any = NotImplemented  # whole, where a mode sees each call
+        found: Any = NotImplemented  # run whole if a mode of the user's observes the backward
         if not surroundings.of_backward():
             found = replay.gradients_of(lazies, list(gradients), is_retained, self.roots, gets)
         if found is NotImplemented:
@@ -245,7 +263,7 @@ class Cut:
         return [by_leaf.get(id(leaf)) for leaf in leaves]
 
     def leaf_passes(self) -> checkpoints.Passes:
-        """Which passes of torch's engine come to what the part was made of."""
+        """Return the passes of torch's engine that get to the leaves of the part."""
         roots = self.waiting
 
         def find() -> checkpoints.Passes:
@@ -254,7 +272,7 @@ class Cut:
         return _core.held(roots[0], find, (), {}) if roots else {}
 
     def alive(self) -> list[Root]:
-        """What was handed out, is held, and has still to go back."""
+        """Return the roots that are referred to and have not run backward yet."""
         roots = (handed() for handed in self.handed)
         return [root for root in roots if root is not None and root.lazy is not None]
 
@@ -278,8 +296,18 @@ class Cut:
         gradients: Sequence[torch.Tensor],
         seconds: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
-        """The gradients of `gradients` and of the leaves `behind` them, from those of what
-        `go_back` gave for `leaves`."""
+        """Differentiate the gradients that `go_back` returned for `leaves`.
+
+        Args:
+            roots: values that were handed out.
+            leaves: the tensors whose first gradients were returned.
+            behind: the leaves that the roots were computed from.
+            gradients: of the roots.
+            seconds: gradients of the first gradients of `leaves`.
+
+        Returns:
+            The gradients of `gradients` and of `behind`.
+        """
         if any(root.lazy is None for root in roots):
             raise spent.used_up()
         self.keep_what_it_reads(self.early)
@@ -295,7 +323,7 @@ class Cut:
             with surroundings.outside():
                 outputs, stand_ins = self._whole(roots, leaves)
                 _, others = self._whole(roots, behind)
-            # Of tensors of their own: what the gradients were made of is gone through by others.
+            # Detached: other nodes go back through what the gradients were computed from.
             given = [gradient.detach().requires_grad_() for gradient in gradients]
             with torch.enable_grad():
                 first = self._differentiate(outputs, given, stand_ins, is_graph=True)
@@ -306,8 +334,8 @@ class Cut:
 
     @functools.cached_property
     def inner(self) -> frozenset[int]:
-        """The values that calls of the part read: of the gradient of one that was handed out, a
-        share comes through what these calls made."""
+        """The values that differentiated calls of the part read. If one of them was handed out, a
+        share of its gradient comes through the part, and not to its tensor."""
         roots = self.roots
         found: frozenset[int] = _core.held(roots[0], self._inner, (roots,), {})
         return found
@@ -324,9 +352,9 @@ class Cut:
         return frozenset(program.imports[k].value for k in reads if k >= 0)
 
     def _let_go(self, over: Sequence[Root]) -> None:
-        """What these and those that they were made of needed goes."""
+        """Free what the backward of these roots, and of the values before them, needed."""
         if len(self.handed) > 1:
-            _ = self.inner  # it is asked for afterwards, too
+            _ = self.inner  # compute it while the program is there: it is cached
         outputs, _ = self.__dict__.get("whole", ({}, {}))
         for root in filter(None, [handed() for handed in self.handed]):
             if root in over or (root.lazy is not None and _core.is_spent(root.lazy)):
@@ -335,7 +363,7 @@ class Cut:
         values = {root.value for root in self.alive()}
         for group in self.groups:
             group.leaves = () if values.isdisjoint(group.values) else group.leaves
-        if not values:  # no other has still to go back
+        if not values:  # every root has run backward
             self.early, self.before = {}, {}
             self.__dict__.pop("whole", None)
 
@@ -344,9 +372,9 @@ class Cut:
         """Run the part on the whole batch, with an autograd graph that no other tensor shares.
 
         Returns:
-            What was handed out, by the ids of the lazies; and the tensors that stand for the leaves
-            in that graph, by the ids of the leaves: the leaves themselves may have graphs that
-            other backwards go through.
+            The real tensors of the values that were handed out, by the ids of their lazies; and, by
+            the ids of the leaves, the tensors that replace the leaves in that graph: the leaves may
+            have graphs of their own, which other backward passes go through.
         """
         made: dict[int, torch.Tensor] = {}
 
@@ -364,7 +392,7 @@ class Cut:
     def _whole(
         self, roots: Sequence[Root], leaves: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """From `whole`: the tensors of some values, and those that stand for some leaves."""
+        """Return, from `whole`, the real tensors of roots and the replacements of leaves."""
         outputs, made = self.whole
         return (
             [outputs[id(root.lazy)] for root in roots],
@@ -378,7 +406,7 @@ class Cut:
         inputs: Sequence[torch.Tensor | None],
         is_graph: bool = False,
     ) -> dict[int, torch.Tensor]:
-        """The gradients of inputs, by id."""
+        """Return the gradients of inputs, by their ids; skip outputs without a gradient."""
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)
@@ -400,7 +428,7 @@ class Cut:
 
 
 def _values_in(program: Program, storages: set[int]) -> set[int]:
-    """The values of a program that lie in some memories."""
+    """Return the values of a program that are in these storages."""
     if not storages:
         return set()
     nodes = program.nodes.values()

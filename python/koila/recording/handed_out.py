@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors that a part which was cut off hands out (`cut.py`), and the nodes of their graph:
-autograd's engine goes through these to the leaves that each tensor was made of."""
+"""The tensors that a part (`cut.py`) hands out, and the autograd nodes behind them.
+
+Each tensor is on a node `HandedOut`, which collects its gradient. It leads to nodes `OfLeaves`, one
+for each group of leaves, which run the part's backward and return the gradients of their leaves.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,22 @@ from koila.messages.errors import KoilaError
 from koila.running.numbers import as_new
 from koila.staged import meta
 
-_data: Any = torch._C.TensorBase.data  # as torch has it
-#: The number of the pass of autograd's engine that is under way.
+_data: Any = torch._C.TensorBase.data  # torch's own attribute
+#: Returns the number of the current pass of autograd's engine.
 task: Callable[[], int] = torch._C._current_graph_task_id
-#: Under which the node of a view names what was handed out, and the number of the view's value.
+#: The key in the metadata of a view's node for its `Root` and the number of the view's value.
 _VIEW = "koila: a view of what was handed out"
 
 
 class Part(Protocol):
-    """What these nodes ask of the part that they stand for (`cut.py`)."""
+    """The interface of a part (`Cut` in `cut.py`) that these nodes use."""
 
     handed: list[weakref.ref[Root]]
     passes: dict[int, Pass]
 
     @property
     def inner(self) -> frozenset[int]:
-        """The values that calls of the part read."""
+        """The values that differentiated calls of the part read."""
 
     def go_back(self, group: Group) -> Sequence[torch.Tensor | None]:
         """Return the gradients of the leaves of a group."""
@@ -55,47 +58,50 @@ class Root:
         self.cut = cut
         self.value = value
         self.number = number
-        self.lazy: Any = None  # what stands for it, until it went back
+        self.lazy: Any = None  # the value on the part's tape, until its backward
         self.memory: StorageWeakRef | None = None
-        #: It counts the writes to that memory, as all its tensors do, and holds none.
+        #: An empty tensor that shares the version counter of the tensor, but not its memory.
         self.counter, self.n_writes = torch.empty(0), 0
-        #: Where x.data was taken of it: its memory, and what it was then.
+        #: If x.data was taken of the tensor: its whole memory, and the checksum at that time.
         self.watched: tuple[torch.Tensor, tuple[int, int]] | None = None
         cut.handed.append(weakref.ref(self))
 
     def note(self, tensor: torch.Tensor) -> None:
-        """It was handed out as this tensor."""
+        """Note the tensor as which the value was handed out."""
         self.memory = StorageWeakRef(tensor.untyped_storage())
         self.counter = tensor.detach()
         _data.__set__(self.counter, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
         self.n_writes = self.counter._version
 
     def watch(self, tensor: torch.Tensor) -> None:
-        """Its memory, which this tensor is of, is handed out behind autograd's back."""
+        """Watch the memory of this tensor for writes through x.data, which change no version."""
         if self.watched is None:
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             whole.set_(tensor.untyped_storage())
             self.watched = whole, meta.checksum(whole)
 
     def how_written(self) -> str:
-        """Whether its memory was written since, and whether torch counted that."""
+        """Return how its memory was written since: "counted" by torch, "uncounted", or ""."""
         if self.counter._version != self.n_writes:
             return "counted"
         is_same = self.watched is None or meta.checksum(self.watched[0]) == self.watched[1]
         return "" if is_same else "uncounted"
 
     def is_inner(self, value: int) -> bool:
-        """Whether what else was handed out, and can still be differentiated or asked about, was
-        made of this, or of a view of it: what comes through that is no part of the gradient of the
-        tensor."""
+        """Return whether a call of the part reads `value` (this value or a view of it) to compute
+        another value that was handed out. The gradient that comes through that call does not reach
+        the tensor."""
         others = (handed() for handed in self.cut.handed)
         return any(one not in (None, self) for one in others) and value in self.cut.inner
 
 
 class Group:
-    """Leaves that gradients of the same values go to. Autograd's engine goes on through all leaves
-    of a node, also where no gradient comes: hooks there are called, and a graph that is used up
-    raises. So no value leads to a leaf that it was not made of."""
+    """Leaves that the same handed-out values were computed from; they share a node.
+
+    Autograd's engine visits every leaf of a node, even if no gradient reaches it: it calls the
+    hooks there, and raises if a graph there was freed. So the node of a value must not lead to a
+    leaf that the value was not computed from.
+    """
 
     def __init__(self, values: Iterable[int], leaves: Sequence[torch.Tensor]) -> None:
         self.values = frozenset(values)
@@ -119,14 +125,15 @@ def _is_executed(node: Any) -> bool:
 
 
 class Pass:
-    """What one pass of autograd's engine has brought to values of a cut, and made of that."""
+    """One pass of autograd's engine through a part: the gradients that arrived at its values, and
+    those computed from them for groups of leaves."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Root, torch.Tensor]] = []
         self.found: dict[Group, list[torch.Tensor | None]] = {}
 
     def add(self, group: Group, gradients: list[torch.Tensor | None]) -> None:
-        """Note gradients of the leaves of a group."""
+        """Add gradients of the leaves of a group."""
         known = self.found.get(group, [None] * len(gradients))
         self.found[group] = [
             one if other is None else other if one is None else one + other
@@ -139,7 +146,7 @@ def apply(function: Any, *args: Any) -> Any:
 
 
 class Same(torch.autograd.Function):
-    """Numbers that may be written in place, and whose gradient is that of a leaf."""
+    """Return `numbers` as a new tensor that may be written; its gradient goes to `leaf`."""
 
     @staticmethod
     def forward(ctx: Any, numbers: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -151,8 +158,11 @@ class Same(torch.autograd.Function):
 
 
 class Gradient(torch.autograd.Function):
-    """The gradients of leaves, which can be differentiated by what they were made of: gradients of
-    roots, and the leaves `behind` these. What is in `gone` they were not made of."""
+    """The node behind gradients of leaves that were computed with create_graph=True.
+
+    `tensors` are what they depend on: the gradients of the roots, and the leaves `behind` the
+    roots. Those named in `gone` are detached, since the gradients do not depend on them.
+    """
 
     @staticmethod
     def forward(
@@ -185,7 +195,8 @@ class Gradient(torch.autograd.Function):
 
 
 class OfLeaves(torch.autograd.Function):
-    """The node before the leaves of a group: it gives a stand-in for each value made of them."""
+    """The node of a group of leaves. It returns a stand-in without memory for each value computed
+    from them; its backward runs the part."""
 
     runs_program = True
 
@@ -203,7 +214,7 @@ class OfLeaves(torch.autograd.Function):
 
 
 class HandedOut(torch.autograd.Function):
-    """The node of a value that was handed out, which takes its gradient."""
+    """The node of a value that was handed out; its backward collects the gradient."""
 
     @staticmethod
     def forward(ctx: Any, root: Root, *stand_ins: torch.Tensor) -> torch.Tensor:
@@ -222,7 +233,7 @@ class HandedOut(torch.autograd.Function):
 
 
 def _refuse_hook(node: Any, hook: Any) -> None:
-    """A hook of a node that stands for the graph of a part."""
+    """Refuse a hook on a node that replaces the graph of a part."""
     raise KoilaError(
         f"{hook!r} cannot be registered on this grad_fn: the program was cut after the call that "
         "made the tensor, and the node stands for all calls before; register it on the tensor "
@@ -236,20 +247,22 @@ for _name in ("register_hook", "register_prehook"):
 
 
 def _root_of(tensor: torch.Tensor) -> Root | None:
-    """What a tensor stands for, where it is one that was handed out."""
+    """Return the `Root` of a tensor that was handed out; None for other tensors."""
     root = getattr(tensor.grad_fn, "root", None)
     return root if isinstance(root, Root) else None
 
 
 def whole_gradient_of(tensor: torch.Tensor) -> Any:
-    """The lazy of a part whose gradient is that of a tensor; None: it is the tensor's own, or there
-    is none."""
+    """Return the lazy, on a part's tape, that gets the whole gradient of a handed-out tensor.
+
+    Return None if the tensor itself gets it, or was not handed out.
+    """
     root = _root_of(tensor)
     return root.lazy if root is not None and _is_inner(tensor) else None
 
 
 def note_view(tensor: torch.Tensor, root: Root, value: int) -> None:
-    """A view of a value was taken again when the memory of that was handed out."""
+    """Note on a tensor's node that it is a view of a handed-out value."""
     node: Any = tensor.grad_fn
     if node is not None:
         node.metadata[_VIEW] = root, value
@@ -265,7 +278,7 @@ def _is_inner(tensor: torch.Tensor) -> bool:
 
 
 def refuse_inner(tensors: Iterable[Any], what: str) -> None:
-    """Raise where the gradient of one of these is asked for, and is in a part that was cut off."""
+    """Raise if a share of the gradient of one of these tensors stays in a part that was cut off."""
     for tensor in tensors:
         real = _core.real(tensor) if type(tensor) is _core.LazyTensor else tensor
         if isinstance(real, torch.Tensor) and _is_inner(real):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that are neither recorded nor simply run on real tensors: one function each."""
+"""Handlers: functions that replace a torch call on lazies which is neither recorded as it is nor
+simply run on real tensors."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ from koila.staged import hooks, meta
 LazyTensor = _core.LazyTensor
 
 
-#: What is asked of how a tensor lies in memory.
+#: Questions whose answer depends on the strides of a tensor.
 _OF_LAYOUT = frozenset(("stride", "is_contiguous", "dim_order"))
 
 
 def _stand_in(obj: Any, is_of_layout: bool) -> Any:
-    """A tensor without memory that answers like a pending lazy; None where that is not known."""
+    """Return a tensor without memory that answers like a pending lazy; None if the answer is not
+    known yet."""
     if type(obj) is not LazyTensor:
         return obj
     real = _core.real(obj)
@@ -44,7 +46,7 @@ def _stand_in(obj: Any, is_of_layout: bool) -> Any:
 
 
 def query(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Answer from metadata; nothing is computed, unless strides are asked for and not known."""
+    """Answer from metadata. Nothing is computed unless the strides are asked for and not known."""
     is_of_layout = getattr(func, "__name__", "") in _OF_LAYOUT
     stand_ins = tuple(_stand_in(arg, is_of_layout) for arg in args)
     if any(new is None and old is not None for new, old in zip(stand_ins, args, strict=True)):
@@ -60,7 +62,7 @@ def _device_type(name: str) -> Callable[..., Any]:
 
 
 def get_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The index of the device; checkpoint asks for it to find the generators to restore."""
+    """Return the index of the device; checkpoint uses it to find the generators to restore."""
     index = args[0].device.index
     return -1 if index is None else int(index)
 
@@ -68,27 +70,27 @@ def get_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 def matrix_transpose(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """x.mT, which is recorded as what it stands for."""
+    """Record x.mT as x.transpose(-2, -1)."""
     is_matrix = args[0].dim() >= 2
     return args[0].transpose(-2, -1) if is_matrix else _core.live(func, args, kwargs, True)
 
 
 def to_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x.cpu(), which is recorded as what it stands for."""
+    """Record x.cpu() as x.to("cpu")."""
     if len(args) != 1:
         return _core.live(func, args, kwargs, True)
     return args[0].to("cpu", **kwargs)
 
 
 def to_cuda(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x.cuda(), which is recorded as what it stands for."""
+    """Record x.cuda() as x.to(device)."""
     words = words_of(("self", "device", "non_blocking"), args, kwargs)
     device = words.pop("device", None)
     if isinstance(device, int):
         device = torch.device("cuda", device)
     device = torch.device("cuda" if device is None else device)
     if device.type != "cuda":
-        return _core.live(func, args, kwargs, True)  # torch says what is wrong
+        return _core.live(func, args, kwargs, True)  # torch raises its own error
     return words.pop("self").to(device, **words)
 
 
@@ -103,14 +105,14 @@ def grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def on_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What changes the tensor itself and gives it back: requires_grad_, share_memory_."""
+    """Run a call that changes the tensor itself and returns it: requires_grad_, share_memory_."""
     _core.live_with_all(func, args, kwargs, True)
     return args[0]
 
 
 def require_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x.requires_grad_() is about the tensor alone: of what waits, only what makes that runs, and
-    what has read it goes on as it was recorded."""
+    """Run x.requires_grad_(), which concerns this tensor alone: only the pending calls that compute
+    it run. Calls that have read it stay as they were recorded."""
     words = words_of(("self", "requires_grad"), args, kwargs)
     lazy, flag = words.pop("self"), words.pop("requires_grad", True)
     is_asked = not words and len(args) <= 2 and type(flag) is bool
@@ -128,12 +130,13 @@ def require_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _empty_like(lazy: torch.Tensor) -> torch.Tensor:
-    """A plain tensor of its type, and of no size: for calls that ask for no more."""
+    """Return an empty plain tensor of its dtype and device, for calls that use no more of it."""
     return torch.empty(0, dtype=lazy.dtype, device=lazy.device)
 
 
 def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x.new(2, 3): of a tensor only its type is asked, but x.new(other) is on other's graph."""
+    """Run x.new(2, 3), which uses only the type of x. x.new(other) is on the graph of `other`, and
+    runs live."""
     if type(args[0]) is not LazyTensor or any(
         isinstance(argument, torch.Tensor) for argument in (*args[1:], *kwargs.values())
     ):
@@ -142,8 +145,8 @@ def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def type_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x.type() is a text, x.type(text) and x.type(torch.DoubleTensor) are casts: torch says which,
-    and to what."""
+    """Run x.type(), which returns a text, or record x.type(text) or x.type(torch.DoubleTensor) as a
+    cast. Calling it on an empty tensor tells which, and the dtype."""
     answer = func(_empty_like(args[0]), *args[1:], **kwargs)
     if isinstance(answer, str):
         return answer
@@ -153,13 +156,13 @@ def type_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def enter_python(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the row of a Python function does not describe is entered."""
+    """Enter a Python function of torch whose row declined the call, to record the calls in it."""
     is_python = isinstance(func, types.FunctionType)
     return enter.enter(func, (), args, kwargs) if is_python else NotImplemented
 
 
 def detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x.detach_(): what requires no gradient is detached already."""
+    """Run x.detach_(), which does nothing to a tensor that requires no gradient."""
     if is_pending(args[0]) and not args[0].requires_grad:
         return args[0]
     return _core.live_with_all(func, args, kwargs, False)
@@ -169,24 +172,24 @@ GRAD_WORDS += ("allow_unused", "is_grads_batched", "materialize_grads")
 
 
 def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tensor.register_hook; of what was handed out at a cut the whole gradient is found in what was
-    cut off, where the hook is called."""
+    """Run Tensor.register_hook. For a tensor that was handed out at a cut, register the hook in the
+    part that was cut off, where its whole gradient arrives."""
     real = _core.real(args[0]) if type(args[0]) is LazyTensor else None
     whole = handed_out.whole_gradient_of(real) if real is not None else None
     if whole is None:
-        handed_out.refuse_inner(args[:1], "register_hook")  # the part has no value for all of it
+        handed_out.refuse_inner(args[:1], "register_hook")  # its whole gradient arrives nowhere
         return hooks.register(func, args, kwargs)
     return _core.held(whole, hooks.register, (func, (whole, *args[1:]), kwargs), {})
 
 
 def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tensor.retain_grad."""
+    """Run Tensor.retain_grad."""
     handed_out.refuse_inner(args[:1], "retain_grad")
     hooks.retain(func, args, kwargs)
 
 
 def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """numpy() and __array__: torch refuses them to tensors that require a gradient."""
+    """Run numpy() or __array__, which torch refuses for tensors that require a gradient."""
     if args[0].requires_grad and not kwargs.get("force"):
         func(torch.empty(0, requires_grad=True, device="cpu"), *args[1:], **kwargs)
     with reports.Asking("numpy()"):
@@ -194,7 +197,7 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """copy.copy() and pickle make a leaf, which requires a gradient as what it is made of does."""
+    """Run copy.copy() or pickle, which make a leaf with the `requires_grad` of the original."""
     with reports.Asking(reports.name_of(func)):
         number = _core.read(args[0])
     if args[0].requires_grad and not number.requires_grad:
@@ -203,24 +206,24 @@ def reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What needs the real graph: hooks."""
+    """Run a call that needs the real autograd graph, such as registering a hook, at once."""
     return _core.live_with_all(func, args, kwargs, True)
 
 
 def of_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a tensor that is there, as an input is, tells of itself: nothing runs for it."""
+    """Answer from the real tensor if there is one, as of an input: nothing runs for that."""
     real = _core.real(args[0])
     return live(func, args, kwargs) if real is None else func(real)
 
 
 def _is_view(lazy: LazyTensor) -> bool:
-    """Whether a value was recorded as a view of another."""
+    """Return whether a value was recorded as a view of another."""
     value = _core.id(lazy)
     return value is None or _core.value(value)[9] is not None
 
 
 def of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Whether, and from where on, a tensor is a part of other memory: what is new is none."""
+    """Answer _is_view or storage_offset. A pending value that is no view needs no computing."""
     lazy = args[0]
     is_known = is_pending(lazy) and _core.describe(lazy) is not None
     if not is_known or _core.held(lazy, _is_view, (lazy,), {}):
@@ -229,7 +232,8 @@ def of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def of_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What made a tensor in autograd's graph; nothing runs for that alone."""
+    """Answer grad_fn: for a pending value a stand-in, which runs the program only when it is used
+    as a node."""
 
     def whole(lazy: Any) -> Any:
         if is_pending(lazy):
@@ -242,7 +246,8 @@ def of_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def of_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Where a tensor is in autograd's graph: nowhere, while it requires no gradient."""
+    """Answer a question about a tensor's place in autograd's graph, in which a pending value
+    without a gradient has none."""
     description = _core.describe(args[0]) if is_pending(args[0]) else None
     if description is not None and not description[3]:
         return func(_empty_like(args[0]))
@@ -250,10 +255,10 @@ def of_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call inside a transform, a trace or the capture of a CUDA graph: its tensors mean nothing
-    outside, so it runs now.
+    """Run a call inside a transform, a trace or the capture of a CUDA graph at once: its tensors
+    mean nothing outside.
 
-    What was recorded before runs first, as if it had been outside.
+    What was recorded before the transform runs first, and outside of it.
     """
     if torch._C._get_tracing_state() is not None or devices.is_capturing():
         return _core.live(func, args, kwargs, True)
@@ -265,7 +270,7 @@ def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _nothing(*_: Any) -> None:
-    """A call that needs its arguments and does nothing with them."""
+    """Do nothing; called live, it makes its arguments real."""
 
 
 def represent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -273,11 +278,11 @@ def represent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def repr_lazy(lazy: Any) -> str:
-    """What debuggers show: the number where it is there. It never computes, nor waits for a thread
-    that does."""
+    """Return the repr, with the number if it is available. It never computes, and never waits for
+    another thread: debuggers call it."""
     try:
         real, description = _core.real(lazy), _core.describe(lazy)
-    except Exception:  # what its call raised
+    except Exception:  # the error of the call that should have computed it
         return "LazyTensor(failed)"
     if real is not None:
         return f"LazyTensor({real!r})"
@@ -290,14 +295,14 @@ def repr_lazy(lazy: Any) -> str:
 
 
 def str_lazy(lazy: Any) -> str:
-    """What print shows: the number."""
+    """Return the text that print() shows; it computes the number."""
     with reports.Asking("print()"):
         return str(_core.read(lazy))
 
 
 def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """rrelu() in training draws a slope for each negative number: with these known, it is a
-    product with the slopes."""
+    """Draw the slopes of rrelu() in training, one for each negative number, and record the product
+    of the input with them."""
     words: dict[str, Any] = {"lower": 1 / 8, "upper": 1 / 3, "training": False, "generator": None}
     words |= words_of(("input", "lower", "upper", "training", "generator"), args, kwargs)
     x = words["input"]
@@ -308,11 +313,11 @@ def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     generators.make_way()
     nn: Any = torch._C._nn
     nn.rrelu_with_noise(real, slopes, words["lower"], words["upper"], True)
-    return x.contiguous() * _core.like(slopes, x)  # as torch's result lies
+    return x.contiguous() * _core.like(slopes, x)  # torch's result is contiguous
 
 
 def poisson(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """poisson() draws the more often, the larger the numbers are: these are read."""
+    """Run poisson() on the read input: how often it draws depends on the numbers."""
     x = args[0] if args else kwargs.get("input")
     if type(x) is not LazyTensor or len(args) > 1 or "generator" in kwargs:
         return NotImplemented
@@ -324,7 +329,7 @@ def poisson(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-#: Ops by name: torch's functions in whose place these stand; most have no row.
+#: Ops by name: the handlers that replace torch's functions, most of which have no row.
 HANDLERS: dict[str, Handler] = {
     "numpy": to_numpy,
     "__array__": to_numpy,
@@ -364,7 +369,7 @@ HANDLERS: dict[str, Handler] = {
     "is_vulkan": _device_type("vulkan"),
 }
 
-#: Ops by name: what is tried where the row of an op declines a call, before it runs at once.
+#: Ops by name: the handler to try if the row of an op declines a call, before it runs at once.
 DECLINED: dict[str, Handler] = {
     "__getitem__": masks.select,
     "__setitem__": masks.assign,
