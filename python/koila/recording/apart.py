@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A backward of plain tensors alone, beside lazy batches
+"""Report a backward of plain tensors alone, beside lazy batches
 
-What is made of plain noise (a generator's images) has no lazy tensor in it, and runs on the whole
-batch. That is told, with what to do.
+What is computed from plain noise (a generator's images) has no lazy tensor in it, and runs on the
+whole batch. The report and a warning say so, and what to do.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from koila.random import plain
 from koila.reporting import reports
 
 _logger = logging.getLogger("koila")
-_LEAST = 2**18  # bytes that are worth telling
+_LEAST = 2**18  # bytes: less is not reported
 _MOST_NODES = 10_000
-#: What was made on the whole batch in bytes, and where noise may be drawn, by line of a backward.
+#: By line of a backward: bytes of results on the whole batch, and where noise may be drawn.
 _known: dict[str, tuple[int, str]] = {}
 
 
 def patch(replace: Callable[[Any, str, Any], None]) -> None:
-    """Patch torch's own way into its engine, on which koila's never is."""
+    """Patch the function by which torch enters its engine; koila calls the engine directly."""
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
 
@@ -66,7 +66,7 @@ def _note(roots: Iterable[Any]) -> None:
 
 
 def _bytes_of(roots: Iterable[Any], n_rows: int) -> int:
-    """The bytes of a graph's results that have so many rows."""
+    """Return the bytes of the results in a graph whose dim 0 has `n_rows` entries."""
     waiting = [root.grad_fn for root in roots if getattr(root, "grad_fn", None) is not None]
     seen, n_bytes = set(waiting), 0
     while waiting and len(seen) < _MOST_NODES:
@@ -83,7 +83,7 @@ def _bytes_of(roots: Iterable[Any], n_rows: int) -> int:
 
 
 def _draws_in(frame: FrameType | None) -> str:
-    """Where the code that calls backward draws plain noise; empty where it does not."""
+    """Return the lines of a function that draw plain noise, as text; "" if there are none."""
     if frame is None:
         return ""
     by_line: dict[int, set[str]] = {}

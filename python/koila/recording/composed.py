@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that torch itself makes of others: without a row of its own, such a call is those others.
+"""Record composite calls, which have no row of their own, as the calls that ATen composes them of.
 
-Each does what ATen's own function does, call by call, so that one chunk is eager's bit for bit.
-What is not understood is NotImplemented.
+Each function makes the same calls as ATen's, so that a run in one chunk equals eager bit for bit.
+It returns NotImplemented for arguments that it does not handle.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from koila.planning import planner
 
 
 def broadcast_to(x: Tensor, *size: Any) -> Any:
-    """Native `broadcast_to` is `expand`."""
+    """Record `broadcast_to` as `expand`, as ATen does."""
     return x.expand(*size)
 
 
 def broadcast_tensors(*tensors: Any) -> Any:
-    """What has the common shape already is given back, all else expanded to it: a view, by the rows
-    that the shape is of."""
+    """Return tensors that have the common shape as they are, and expand the others to it.
+
+    `expand_as` a lazy that has the shape tells the recorder which dim has the rows.
+    """
     listed = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
     try:
         shape = torch.broadcast_shapes(*(x.shape for x in listed))
-    except (AttributeError, RuntimeError):  # torch's own words
+    except (AttributeError, RuntimeError):  # torch raises its own error
         return NotImplemented
     wide = [x for x in listed if x.shape == shape]
     lender = next(filter(_is_lazy, wide), None)
@@ -43,7 +45,8 @@ def _is_lazy(x: Tensor) -> bool:
 
 
 def _plain_as(view: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Any]:
-    """A view of a plain tensor in the sizes of a lazy, taken now; its rows are the lazy's."""
+    """Return a handler of `plain.view_as(lazy)` and its kin: it takes the view now, and gives it
+    the rows of the lazy."""
 
     def call(x: Tensor, other: Any) -> Any:
         if _is_lazy(x) or not _is_lazy(other):
@@ -57,7 +60,7 @@ def _plain_as(view: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Any]:
 
 
 def tensor_split(x: Tensor, indices_or_sections: Any = None, dim: int = 0, **words: Any) -> Any:
-    """The parts differ by one in size, or begin where a list says."""
+    """Split into parts whose sizes differ by at most one, or at the indices of a list."""
     given = words.pop("sections", words.pop("indices", indices_or_sections))
     if words or x.dim() == 0:
         return NotImplemented
@@ -93,7 +96,7 @@ def _split_along(least: int, dim: int) -> Callable[..., Any]:
 
 
 def _all(of_one: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """Of one tensor, of several, or of a list of them."""
+    """Apply a function to one tensor, to several arguments, or to a list."""
 
     def of_each(*tensors: Any) -> Any:
         if len(tensors) == 1 and isinstance(tensors[0], Tensor):
@@ -127,23 +130,23 @@ def _column(x: Tensor) -> Tensor:
 
 
 def hstack(tensors: Sequence[Tensor]) -> Any:
-    """Beside each other; rows one after the other."""
+    """Concatenate along dim 1; vectors along dim 0."""
     rows = [_row(x) for x in tensors]
     return torch.cat(rows, 0 if rows[0].dim() == 1 else 1)
 
 
 def vstack(tensors: Sequence[Tensor]) -> Any:
-    """Below each other."""
+    """Concatenate along dim 0; vectors become rows first."""
     return torch.cat([_matrix(x) for x in tensors], 0)
 
 
 def dstack(tensors: Sequence[Tensor]) -> Any:
-    """Behind each other."""
+    """Concatenate along dim 2."""
     return torch.cat([_block(x) for x in tensors], 2)
 
 
 def column_stack(tensors: Sequence[Tensor]) -> Any:
-    """Beside each other; rows become columns."""
+    """Concatenate along dim 1; vectors become columns first."""
     return hstack([_column(x) for x in tensors])
 
 
@@ -151,19 +154,19 @@ def column_stack(tensors: Sequence[Tensor]) -> Any:
 
 
 def fliplr(x: Tensor) -> Any:
-    """Backwards along dim 1."""
+    """Flip along dim 1."""
     return x.flip(1) if x.dim() >= 2 else NotImplemented
 
 
 def flipud(x: Tensor) -> Any:
-    """Backwards along dim 0."""
+    """Flip along dim 0."""
     return x.flip(0) if x.dim() >= 1 else NotImplemented
 
 
 def repeat_interleave(
     x: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
 ) -> Any:
-    """With its size told, which torch only compares."""
+    """Record a call with `output_size` without it, since torch only checks it."""
     if not isinstance(repeats, int) or output_size is None:
         return NotImplemented
     size = x.numel() if dim is None else x.shape[dim]
@@ -179,7 +182,7 @@ def diff(
     prepend: Tensor | None = None,
     append: Tensor | None = None,
 ) -> Any:
-    """Each entry less the one before, `n` times."""
+    """Subtract from each entry the one before, `n` times."""
     if n < 1 or x.dim() == 0 or not -x.dim() <= dim < x.dim() or x.dtype is torch.bool:
         return NotImplemented
     parts = [part for part in (prepend, x, append) if part is not None]
@@ -195,18 +198,18 @@ def diff(
 
 
 def fill_diagonal_(x: Tensor, fill_value: Any, wrap: bool = False) -> Any:
-    """A number where a mask says, which is cut with the rows that it is for."""
+    """Record a `masked_fill_` whose mask is cut into chunks with the rows."""
     if planner.is_whole():
-        return NotImplemented  # which takes no mask
+        return NotImplemented  # torch's own call needs no mask
     is_exact = x.is_floating_point() and isinstance(fill_value, float | int)
     if not is_exact and not (x.dtype is torch.int64 and type(fill_value) is int):
-        return NotImplemented  # torch would convert the number, which masked_fill_() refuses
+        return NotImplemented  # fill_diagonal_() converts the number, masked_fill_() refuses it
     mask = torch.zeros(x.shape, dtype=torch.bool, device=x.device).fill_diagonal_(True, wrap)
     return x.masked_fill_(mask, fill_value)
 
 
 def index_put_(x: Tensor, indices: Any, values: Any, accumulate: bool = False) -> Any:
-    """An assignment to what stands between brackets."""
+    """Record an assignment, `x[indices] = values`."""
     if accumulate or not isinstance(indices, tuple | list) or not isinstance(values, Tensor):
         return NotImplemented
     if any(not isinstance(index, Tensor) for index in indices):
@@ -219,7 +222,7 @@ def index_put_(x: Tensor, indices: Any, values: Any, accumulate: bool = False) -
 
 
 def einsum(equation: Any, operands: Any = (), path: Any = None, *more: Any) -> Any:
-    """Of one operand: its diagonals, in the order of the result, with the other dims summed."""
+    """Record an einsum of one operand without repeated letters as a permute and a sum."""
     if not isinstance(equation, str) or not isinstance(operands, tuple | list) or more:
         return NotImplemented
     text = equation.replace(" ", "")
@@ -243,7 +246,7 @@ def einsum(equation: Any, operands: Any = (), path: Any = None, *more: Any) -> A
 def margin_ranking_loss(
     x: Tensor, y: Tensor, target: Tensor, margin: float = 0.0, reduction: int = 1
 ) -> Any:
-    """With targets of another dtype than the values."""
+    """Compute the loss, for targets whose dtype is not that of the values."""
     terms = (-target * (x - y) + margin).clamp_min_(0)
     return terms if reduction == 0 else terms.mean() if reduction == 1 else terms.sum()
 
@@ -251,7 +254,7 @@ def margin_ranking_loss(
 def linalg_norm(
     x: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    """Of vectors: all that is not said to be of matrices."""
+    """Record a norm of vectors as `vector_norm`; decline norms of matrices."""
     n_dims = 1 if isinstance(dim, int) else x.dim() if dim is None else len(dim)
     if ord is not None and (n_dims != 1 or isinstance(ord, str)):
         return NotImplemented
@@ -268,14 +271,14 @@ def _handler(compose: Callable[..., Any]) -> Handler:
     def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             signature.bind(*args, **kwargs)
-        except TypeError:  # torch's own words
+        except TypeError:  # torch raises its own error
             return NotImplemented
         return compose(*args, **kwargs)
 
     return call
 
 
-#: Ops by name: the code of each; most have no row.
+#: Ops by name: the function that records each; most have no row.
 _COMPOSED: dict[str, Callable[..., Any]] = {
     "atleast_1d": _all(_row),
     "atleast_2d": _all(_matrix),

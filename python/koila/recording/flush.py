@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is pending runs before what it must not see: an optimizer's step, another batch."""
+"""Run pending calls before something that they must not see: an optimizer's step, another batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from koila.running import replay
 
 @in_turn
 def flush(why: str) -> None:
-    """Run what is pending, in chunks or whole; nothing while a replay is under way."""
+    """Run what is pending, in chunks or whole; do nothing during a replay."""
     if _core.is_busy():
         return
     with reports.Asking(why):
@@ -21,7 +21,7 @@ def flush(why: str) -> None:
 
 
 def flush_known(why: str) -> None:
-    """Run what the user can reach and has no gradient in its history."""
+    """Run the pending values that the user can reach and that have no gradient in their history."""
     if _core.has_known() or _core.has_draw(False):
         _flush_known(why)
 

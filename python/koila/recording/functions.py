@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done with each of torch's callables when a lazy tensor is among its arguments."""
+"""Register for each of torch's callables how a call with a lazy tensor is handled."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from koila.staged import hooks, meta
 
 OP, LIVE, READ, ENTER, HANDLER = range(5)
 
-# Their answer is a Python object, or a tensor that leaves torch: the number is needed now. What can
-# return a tensor with a gradient, or write its own, is none of these: a test asks torch.
+# They return a Python object, or a tensor that leaves torch: they need the number now. A function
+# that can return a tensor with a gradient, or write its input, must not be here: a test checks.
 READS = frozenset(
     """item tolist __bool__ __float__ __int__ __index__ __complex__ __long__
     __nonzero__ is_nonzero equal allclose _is_all_true _is_any_true data_ptr
@@ -45,7 +45,7 @@ READS = frozenset(
     is_inference""".split()
 )
 
-# Their answer follows from metadata: a stand-in without memory gives it.
+# Their answer follows from metadata: they are called on a stand-in without memory.
 QUERIES = frozenset(
     """is_floating_point is_complex is_signed is_contiguous stride element_size
     itemsize nbytes layout is_sparse is_sparse_csr is_quantized is_nested is_mkldnn is_conj is_neg
@@ -53,7 +53,7 @@ QUERIES = frozenset(
     dim_order __len__ is_tensor""".split()
 )
 
-# Ops by name: asked on meta tensors, these promise what the real call does not keep.
+# Ops by name: on meta tensors these return other metadata than on real ones.
 META_UNRELIABLE = frozenset(
     """native_batch_norm embedding_bag _embedding_bag batch_norm quantize_per_tensor
     quantize_per_channel quantize_per_tensor_dynamic""".split()
@@ -82,8 +82,8 @@ _C_CALLABLES = (
 )
 
 
-#: Functions of Python with a row of their own, which C-level calls of that name do not have: these
-#: are given other words.
+#: Python functions with a row of their own, which is not that of the C function of the same name:
+#: that one takes other arguments.
 PYTHON_ROWS = frozenset(("embedding_bag",))
 
 
@@ -96,8 +96,8 @@ def _takes_tensor(schema: Any) -> bool:
 
 
 def _schemas(name: str) -> list[Any]:
-    """torch's schemas of a C-level callable that a lazy can meet: aten::split is also for str, and
-    those that write to out= are live."""
+    """Return torch's schemas of a C-level callable that take a tensor (aten::split is also for str)
+    and have no out=, which runs live."""
     found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
     return [schema for schema in found if _takes_tensor(schema) and not _is_out(schema)]
 
@@ -112,7 +112,7 @@ def _returns_list(schema: Any) -> bool:
 
 
 def _row_of(func: Callable[..., Any], name: str) -> str | None:
-    """The row of a callable: a method whose words stand in another order has one of its own."""
+    """Return the row of a callable. A method with another order of arguments has its own row."""
     if isinstance(func, types.MethodDescriptorType) and f"Tensor_{name}" in table.ROWS:
         return f"Tensor_{name}"
     is_meant = name not in PYTHON_ROWS or isinstance(func, types.FunctionType)
@@ -159,8 +159,8 @@ def _overridable() -> Iterable[tuple[str, Any]]:
 
 
 def _names() -> dict[Any, str]:
-    """The name of each callable. Builtins of one C function are equal: torch.spmm is torch.mm, and
-    the name with a row is meant."""
+    """Return the name of each callable. Builtins of one C function are equal (torch.spmm is
+    torch.mm): the name with a row is taken."""
     names: dict[Any, str] = {}
     for name, func in _overridable():
         if callable(func) and not isinstance(func, type):
@@ -178,7 +178,7 @@ def _accessors() -> Iterable[tuple[str, Any]]:
 
 
 def _blocked_halves() -> Iterator[torch.dtype]:
-    """Dtypes of 16 bits that oneDNN convolves on this CPU; others go patch by patch."""
+    """Yield the 16-bit dtypes that oneDNN convolves on this CPU; others are unfolded."""
     names = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
         torch.float16: "_is_mkldnn_fp16_supported",
@@ -190,13 +190,13 @@ def _blocked_halves() -> Iterator[torch.dtype]:
 
 
 def _most() -> str:
-    """The instructions that oneDNN is told to go without what is newer than; empty: it is not."""
+    """Return the newest instruction set that the environment lets oneDNN use; "": no limit."""
     names = "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"
     return next((os.environ[name].upper() for name in names if name in os.environ), "")
 
 
 def _tiled_halves() -> Iterator[torch.dtype]:
-    """Of these, the dtypes whose kernels take channels last: bfloat16 with AMX, float16 always."""
+    """Yield those dtypes whose kernels take channels last: bfloat16 with AMX, float16 always."""
     is_allowed = _most() in ("", "ALL", "DEFAULT") or "AMX" in _most()
     has_amx = torch.cpu._is_amx_tile_supported() and is_allowed
     is_tiled = {torch.bfloat16: has_amx, torch.float16: True}
@@ -204,14 +204,17 @@ def _tiled_halves() -> Iterator[torch.dtype]:
 
 
 def _block_width() -> int:
-    """How many channels oneDNN lays side by side on this CPU. It is not asked: its first kernel
-    settles how many kernels it keeps, and a limit may still be set for this process."""
+    """Return the number of channels in a block of oneDNN's layouts on this CPU.
+
+    Do not run a kernel to find out: the first kernel fixes how many kernels oneDNN caches, and a
+    memory limit that changes this number may still be set.
+    """
     is_narrow = _most() == "AVX" or _most().startswith(("SSE", "AVX2"))
     return 16 if torch.cpu._is_avx512_supported() and not is_narrow else 8
 
 
 def _run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call of koila's own that cannot be recorded after all runs at once."""
+    """Run a call of koila's own at once if it cannot be recorded."""
     return _core.live(func, args, kwargs, False)
 
 
@@ -260,11 +263,11 @@ def register_all() -> None:
     _core.set_blocks(_block_width(), tuple(_blocked_halves()), tuple(_tiled_halves()))
     for func, name in _names().items():
         _register(func, name)
-    item = torch.ops.aten._local_scalar_dense.default  # of what torch's argument parser was given
+    item = torch.ops.aten._local_scalar_dense.default  # torch's argument parser calls it
     _core.register(item, READ, "item", None, False, False, False, None, None)
     grad, by_inputs = torch.autograd.grad, backwards.autograd_grad
     _core.register(grad, HANDLER, "grad", by_inputs, False, False, False, None, None)
-    # What it writes are no numbers: of the rows that write, zero_() reads and keeps least.
+    # It writes no number. It takes the row of zero_(), the write that reads and saves least.
     _core.register(inplace_views.touch, OP, "touch", None, False, False, False, "zero_", tuple)
     _core.register(
         norms.batch_moments, OP, "batch_norm", None, False, False, False, "var_mean", tuple
@@ -312,13 +315,13 @@ def register_all() -> None:
             _core.register(getter, READ, name, None, False, False, False, None, None)
         elif name in QUERIES:
             _core.register(getter, HANDLER, name, handlers.query, False, False, False, None, None)
-        elif name == "data":  # reads like detach(); a write through it leaves no version behind
+        elif name == "data":  # like detach(), but writes through it change no version
             _core.register(getter, OP, name, None, False, False, False, "detach", tuple)
         elif name in table.ROWS:
             _core.register(getter, OP, name, None, False, False, False, name, tuple)
-        elif name == "T":  # of more than two dims the row knows nothing: torch warns of it
+        elif name == "T":  # the row t() is for up to two dims; beyond, torch itself warns
             _core.register(getter, OP, name, None, False, False, False, "t", tuple)
-    for _, name, wrapper in plain.wrappers():  # what a method is known by, while it is replaced
+    for _, name, wrapper in plain.wrappers():  # functions that replace torch's while koila is on
         _register_op(wrapper, name)
     own = vars(_core.LazyTensor)
     methods = (name for name in vars(torch._C.TensorBase) if name in table.ROWS)

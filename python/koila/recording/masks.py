@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls with a mask, whose numbers are read: with these known what is chosen, and where it goes, is
-known, and what the mask is for can still be cut."""
+"""Calls with a mask. The mask is read: then the shape of the result is known, the call can be
+recorded with indices, and its other inputs can still be cut into chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LazyTensor = _core.LazyTensor
 
 
 def _mask_as_indices(item: Any) -> tuple[Any, ...] | None:
-    """The indices where a mask is True, whose number is read; None for another index."""
+    """Read a mask and return the indices where it is True; None if `item` is no mask."""
     if not isinstance(item, Tensor) or item.dtype is not torch.bool or item.dim() == 0:
         return None
     return _read_number(item).nonzero(as_tuple=True)
@@ -32,10 +32,10 @@ def _read_number(tensor: Tensor) -> Tensor:
 
 
 def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x[mask]: with the mask known so is the shape, and what x is made of can still be cut.
+    """Record x[mask].
 
-    Where each entry of dim 0 has as many that are chosen, its rows are rows of the result. Else the
-    call is recorded with the indices, which torch too looks up.
+    If the mask chooses equally many entries in each row, the result has the rows of x. Otherwise
+    the call is recorded with the indices of the mask, as torch computes it.
     """
     if len(args) != 2 or kwargs or planner.is_whole():
         return NotImplemented
@@ -49,7 +49,7 @@ def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         found = None
         if isinstance(item, Tensor):
             if args[0].shape[at : at + item.dim()] != item.shape and item.dtype is torch.bool:
-                return NotImplemented  # torch's own words
+                return NotImplemented  # torch raises its own error
             found = _mask_as_indices(item)
         elif item is Ellipsis or item is None or not isinstance(item, slice | int):
             return NotImplemented
@@ -61,7 +61,8 @@ def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _n_each(x: Any, mask: Any) -> int | None:
-    """How many entries a mask chooses of each entry of dim 0, where these are as many, and some."""
+    """Return how many entries a mask chooses in each entry of dim 0; None if the numbers differ or
+    are 0."""
     if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
         return None
     if mask.dim() < 2 or mask.shape != x.shape[: mask.dim()] or mask.numel() == 0:
@@ -71,14 +72,14 @@ def _n_each(x: Any, mask: Any) -> int | None:
 
 
 def select_masked(x: Tensor, mask: Tensor, n_each: int) -> Any:
-    """x[mask], of which each entry of dim 0 has so many."""
+    """Return x[mask], with `n_each` entries of each entry of dim 0."""
     if has_torch_function((x, mask)):
         return handle_torch_function(select_masked, (x, mask), x, mask, n_each)
     return x[mask]
 
 
 def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """masked_select(), likewise."""
+    """Record masked_select() as `select` does."""
     words = {**dict(zip(("input", "mask"), args, strict=False)), **kwargs}
     if words.keys() != {"input", "mask"} or planner.is_whole():
         return NotImplemented
@@ -89,12 +90,15 @@ def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return select(func, (x.expand(shape), mask.expand(shape)), {})
 
 
-# What is chosen is written -----------------------------------------------------------------------
+# Writes through a mask ----------------------------------------------------------------------------
 
 
 def masked_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x.masked_scatter(mask, source): each row is given its own entries of the source, which are as
-    many for all rows, or else looks them up."""
+    """Record x.masked_scatter(mask, source) by rows.
+
+    If each row gets equally many entries of the source, these are cut with the rows. Otherwise each
+    row looks its entries up in the whole source.
+    """
     names = "input", "mask", "source"
     words = {**dict(zip(names, args, strict=False)), **kwargs}
     if words.keys() != set(names) or planner.is_whole():
@@ -119,7 +123,7 @@ def _scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
     n_chosen = chosen.sum(1)
     n_written = int(n_chosen.sum()) * width
     if not 0 < n_written <= source.numel() or source.numel() % width:
-        return NotImplemented  # torch's own words, or nothing is written
+        return NotImplemented  # torch raises its own error, or nothing is written
     rows = x.reshape(*chosen.shape, width)
     if n_written == source.numel() and bool((n_chosen == n_chosen[0]).all()):
         at = chosen.nonzero()[:, 1].view(x.shape[0], -1, 1)
@@ -133,7 +137,7 @@ def _scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
 
 
 def assign(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """x[mask] = source, of which each entry goes where the mask is True, likewise."""
+    """Record x[mask] = source, with one entry of the source where the mask is True, by rows."""
     if len(args) != 3 or type(args[0]) is not LazyTensor or kwargs or planner.is_whole():
         return NotImplemented
     x, mask, source = args
@@ -145,7 +149,7 @@ def assign(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if not is_fit or x.shape != mask.shape + source.shape[1:]:
         return NotImplemented
     if not _goes_by_rows(x, x.shape[0]):
-        return NotImplemented  # what is made by rows cannot be written into it
+        return NotImplemented  # a value with rows cannot be written into one without
     of_all = mask.reshape(mask.shape + (1,) * (x.dim() - mask.dim())).expand_as(x)
     if int(_read_number(mask).sum()) != source.shape[0]:
         return NotImplemented

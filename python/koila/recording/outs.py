@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that write to `out=`: recorded as the call without it, and a copy of its result.
+"""Record calls with `out=` as the call without it and a copy of its result into `out`.
 
-That is what torch does where the memory that is given has the result's shape, dtype and layout;
-all else (it is resized, cast to, strided, shared with another argument) runs live.
+That is what torch does if `out` has the shape, dtype and layout of the result. In all other cases
+(`out` is resized, cast to, strided, or shares memory with another argument) the call runs live.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _tensors(obj: Any) -> Iterator[torch.Tensor]:
 
 
 def _shape(tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """Dtype, shape and device of what lies row-major in its memory; None for all else."""
+    """Return dtype, shape and device of a contiguous tensor; None for other tensors."""
     description = _core.describe(tensor)
     if description is None or description[2] is None:
         return None
@@ -38,11 +38,11 @@ def _shape(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def _is_apart(func: Any, targets: list[torch.Tensor], given: list[torch.Tensor]) -> bool:
-    """Whether the call reads nothing that it has written already."""
+    """Return whether the call reads nothing that it has written already."""
     storages = [_core.storage(target) for target in targets]
     if None in storages or len(set(storages)) < len(storages):
         return False
-    # Entry by entry, what is read is what is written next.
+    # An elementwise call reads each entry before it writes it: its input may be `out` itself.
     is_entrywise = f"{func.__name__}_" in table.ROWS
     return not any(
         type(tensor) is LazyTensor
@@ -61,7 +61,7 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if None in shapes or not _is_apart(func, targets, given):
         return NotImplemented
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (*targets, *given)):
-        return NotImplemented  # torch's own words
+        return NotImplemented  # torch raises its own error
     with torch.set_grad_enabled(False):
         result = func(*args, **rest)
         found = list(_tensors(result))

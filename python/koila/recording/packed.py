@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packed sequences by rows.
+"""Run packed sequences in chunks of rows.
 
-`pack_padded_sequence` lays the steps of all rows one after the other, so that nothing of a packed
-sequence has rows. Here it is remembered what was packed: a recurrent layer over it is recorded as a
-layer over the padded rows and their lengths, which on each chunk packs its own rows, calls torch's
-layer, and pads what comes. `data` of a packed sequence is recorded as an index into the padded
-rows, which nothing computes where nobody looks at it.
+`pack_padded_sequence` puts the steps of all rows into one tensor, so no dim of a packed sequence
+has rows. So the tensor that was packed is remembered (`_packed`). A recurrent layer over the
+sequence is recorded as a layer over the padded rows and their lengths: on each chunk it packs the
+chunk's rows, calls torch's layer, and pads the result. `data` of a packed sequence is recorded as
+an index into the padded rows, which is computed only if something reads it.
 
 Rows that torch sorts by length (`enforce_sorted=False`) are recorded in the user's order:
-`_selected` holds what each `index_select` was given, and the inverse of its index gives that back.
+`_selected` remembers the input of each `index_select`, and selecting with the inverse of its index
+returns that input.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ _VF: Any = torch._C._VariableFunctions
 
 @dataclass
 class _Selected:
-    """What `index_select` made: valid while both tensors are what they were."""
+    """The input of an `index_select`, by its result; valid while neither tensor was written."""
 
     source: Tensor
     source_id: int | None
     id: int | None
     dim: int
     index: Tensor
-    is_own: bool  # nobody else has the source: it may be handed out
+    is_own: bool  # no user has the source: it may be returned
 
 
 @dataclass
 class _Packed:
-    """What a packed sequence was made of, in the order of `lengths`."""
+    """The padded rows of a packed sequence, in the order of `lengths`."""
 
     padded: Tensor
     padded_id: int | None
@@ -56,9 +57,9 @@ class _Packed:
     lengths: Tensor  # [n_rows] int64, plain
     order: Tensor | None  # [n_rows] the rows by their lengths; None: they are sorted
     is_batch_first: bool
-    is_result: bool  # of a recurrent layer: what of padded is beyond the lengths is 0
-    is_handed_out: bool = False  # the user has padded, too
-    index: tuple[Tensor, ...] = ()  # where its steps are in what is padded
+    is_result: bool  # of a recurrent layer: `padded` is 0 beyond the lengths
+    is_handed_out: bool = False  # the user has `padded`
+    index: tuple[Tensor, ...] = ()  # of its steps in `padded`
 
 
 _selected = WeakIdKeyDictionary()
@@ -66,7 +67,7 @@ _packed = WeakIdKeyDictionary()
 
 
 def _known(tensor: Tensor) -> Tensor:
-    """The numbers of a tensor, which are read if it is lazy."""
+    """Return a plain tensor; read it if it is lazy."""
     if type(tensor) is not LazyTensor:
         return tensor
     with reports.Asking("pack_padded_sequence()"):
@@ -74,7 +75,7 @@ def _known(tensor: Tensor) -> Tensor:
 
 
 def _lookup(table: Any, tensor: Any) -> Any:
-    """What is known of a lazy, if it and its source are what they were."""
+    """Return the entry of a lazy in a table, if neither it nor its source was written since."""
     found = table.get(tensor) if type(tensor) is LazyTensor else None
     if found is None or found.id is None or _core.id(tensor) != found.id:
         return None
@@ -93,7 +94,7 @@ def _invert(order: Tensor) -> Tensor:
 
 
 def select_index(input: Tensor, dim: Any, index: Tensor, **words: Any) -> Tensor:
-    """torch.index_select, as it is recorded."""
+    """Call torch.index_select; recorded in its place."""
     return torch.index_select(input, dim, index, **words)
 
 
@@ -106,7 +107,8 @@ def _select(x: Tensor, dim: int, index: Tensor, is_own: bool) -> Tensor:
 
 
 def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Along the rows, remember of what it was made; undo another one."""
+    """Record index_select and remember its input. If it undoes an earlier one of torch's own,
+    return the input of that."""
     words: dict[str, Any] = dict(zip(("input", "dim", "index"), args, strict=False), **kwargs)
     x: Any = words.get("input")
     dim, index = words.get("dim"), words.get("index")
@@ -117,7 +119,7 @@ def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     dim %= n_dims
     before = _lookup(_selected, x)
     if before is not None and before.is_own and before.dim == dim and _undoes(before.index, index):
-        before.is_own = False  # once: a second time it would be the same tensor
+        before.is_own = False  # only once: a second call must not return the same tensor
         return before.source
     return _select(x, dim, index, False)
 
@@ -129,8 +131,11 @@ def _undoes(first: Tensor, second: Tensor) -> bool:
 
 
 def _steps_of(lengths: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """How many rows have each step, and of these one after the other the step and the row; the
-    longest rows come first, in an order that is given if they do not lie so."""
+    """Return the number of rows that have each step, and the step and row of each entry of the
+    packed data.
+
+    The longest rows come first; `order` sorts them so, if they are not.
+    """
     lengths = lengths if order is None else lengths[order]
     is_there = lengths > torch.arange(int(lengths[0]))[:, None]
     steps, at = (part.clone() for part in is_there.nonzero(as_tuple=True))
@@ -141,7 +146,7 @@ def _steps_of(lengths: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor, Te
 
 
 def _gather(made_of: _Packed) -> Tensor:
-    """`data` of the packed sequence: its steps, each of the rows that are so long."""
+    """Record `data` of the packed sequence as an index into the padded rows."""
     if not made_of.index:
         _, steps, rows = _steps_of(made_of.lengths, made_of.order)
         index = (rows, steps) if made_of.is_batch_first else (steps, rows)
@@ -153,7 +158,7 @@ def _gather(made_of: _Packed) -> Tensor:
 
 
 def pack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """_pack_padded_sequence(input, lengths, batch_first)."""
+    """Handle _pack_padded_sequence(input, lengths, batch_first)."""
     if len(args) != 3 or kwargs or type(args[0]) is not LazyTensor or planner.is_whole():
         return NotImplemented
     x, lengths, is_batch_first = args
@@ -169,7 +174,7 @@ def pack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if by_length.dtype is not torch.int64 or by_length.numel() == 0 or by_length[-1] < 1:
         return NotImplemented
     if bool((by_length.diff() > 0).any()) or by_length[0] > x.shape[1 - rows_dim]:
-        return NotImplemented  # torch's own words
+        return NotImplemented  # torch raises its own error
     if order is not None and order.sort().values.ne(torch.arange(order.numel())).any():
         return NotImplemented
     own = by_length if order is None else by_length[_invert(order)]
@@ -179,12 +184,12 @@ def pack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def pack_now(x: Tensor, lengths: Tensor, is_batch_first: bool) -> Any:
-    """torch's own call, where no rows are known."""
+    """Call torch's own function, where the rows are not known."""
     return _VF._pack_padded_sequence(x, lengths, is_batch_first)
 
 
 def pad_now(data: Tensor, sizes: Tensor, *words: Any) -> Any:
-    """Likewise."""
+    """Call torch's own function, where the rows are not known."""
     return _VF._pad_packed_sequence(data, sizes, *words)
 
 
@@ -208,13 +213,13 @@ def _time(x: Tensor, is_batch_first: bool, n_steps: int) -> Tensor:
 
 
 def _lengths_of(made_of: _Packed) -> Tensor:
-    """The lengths, with the rows of what is padded."""
+    """Return the lengths as a lazy with the rows of the padded tensor."""
     first_step: Any = made_of.padded.select(1 if made_of.is_batch_first else 0, 0)
     return _core.like(made_of.lengths.to(first_step.device), first_step)
 
 
 def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A recurrent layer over a packed sequence: (data, batch_sizes, hx, params, has_biases,
+    """Record a recurrent layer over a packed sequence: (data, batch_sizes, hx, params, has_biases,
     num_layers, dropout, train, bidirectional)."""
     is_packed = len(args) == 9 and not kwargs and isinstance(args[1], Tensor)
     made_of = _lookup(_packed, args[0]) if is_packed else None
@@ -237,7 +242,7 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     words = params, has_biases, num_layers, dropout, train, is_both, is_first
     given = tuple(states) if isinstance(hx, tuple | list) else states[0]
     call: Any = handle_torch_function
-    if int(made_of.lengths.min()) == int(made_of.lengths.max()):  # as torch does it, bit for bit
+    if int(made_of.lengths.min()) == int(made_of.lengths.max()):  # padded rows are the sequence
         made = call(func, (x,), x, given, *words)
     else:
         own, lengths, is_sorted = LAYERS[func.__name__], made_of.lengths, inverse is None
@@ -277,7 +282,7 @@ def _unsorted(state: Tensor, order: Tensor | None, inverse: Tensor | None) -> Te
 
 
 def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """_pad_packed_sequence(data, batch_sizes, batch_first, padding_value, total_length)."""
+    """Handle _pad_packed_sequence(data, batch_sizes, batch_first, padding_value, total_length)."""
     made_of = _lookup(_packed, args[0]) if len(args) == 5 and not kwargs else None
     if made_of is None or planner.is_whole():
         return NotImplemented
@@ -313,8 +318,8 @@ def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 @contextlib.contextmanager
 def _as_of_uneven_rows(lengths: Tensor) -> Iterator[None]:
-    """Where the rows of a chunk happen to be of one length, torch would take a fused kernel, which
-    takes twice the memory of the one that all rows together take."""
+    """Keep torch from a fused kernel if all rows of a chunk happen to have one length: it takes
+    twice the memory of the kernel that the whole batch takes."""
     was_enabled = torch.backends.mkldnn.enabled
     is_even = int(lengths.min()) == int(lengths.max())
     if not (is_even and was_enabled):
@@ -344,17 +349,17 @@ def _layer(name: str) -> Callable[..., Any]:
         is_sorted: bool,
         needs: tuple[int, ...] = (),
     ) -> Any:
-        """A recurrent layer over padded rows and their lengths [n_rows] int64. Memory is planned
-        with what it `needs`.
+        """Run a recurrent layer over padded rows and their lengths [n_rows] int64. `needs` is what
+        the planner counts as its memory.
 
-        Steps are taken and put back by indices: torch's own calls go through memory as large as the
-        padded rows for each length that there is.
+        Steps are gathered and scattered by index: torch's own calls touch memory as large as the
+        padded rows once for each distinct length.
 
-        Returns its results, padded with 0 to the steps of `x`, and the last states.
+        Return the results, padded with 0 to the steps of `x`, and the last states.
         """
         lengths, order, states = lengths.cpu(), None, _listed(hx)
         n_rows, n_steps = x.shape[:2] if is_batch_first else x.shape[1::-1]
-        is_turned = is_batch_first and is_sorted  # as torch's own call lays it out
+        is_turned = is_batch_first and is_sorted  # the strides of torch's own result
         if bool((lengths.diff() > 0).any()):
             order = lengths.argsort(descending=True)
             states = [state.index_select(1, order.to(state.device)) for state in states]
@@ -380,7 +385,7 @@ def _layer(name: str) -> Callable[..., Any]:
     return packed
 
 
-#: By what torch's function is called: its handler, and what is recorded where that knows nothing.
+#: By the name of torch's function: what is recorded if its handler declines.
 OWN: dict[str, Callable[..., Any]] = {
     "_pack_padded_sequence": pack_now,
     "_pad_packed_sequence": pad_now,

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedDataParallel that looks for unused parameters.
+"""DistributedDataParallel with find_unused_parameters=True.
 
-It goes through the graph of its outputs, to find the parameters that they were not made of, and
-puts a function behind them, so that backward comes to the others, with or without a gradient: it
-waits for all of these. Of outputs that are recorded it is told the parameters that they are made
-of; after a backward those that no gradient came to are visited. So nothing runs before its time.
+After a forward, DDP walks the graph of the outputs to find the parameters that were not used. It
+puts the outputs through a function, so that backward visits all used parameters, with or without a
+gradient, since DDP waits for each of them. For recorded outputs there is no graph yet: the tape
+tells which parameters they were computed from, and after a backward those parameters that got no
+gradient are visited. So no recorded call has to run early.
 """
 
 from __future__ import annotations
@@ -27,12 +28,13 @@ Replace = Callable[[Any, str, Any], None]
 Holds = Callable[[Any], bool]
 
 _module: Any = torch.nn.parallel.distributed
-#: What backward is to come to, by the modules whose last outputs wait for one.
+#: By DDP module: the parameters that the backward of its last outputs has to visit.
 _waiting: weakref.WeakKeyDictionary[Any, _Visits] = weakref.WeakKeyDictionary()
 
 
 class _Visits:
-    """The parameters that the outputs of a forward were made of."""
+    """The parameters that the outputs of a forward were computed from, and which of them backward
+    has visited."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.parameters = {id(one): one for one in parameters}
@@ -47,12 +49,12 @@ class _Visits:
         self.seen.add(key)
 
     def end(self) -> None:
-        """Nothing is waited for any more."""
+        """Stop noting visits."""
         for hook in self.hooks:
             hook.remove()
 
     def go(self) -> None:
-        """Come to those that a backward, which came to some, has left out."""
+        """Visit the parameters that a backward has left out."""
         self.end()
         left = [one for key, one in self.parameters.items() if key not in self.seen]
         if left:
@@ -62,7 +64,7 @@ class _Visits:
 
 
 class _Visit(engine.Function):
-    """Leads to tensors, and sends no gradient there."""
+    """Visits tensors in its backward, without a gradient."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
@@ -76,7 +78,7 @@ class _Visit(engine.Function):
 
 
 def _behind(tensor: Any) -> list[torch.Tensor]:
-    """What a tensor is made of: recorded calls run for none of these."""
+    """Return the tensors that a value was computed from, without running recorded calls."""
     if type(tensor) is not _core.LazyTensor:
         return [tensor] if isinstance(tensor, torch.Tensor) else []
     real, value = _core.real(tensor), _core.id(tensor)
@@ -94,14 +96,16 @@ def _parameters_of(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def is_sink(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether this is what is put behind the outputs, and `behind_outputs` can stand for it."""
+    """Return whether this is the function that DDP puts its outputs through, and `behind_outputs`
+    can replace it."""
     return (
         function is _module._DDPSink and not args[0]().static_graph and not surroundings.of_call()
     )
 
 
 def behind_outputs(module: Callable[[], Any], *outputs: Any) -> tuple[Any, ...]:
-    """In place of torch's function: backward is to come to all that the outputs are made of."""
+    """Replace torch's function: note the parameters that backward has to visit, and return the
+    outputs."""
     model = module()
     if torch.is_grad_enabled():
         before = _waiting.pop(model, None)
@@ -114,7 +118,7 @@ def behind_outputs(module: Callable[[], Any], *outputs: Any) -> tuple[Any, ...]:
 
 
 def visit() -> None:
-    """A backward is over, unless another goes on that has called it."""
+    """After a backward (not inside of another one), visit the parameters that it left out."""
     if torch._C._current_graph_task_id() == -1:
         for model, visits in list(_waiting.items()):
             if visits.seen:
@@ -123,7 +127,8 @@ def visit() -> None:
 
 
 def patch(replace: Replace, holds_lazy: Holds) -> None:
-    """Find, in the place of recorded outputs, what they are made of."""
+    """Patch the function by which DDP finds the tensors in its outputs: for recorded outputs it
+    returns the parameters that they were computed from."""
     original = _module._find_tensors
 
     @functools.wraps(original)

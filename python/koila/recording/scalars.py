@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lazy tensors given where torch takes a number: it would read them, so their numbers are read."""
+"""Read lazy tensors that are passed where torch takes a number: torch itself would read them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _NUMBERS = frozenset("int SymInt number float Scalar".split())
 
-#: A tensor of no dims selects where it is one of these; of others it is a mask.
+#: The dtypes of which a tensor without dims, as an index, selects an entry.
 _INTS = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))
 
-#: Ops by name: words that may be a tensor, of which torch only asks the number; its schemas do not
-#: tell them from others.
+#: Ops by name: arguments that may be a tensor and of which torch uses only the number; its schemas
+#: do not show that.
 _READ_TENSORS = {
     "narrow": "start",
     "repeat_interleave": "repeats",
@@ -29,7 +29,7 @@ _READ_TENSORS = {
 
 
 def _is_number(lazy: Any) -> bool:
-    """Whether torch would take a lazy for a number, without asking its class."""
+    """Return whether torch would use a lazy as a number, without __torch_function__."""
     return type(lazy) is LazyTensor and lazy.dim() == 0 and not lazy.requires_grad
 
 
@@ -42,19 +42,20 @@ def _holds_number(obj: Any) -> bool:
 
 
 def _read(obj: Any) -> Any:
-    """The object with the numbers of such lazies in their place."""
+    """Return the object with such lazies replaced by their numbers."""
     if isinstance(obj, tuple | list) and _holds_number(obj):
         return [_read(item) for item in obj]
     return _core.read(obj).item() if _is_number(obj) else obj
 
 
 def _read_index(item: Any) -> Any:
-    """x[item] takes the numbers of a slice, and selects by a tensor of ints and no dims: a view."""
+    """Return an item of an index with numbers in place of lazies: in a slice, or where x[item] is a
+    view since the item is an integer tensor without dims."""
     if isinstance(item, slice) and _holds_number(item):
         return slice(_read(item.start), _read(item.stop), _read(item.step))
     if type(item).__module__ == "numpy" and hasattr(item, "__array__") and item.ndim > 0:
-        return torch.as_tensor(item.copy())  # torch looks at it as at any sequence
-    if isinstance(item, range):  # likewise: x[range(len(y)), y]
+        return torch.as_tensor(item.copy())  # torch converts it as any sequence
+    if isinstance(item, range):  # torch converts it too: x[range(len(y)), y]
         return torch.tensor(list(item), dtype=torch.int64, device="cpu")
     if isinstance(item, list) and not item:
         return torch.tensor([], dtype=torch.int64, device="cpu")
@@ -74,8 +75,8 @@ def _read_indexing(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @functools.cache
 def _words(name: str) -> tuple[tuple[tuple[frozenset[str], bool], ...], dict[str, frozenset[str]]]:
-    """For each position, and each keyword, the types that torch's schemas of a name give it, and
-    whether the last position gathers what follows: x.view(2, 3)."""
+    """Return the types that torch's schemas of a name allow at each position and for each keyword,
+    and whether a position is a list, which may be passed as several arguments: x.view(2, 3)."""
     positions: list[tuple[set[str], bool]] = []
     keywords: dict[str, set[str]] = {}
     for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
@@ -109,7 +110,7 @@ def _read_words(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positions, keywords = _words(name)
     if name in _READ_TENSORS and any(getattr(arg, "dtype", None) is torch.bool for arg in args[1:]):
-        return args, kwargs  # no number to torch
+        return args, kwargs  # torch does not take it for a number here
 
     def kinds_at(position: int) -> frozenset[str] | None:
         if position < len(positions):
@@ -130,8 +131,8 @@ def _read_words(
 
 
 def instead(name: str, handler: Handler | None) -> Handler:
-    """What is tried where an op of that name cannot be recorded: the same call, with the numbers of
-    lazies where torch takes no tensor; else the op's own handler."""
+    """Return what is tried if a call of an op cannot be recorded: the same call with numbers in
+    place of lazies where torch takes a number; if there are none, the op's own handler."""
 
     def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = (*args, *kwargs.values())

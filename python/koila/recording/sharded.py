@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that torch shards over processes, and gathers before a module runs.
+"""Parameters that are sharded over processes, and gathered before a module runs.
 
-Collective calls are made where torch makes them, whatever the number of chunks: no process waits
-for another that needs more of them.
+Collective calls are made where torch makes them, whatever the number of chunks: so no process waits
+for another that makes more of them.
 
-Where fully_shard (FSDP2) lets go of a module's gathered parameters after its forward, recorded
-calls run before that, up to the end of the module, and the program is cut there (`bridge.py`).
-Torch's own hooks gather the parameters again when the gradient of its outputs comes, and reduce
-their gradients when that of its inputs is there.
+If fully_shard (FSDP2) frees a module's gathered parameters after its forward, the recorded calls
+run before that, at the end of the module, and the program is cut there (`bridge.py`). torch's own
+hooks gather the parameters again when the gradient of the module's outputs arrives, and reduce
+their gradients when the gradient of its inputs is computed.
 
-Where it keeps them gathered (`reshard_after_forward=False`, and the root module), recorded calls
-run later: what they read stays gathered until they ran. Torch's own code reduces the gradients, at
-the end of the backward that delivers those of the whole batch.
+If the parameters stay gathered (`reshard_after_forward=False`, and the root module), recorded calls
+run later, and the parameters that they read stay gathered until then. torch's own code reduces the
+gradients, at the end of the backward that delivers those of the whole batch.
 
-FullyShardedDataParallel (FSDP1) frees the flat tensor that its parameters are views of, before
-recorded calls run, and DeepSpeed's engine wants to be inside of torch's backward when the gradient
-of the loss comes: they are refused.
+Refused are FullyShardedDataParallel (FSDP1), which frees the flat tensor behind its parameters
+before recorded calls run, and DeepSpeed's engine, which has to be inside of torch's backward when
+the gradient of the loss is computed.
 """
 
 from __future__ import annotations
@@ -41,26 +41,27 @@ Holds = Callable[[Any], bool]
 
 _FSDP = "torch.distributed.fsdp"
 _patched: set[type] = set()
-#: Parameters that torch let go of while calls wait that read them, by id, and what frees them.
+#: By id: parameters that torch wanted to free while pending calls read them, and the function that
+#: frees them.
 _kept: dict[int, tuple[Any, Callable[[Any], None]]] = {}
 
 
 class _Freed:
-    """A parameter that was let go of, which parts read that have still to go back."""
+    """A freed parameter, and the parts that read it and have not run backward yet."""
 
     def __init__(self) -> None:
         self.parts: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
-        self.numbers = (0, 0)  # of this process's shard, as it was let go
+        self.numbers = (0, 0)  # checksum of this process's shard when it was freed
 
     def let_go(self, parameter: Any) -> None:
-        """It is about to be freed."""
+        """Note, before the parameter is freed, which parts read it."""
         self.parts.update(bridge.parts_that_read(parameter._unsharded_param))
         if self.parts:
             self.numbers = _numbers_of(parameter)
 
     def take_again(self, parameter: Any) -> None:
-        """It is gathered: with the same numbers, unless it was written. An optimizer, or a write
-        through .data, leaves no other trace."""
+        """Tell the parts that the parameter is gathered again, and whether with the same numbers.
+        Only a checksum shows a write by an optimizer or through .data."""
         is_same = not self.parts or self.numbers == _numbers_of(parameter)
         for part, leaves in self.parts.items():
             part.take_again(leaves, is_same)
@@ -74,8 +75,8 @@ _freed: weakref.WeakKeyDictionary[Any, _Freed] = weakref.WeakKeyDictionary()
 
 
 def patch(replace: Replace, holds_lazy: Holds) -> None:
-    """Patch the classes of those modules that are imported by now: to import them takes longer than
-    to import torch."""
+    """Patch the classes of those modules that are imported by now. Importing them would take longer
+    than importing torch."""
     module: Any = sys.modules.get(f"{_FSDP}._fully_shard._fsdp_state")
     if module is not None and module.FSDPState not in _patched:
         _patched.add(module.FSDPState)
@@ -90,12 +91,12 @@ def patch(replace: Replace, holds_lazy: Holds) -> None:
 
 
 def end() -> None:
-    """The patches were undone."""
+    """Forget which classes were patched: the patches were undone."""
     _patched.clear()
 
 
 def let_go() -> None:
-    """Free the gathered parameters that torch let go of, and no call waits to read any more."""
+    """Free the gathered parameters that torch wanted to free, once no pending call reads them."""
     for key, (parameter, free) in list(_kept.items()):
         if not bridge.is_read(parameter._unsharded_param):
             del _kept[key]
@@ -104,14 +105,14 @@ def let_go() -> None:
 
 
 def _is_let_go(group: Any) -> bool:
-    """Whether torch lets go of a group's parameters after a forward, and gathers them again for a
-    backward."""
+    """Return whether torch frees a group's gathered parameters after a forward, and gathers them
+    again for the backward."""
     is_let_go: bool = group._reshard_after_forward
     return is_let_go
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor]:
-    """Those in what a module is given, or returns."""
+    """Yield the tensors in the arguments or results of a module."""
     for one in tree_leaves(given):
         if isinstance(one, torch.Tensor):
             yield one
@@ -124,8 +125,8 @@ def _is_any_lazy(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _patch_states(states: Any, replace: Replace) -> None:
-    """Hooks on a module's outputs tell torch that gradients are coming. Of calls that run in chunks
-    the parameters' own gradients tell that."""
+    """Patch the class that registers hooks on a module's outputs, which start torch's backward work
+    for the module. For calls in chunks, hooks on the parameters' gradients start it."""
     register = states._register_pre_backward_hook
     finish = states._root_post_backward_final_callback
 
@@ -159,27 +160,28 @@ def _patch_states(states: Any, replace: Replace) -> None:
 
 
 def _parameters(state: Any, is_let_go: bool) -> Iterator[Any]:
-    """Those that are let go of after a forward, or those that stay gathered."""
+    """Yield the parameters that are freed after a forward, or those that stay gathered."""
     for group in state._fsdp_param_groups:
         if _is_let_go(group) == is_let_go:
             yield from group.fsdp_params
 
 
 def _gather_again(state: Any) -> None:
-    """A part goes back. The gradient of another value than a module's output may have come first,
-    which torch is not told of."""
+    """Gather the parameters before a part's backward. torch does so when the gradient of the
+    module's output arrives, but that of another value of the part may arrive first."""
     if any(one.sharded_state.name != "UNSHARDED" for one in _parameters(state, True)):
         state._pre_backward(None)
 
 
 class _Reduce:
-    """A gathered parameter has its gradient: when all have theirs, torch reduces them."""
+    """Hook on the gradient of a gathered parameter: have torch reduce the gradients at the end of
+    this backward."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
 
     def __call__(self, _: torch.Tensor) -> None:
-        for group in self.state._fsdp_param_groups:  # what came before was reduced without this one
+        for group in self.state._fsdp_param_groups:  # an earlier reduction missed this gradient
             state = type(group._training_state)
             if group._training_state == state.POST_BACKWARD:
                 group._training_state = state.IDLE
@@ -187,12 +189,16 @@ class _Reduce:
 
 
 def fully_shard(outputs: Any) -> None:
-    """The end of the forward of a module whose parameters are let go of; reports name it so."""
+    """Do nothing: called live on the outputs of a module whose parameters are freed after its
+    forward, it runs the recorded calls. Reports show its name."""
 
 
 def _patch_groups(groups: Any, replace: Replace) -> None:
-    """What waits runs before its parameters are let go of. What keeps its parameters is not cut for
-    a function that tells torch when the inputs of a module have their gradients."""
+    """Patch the class of parameter groups: run pending calls before their parameters are freed.
+
+    For groups that stay gathered, leave out torch's function that tells when the gradients of a
+    module's inputs are computed: the program would be cut for it.
+    """
     register = groups._register_post_backward_hook
     leave = groups.post_forward
 
@@ -222,7 +228,7 @@ def _patch_groups(groups: Any, replace: Replace) -> None:
 
 
 def _patch_parameters(module: Any, replace: Replace) -> None:
-    """What is read stays gathered, where torch does not gather it again."""
+    """Patch the class of parameters: those that pending calls read stay gathered."""
     parameters = module.FSDPParam
     free, gather = parameters.free_unsharded_param, parameters.to_unsharded
 
@@ -269,7 +275,7 @@ def _of_deepspeed() -> KoilaError:
     )
 
 
-#: Modules, their classes, and what is raised where those get what is lazy.
+#: Modules, their classes, and the error that these raise for lazy inputs.
 _REFUSED = (
     (f"{_FSDP}.fully_sharded_data_parallel", "FullyShardedDataParallel", _of_fsdp1),
     ("deepspeed.runtime.engine", "DeepSpeedEngine", _of_deepspeed),

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A write in place of what was made by the program, and has its number because something was read
-meanwhile: `out = torch.zeros_like(h); ...nonzero(); out.index_add_(0, index, h)`.
+"""Record an in-place write to a lazy that has its number already, since something was read:
+`out = torch.zeros_like(h); ...nonzero(); out.index_add_(0, index, h)`.
 
-Nobody else has that memory, so the number is copied by a recorded call and the copy is written:
-what goes into it stays recorded. Run at once, the write would make the whole program run.
+If no other tensor has its memory, a recorded call copies the number, and the write goes to the
+copy. So the values that are written stay recorded; if the write ran at once, they would be computed
+for the whole batch.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 def _is_own(lazy: Any) -> bool:
-    """Whether a lazy has its number, and all of its memory to itself."""
+    """Return whether a lazy has its number, in memory that no other tensor has."""
     real = _core.real(lazy)
     if type(real) is not torch.Tensor or _core.is_input(lazy) or real.requires_grad:
         return False
-    if torch.is_inference_mode_enabled():  # the copy would be of that kind
+    if torch.is_inference_mode_enabled():  # the copy would be an inference tensor
         return False
     is_private = not real.is_inference() and not cross.is_shared(real)
-    del real  # it would hold it too
+    del real  # release the reference before the lazy's own count is checked
     return is_private and _core.keep_lazy(lazy)
 
 
 def instead(handler: Handler | None) -> Handler:
-    """What is tried where a call that writes its first argument cannot be recorded."""
+    """Return what is tried if a call that writes its first argument cannot be recorded."""
 
     def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         x = args[0] if args else None
