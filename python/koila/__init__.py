@@ -54,6 +54,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names; the modules behind them can be imported, and are not part of the package's
-    promise."""
+    """Return the public names. The modules can be imported, but are not part of the public API."""
     return [*__all__, "__version__"]

@@ -20,7 +20,7 @@ from koila import launch
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read what stands before the script, set it, and leave what follows to the script."""
+    """Parse and apply the options before the script, and leave the rest to the script."""
     parser = argparse.ArgumentParser(
         prog="python -m koila",
         description=(__doc__ or "").partition("\n")[2].strip(),
@@ -43,7 +43,8 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def _count_own(words: list[str]) -> int:
-    """How many words are the launcher's: those before the script, or up to the module's name."""
+    """Return how many arguments are the launcher's: those before the script, or up to the module's
+    name."""
     at = 0
     while at < len(words) and words[at].startswith("-"):
         if words[at].startswith("-m"):
@@ -69,7 +70,7 @@ def _run_script(path: str) -> None:
 
 
 def _without_launcher(found: TracebackType | None) -> TracebackType | None:
-    """The frames of the user's code: those above it are the launcher's."""
+    """Return a traceback without the launcher's frames at its top."""
     own = (__file__, runpy.__file__)
     while found is not None and (
         found.tb_frame.f_code.co_filename in own
@@ -96,7 +97,7 @@ def main(words: list[str] | None = None) -> int:
             error = error.with_traceback(_without_launcher(error.__traceback__))
             traceback.print_exception(error)
             status = 130 if isinstance(error, KeyboardInterrupt) else 1
-    if os.environ.get("RANK", "0") == "0":  # of the processes of a torchrun the first tells it
+    if os.environ.get("RANK", "0") == "0":  # under torchrun only the first process prints
         lines = summary.lines()
         print(*(f"koila: {line}" for line in lines), sep="\n", file=sys.stderr)
         if args.report is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""plan(): what a recorded step will take, before anything runs."""
+"""plan(): the memory that a recorded step will take, before anything runs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from koila.staged.schedule import AS_IT_IS
 
 @in_turn
 def plan(*losses: Any) -> MemoryPlan:
-    """Say what a step will take in bytes, without running anything.
+    """Return the memory that a step will take, without running anything.
 
     Args:
         losses: lazy tensors that backward() would be called on, or lists of them.
 
     Returns:
-        Bytes by phase (forward, backward, optimizer's step), by category at the worst moment
-        (parameters, gradients, optimizer state, activations, outputs that the script holds,
-        temporaries), the ten values that take most with their layer and line, the chunks, and what
-        is recomputed or offloaded. It prints as a text, is a card in a notebook, and writes files
-        (`save`): a picture, JSON, a trace for Chrome and Perfetto, and a snapshot for torch's
-        memory viewer. Where the step does not fit, all that is of the chunks that need least.
+        Bytes by phase (forward, backward, optimizer's step), by category at the peak (parameters,
+        gradients, optimizer state, activations, outputs that the script holds, temporaries), the
+        ten largest values with their layer and line, the chunks, and what is recomputed or
+        offloaded. It prints as a text, is a card in a notebook, and writes files (`save`): a
+        picture, JSON, a trace for Chrome and Perfetto, and a snapshot for torch's memory viewer. If
+        the step does not fit, it describes the chunks that need least memory.
 
     Raises:
-        KoilaError: nothing is recorded for these tensors, or all of it has run.
+        KoilaError: nothing is recorded for these tensors, or they are computed already.
 
     Example:
         >>> import torch, koila

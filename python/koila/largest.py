@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""largest_batch(): how many rows fit, from the plan of a step that is recorded and never run."""
+"""largest_batch(): how many samples fit, from the plan of a step that is recorded and never run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from koila.verify import restored_buffers
 
 @dataclass(frozen=True)
 class LargestBatch:
-    """How many samples of a batch fit into memory. Printed, it says so.
+    """How many samples of a batch fit into memory. It prints as a sentence.
 
     Attributes:
-        whole: samples with which the step runs whole, as without koila; 0: not two.
-        in_chunks: samples with which it runs in 16 chunks at most.
-        most: samples that were tried at most: of a number as large there may fit more.
-        bytes_allowed: what a step may take, batch and all, beyond what is there now.
+        whole: the largest batch that runs whole, as without koila; 0: not even two samples do.
+        in_chunks: the largest batch that runs in 16 chunks at most.
+        most: the largest batch that was tried. If a result equals it, more samples may fit.
+        bytes_allowed: bytes that a step may take, including the batch, beyond what is in use now.
     """
 
     whole: int
@@ -54,20 +54,19 @@ def largest_batch(
     memory_limit: int | float | str | None = None,
     most: int = 2**16,
 ) -> LargestBatch:
-    """How many samples a batch may have, whole and in chunks. The step is recorded, and never run.
+    """Find how many samples a batch may have, whole and in chunks. The step is recorded, never run.
 
-    What it counts on plain tensors, such as a norm's batches, is as before afterwards, for modules
-    that `step` names.
+    The buffers of modules that `step` names (such as a norm's count of batches) are restored.
 
     Args:
-        step: takes the tensors of a batch and returns the loss, without backward(). It must not
-            read a number on the way.
-        batch: the tensors of a batch of any size, samples in dim 0.
-        memory_limit: as for `config`; None: what holds now.
-        most: more samples are not tried.
+        step: takes the tensors of a batch and returns the loss, without calling backward(). It must
+            not read a number.
+        batch: the tensors of a batch of any size, with samples in dim 0.
+        memory_limit: as for `config`; None: the current setting.
+        most: the largest batch to try.
 
     Raises:
-        ValueError: the batch has no samples, or the step reads a number or gives no lazy loss.
+        ValueError: the batch has no samples, or the step reads a number or returns no lazy loss.
 
     Example:
         >>> import torch, koila
@@ -92,7 +91,7 @@ def largest_batch(
         except BaseException as error:
             found.append(error.with_traceback(None))
 
-    # A thread has a program of its own: what the user has recorded is not looked at.
+    # Each thread has a program of its own: in a new thread the user's is left alone.
     thread = threading.Thread(target=search, name="koila: largest batch")
     thread.start()
     thread.join()
@@ -110,7 +109,7 @@ def _search(step: Callable[..., Tensor], batch: tuple[Tensor, ...], most: int) -
         return needs[n_rows]
 
     def largest(fits: Callable[[int], bool]) -> int:
-        if not fits(2):  # a normalization over the batch has no statistics of one row
+        if not fits(2):  # not 1: a normalization over the batch refuses a single row
             return 0
         low, high = 2, 4
         while high <= most and fits(high):
@@ -132,7 +131,7 @@ def _search(step: Callable[..., Tensor], batch: tuple[Tensor, ...], most: int) -
 
 
 def _between(low: int, high: int, fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, where `low` does and `high` does not."""
+    """Return the largest number that fits, given that `low` does and `high` does not."""
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -142,8 +141,8 @@ def _between(low: int, high: int, fits: Callable[[int], bool]) -> int:
 def _needs(
     step: Callable[..., Tensor], batch: tuple[Tensor, ...], n_rows: int
 ) -> tuple[float, float, float]:
-    """What a batch of so many rows needs whole and in a few chunks, itself included, and what is
-    left for that."""
+    """Return the bytes that a batch of `n_rows` needs whole and in a few chunks, including the
+    batch, and the bytes that are left for it."""
     rows = [tensor.detach()[:1].expand(n_rows, *tensor.shape[1:]) for tensor in batch]
     given = lazy(*rows)
     n_bytes = sum(n_rows * tensor[0].numel() * tensor.element_size() for tensor in batch)

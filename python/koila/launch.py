@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block in which the batches of all data loaders are lazy: for the launcher and for notebooks."""
+"""Make the batches of all data loaders lazy in a block: for the launcher and for notebooks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _logger = logging.getLogger("koila")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What can be said of how to run."""
+    """Add the options that say how to run."""
     parser.add_argument(
         "--memory-limit",
         metavar="SIZE",
@@ -42,10 +42,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def configure(args: argparse.Namespace) -> None:
-    """Set what the options say for the process.
+    """Set the options for the process.
 
     Raises:
-        ValueError: they are no settings, or exclude each other.
+        ValueError: they are not valid, or exclude each other.
     """
     if args.chunks is not None and args.memory_limit is not None:
         raise ValueError(
@@ -60,7 +60,7 @@ def configure(args: argparse.Namespace) -> None:
         config(progress=True)
 
 
-_n_open = 0  # blocks of lazy loaders that are entered: the last that ends puts torch back
+_n_open = 0  # open blocks of lazy loaders: the end of the last one undoes the patches
 
 
 @contextlib.contextmanager
@@ -80,8 +80,8 @@ def _all_lazy() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lazy_loaders() -> Iterator[Summary]:
-    """A block in which the batches of all loaders are lazy, and so is noise of as many rows; what
-    runs is added up. One may be in another."""
+    """Make the batches of all loaders lazy in a block, and noise with as many rows. Yield a summary
+    of what runs in it. Blocks may be nested."""
     summary = Summary()
     try:
         with _all_lazy(), reports.observed_by(summary):
@@ -91,7 +91,7 @@ def lazy_loaders() -> Iterator[Summary]:
 
 
 def write(summary: Summary, path: Path) -> None:
-    """Write what was done to a file."""
+    """Write a summary to a file: as JSON if its name ends in .json, else as text."""
     is_json = path.suffix == ".json"
     text = summary.as_json() if is_json else "\n".join([*summary.lines(), *map(str, summary.last)])
     path.write_text(text + "\n")
@@ -99,7 +99,7 @@ def write(summary: Summary, path: Path) -> None:
 
 @contextlib.contextmanager
 def settings_kept() -> Iterator[None]:
-    """A block after which the settings of the process are as before."""
+    """Restore the settings of the process at the end of a block."""
     before = settings()
     try:
         yield
@@ -108,14 +108,14 @@ def settings_kept() -> Iterator[None]:
 
 
 class Session:
-    """Lazy loaders from `begin` to `end`: the part of a framework's callback that is koila's.
+    """Lazy loaders from `begin` to `end`: the base class of the callbacks for frameworks.
 
     Args:
-        memory_limit: as for `koila.config`; None: what holds stays as it is.
-        chunks: likewise.
+        memory_limit: as for `koila.config`; None: keep the current setting.
+        chunks: as for `koila.config`; None: keep the current setting.
 
     Attributes:
-        summary: what was done, of the last that has begun; None before.
+        summary: of the last session that has begun; None before the first.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Session:
         self._stack = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """Begin, and end what has failed before."""
+        """Begin a session; end the one before if it failed without calling `end`."""
         self._stack.close()
         with contextlib.ExitStack() as stack:
             if self._memory_limit is not None or self._chunks is not None:
@@ -136,7 +136,7 @@ class Session:
             self._stack = stack.pop_all()
 
     def end(self) -> None:
-        """End, and log what was done."""
+        """End the session, and log its summary."""
         self._stack.close()
         for line in self.summary.lines() if self.summary is not None else ():
             _logger.info("%s", line)

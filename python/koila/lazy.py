@@ -28,22 +28,22 @@ _B = TypeVar("_B")
 _C = TypeVar("_C")
 _D = TypeVar("_D")
 _WHOLE = -1
-_PART = -2  # rows_dim(): the rows are a part of a dim
+_PART = -2  # returned by rows_dim() if the rows are a part of a dim
 
 
 _is_off: contextvars.ContextVar[bool] = contextvars.ContextVar("koila.off", default=False)
 
 
 class _Default(int):
-    """The dim of the rows where nothing was said: what is lazy already stays as it is."""
+    """The default dim of the rows; with it, tensors that are lazy already stay as they are."""
 
 
 _ZERO = _Default(0)
 
 
 class _State(threading.local):
-    is_warned = False  # of a call in a worker of a DataLoader
-    batch = _WHOLE, 0  # the axis and the rows of the batch that a loader handed out last
+    is_warned = False  # a call in a worker of a DataLoader was warned of
+    batch = _WHOLE, 0  # axis and number of rows of the last batch of a loader
 
 
 _state = _State()
@@ -51,7 +51,7 @@ _state = _State()
 
 @contextlib.contextmanager
 def off() -> Iterator[None]:
-    """Switch koila off for a block, in this context: `lazy` returns what it is given.
+    """Switch koila off for a block, in this context: `lazy` returns its arguments unchanged.
 
     Example:
         >>> import torch, koila
@@ -115,7 +115,7 @@ def _map(fn: Callable[[torch.Tensor, Any, str], Any], obj: Any, batch: Any, path
 
 
 def _entry(batch: Any, key: Any) -> Any:
-    """The part of `batch` for one entry: a number or None goes for all entries."""
+    """Return the part of `batch` for one entry. A number, or None, applies to all entries."""
     if batch is None or hasattr(batch, "__index__"):
         return batch
     if isinstance(batch, Mapping):
@@ -145,7 +145,7 @@ def _rebuild_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def _dim_of(tensor: torch.Tensor, batch: Any, path: str) -> int:
-    """The dim of the rows, or _WHOLE."""
+    """Return the dim of the rows, or _WHOLE."""
     if batch is None or tensor.dim() == 0:
         return _WHOLE
     if isinstance(batch, bool | torch.Tensor) or not hasattr(batch, "__index__"):
@@ -159,8 +159,10 @@ def _dim_of(tensor: torch.Tensor, batch: Any, path: str) -> int:
 
 
 def _plain_dims(objs: tuple[Any, ...], batch: Any) -> list[int] | None:
-    """The dims of the rows where that takes no search: of plain tensors that agree on their number.
-    None: what was given has to be gone through, or is wrong."""
+    """Return the dims of the rows, if all objects are plain tensors with one number of rows.
+
+    Return None if the objects have to be searched for tensors, or are not valid.
+    """
     if type(batch) not in (int, _Default) or any(type(obj) is not torch.Tensor for obj in objs):
         return None
     dims = [batch % obj.dim() if -obj.dim() <= batch < obj.dim() else _WHOLE for obj in objs]
@@ -172,8 +174,12 @@ def _plain_dims(objs: tuple[Any, ...], batch: Any) -> list[int] | None:
 
 
 def _as_asked(lazy_tensor: Any, batch: Any, dim: int, path: str) -> torch.Tensor:
-    """What is lazy already, where its rows are as is asked for; else the tensor that it stands for,
-    which is to be made lazy anew."""
+    """Return a lazy as it is, if its rows are in dim `dim` already; else its real tensor, which is
+    then made lazy anew.
+
+    Raises:
+        ValueError: it is still to be computed.
+    """
     known = _core.rows_dim(lazy_tensor)
     if isinstance(batch, _Default) or known == dim:
         same: torch.Tensor = lazy_tensor
@@ -192,7 +198,7 @@ def _as_asked(lazy_tensor: Any, batch: Any, dim: int, path: str) -> torch.Tensor
 
 def _warn_in_worker() -> None:
     worker = torch.utils.data.get_worker_info()
-    if worker is not None and worker.id == 0 and not _state.is_warned:  # one speaks for all
+    if worker is not None and worker.id == 0 and not _state.is_warned:  # warn in one worker only
         _state.is_warned = True
         warnings.warn(
             "koila.lazy: called in a worker of a DataLoader, from which tensors come back plain: "
@@ -202,7 +208,7 @@ def _warn_in_worker() -> None:
 
 
 def _begin(n_rows: int) -> int:
-    """Another batch begins, of so many rows; its axis."""
+    """Begin another batch of `n_rows` rows; return its axis."""
     settle_outdated(is_over=True)
     flush.flush_known("lazy() of another batch")
     reports.begin_batch(n_rows)
@@ -224,27 +230,26 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
 
     Args:
         objs: tensors, or tuples, lists, dicts, mappings, namedtuples and dataclasses of them,
-            nested as you like; whatever is not a tensor passes through. Or one DataLoader, or what
-            else hands out batches: then these are made lazy.
-        batch: the dim of the samples, 0 if it is not given: an int for all tensors, or a structure
-            like that of `objs` with an int or None for each. A 0-dim tensor, or one marked None, is
-            the same for all samples. What is lazy already stays as it is, unless another dim is
-            given: then a tensor that is there is made lazy anew, and one still to be computed is
-            refused.
-            Of a loader, if it is not given: dim 0, or else dim 1, where that is as long as the
-            batch, and None for other tensors.
+            nested as you like; other objects pass through. Or one DataLoader, or another iterable
+            of batches: then its batches are made lazy.
+        batch: the dim of the samples, by default 0: an int for all tensors, or a structure like
+            that of `objs` with an int or None for each. A 0-dim tensor, or one marked None, is the
+            same for all samples. A tensor that is lazy already stays as it is, unless another dim
+            is given: then it is made lazy anew, or refused if it is still to be computed.
+            The default for a loader is dim 0, or dim 1 where that is as long as the batch, and None
+            for other tensors.
 
     Returns:
-        The same structure with lazy tensors: one object for one argument, else a tuple. A tensor
-        that is in it twice is the same lazy twice. For a DataLoader a copy of it, of its type.
+        The same structure with lazy tensors: one object for one argument, else a tuple. If it has a
+        tensor twice, it gets the same lazy twice. For a DataLoader a copy of it, of its type.
 
     Warns:
-        UserWarning: there is no tensor in `objs`; or it is called in a worker of a DataLoader, from
-            which tensors come back plain.
+        UserWarning: `objs` has no tensor; or the call is in a worker of a DataLoader, from which
+            tensors return as plain ones.
 
     Raises:
-        ValueError: the tensors disagree on the number of samples, `batch` is no dim of one, or it
-            is another than the one by which a value that is still to be computed is lazy.
+        ValueError: the tensors disagree on the number of samples; `batch` is no dim of a tensor, or
+            not the dim of the samples of a lazy that is still to be computed.
 
     Example:
         >>> import torch, koila
@@ -264,7 +269,7 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
         _warn_in_worker()
         sizes = [obj.size(dim) for obj, dim in zip(objs, dims, strict=True) if dim != _WHOLE]
         axis = _begin(max(sizes, default=0))
-        found: dict[int, torch.Tensor] = {}  # a tensor that is given twice is one lazy
+        found: dict[int, torch.Tensor] = {}  # a tensor that is passed twice becomes one lazy
         for obj, dim in zip(objs, dims, strict=True):
             if id(obj) not in found:
                 n_rows = 0 if dim == _WHOLE else obj.size(dim)
@@ -318,12 +323,12 @@ def _can_be_lazy(tensor: torch.Tensor) -> bool:
 
 
 def of_loader(data: Any, n_rows: int | None, batch: Any = _ZERO) -> Any:
-    """Make lazy what a loader has handed out.
+    """Make a batch of a loader lazy.
 
     Args:
-        data: tensors in containers; those that cannot be lazy (sparse ones, packed sequences, ...)
-            stay as they are, as does all of it where nothing has rows.
-        n_rows: rows of a full batch, if that is known.
+        data: tensors in containers. Those that cannot be lazy (sparse ones, packed sequences, ...)
+            stay as they are; so does all of `data` if no tensor has rows.
+        n_rows: the number of rows of a full batch, if known.
         batch: as for `lazy`.
     """
     if _is_off.get():
@@ -358,10 +363,10 @@ def of_loader(data: Any, n_rows: int | None, batch: Any = _ZERO) -> Any:
 
 
 def of_draw(noise: torch.Tensor) -> torch.Tensor:
-    """Make noise lazy that has as many rows as the batch that a loader handed out last.
+    """Make noise lazy if it has as many rows as the last batch of a loader.
 
-    What is made of noise alone (a generator's images) would be plain, and a step that begins with
-    it would run whole. That noise has as many rows by chance makes no number wrong.
+    What is computed from plain noise (a generator's images) would be plain, and a step that begins
+    with it would run whole. If the number of rows is equal by chance, no number is wrong.
     """
     axis, n_rows = _state.batch
     is_like_batch = (

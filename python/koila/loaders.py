@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data loaders whose batches are lazy: one that `koila.lazy` is given, or all that there are.
+"""Make the batches of data loaders lazy: of one that is passed to `koila.lazy`, or of all loaders.
 
-A loader itself stays what it is: its workers, its sampler, its pinned memory, its length. What it
-hands out is made lazy in the process that trains, last of all.
+The loader keeps its workers, sampler, pinned memory and length. Its batches are made lazy in the
+process that trains, as the last step.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-#: A function that makes a batch lazy: given the batch, and its number of rows if that is known.
+#: A function that makes a batch lazy; called with the batch and, if known, its number of rows.
 Make = Callable[[Any, int | None], Any]
 
 
 class Counts:
-    """What loaders have handed out while all of them are lazy."""
+    """Counts of the batches of loaders."""
 
     n_batches = 0
     n_plain = 0  # batches in which no tensor has rows
@@ -41,14 +41,14 @@ _next_batch: Any = _BaseDataLoaderIter.__next__
 
 
 def row_dims(tensors: Iterable[torch.Tensor], n_rows: int | None) -> list[int | None]:
-    """The dim that holds the rows of each tensor of a batch; None: it is the same for all rows.
+    """Return the dim of the rows of each tensor of a batch; None: it is the same for all rows.
 
-    Rows are in dim 0, or else in dim 1, where that is as long as the batch. Which tensor is cut
-    decides how much memory is saved: a wrong guess never makes a wrong number.
+    Rows are in dim 0, or in dim 1, if that is as long as the batch. This decides which tensors are
+    cut, and so how much memory is saved; a wrong guess makes no wrong number.
 
     Args:
-        tensors: of one batch.
-        n_rows: rows of the batch, or of a full one where only that is known. None: not even that.
+        tensors: the tensors of one batch.
+        n_rows: the number of rows of the batch, or of a full batch; None: it is not known.
 
     Example:
         >>> import torch
@@ -62,7 +62,7 @@ def row_dims(tensors: Iterable[torch.Tensor], n_rows: int | None) -> list[int | 
     second = [shape[1] for shape in shapes if len(shape) > 1]
     if n_rows is None or n_rows not in first + second:
         fitting = [size for size in first if n_rows is None or size <= n_rows] or first
-        # The most frequent size; of several, that which was met first.
+        # The most frequent size; of several such sizes the first one.
         n_rows = collections.Counter(fitting).most_common(1)[0][0] if fitting else 0
     return [
         None if n_rows not in shape[:2] or n_rows == 0 else shape.index(n_rows) for shape in shapes
@@ -70,7 +70,7 @@ def row_dims(tensors: Iterable[torch.Tensor], n_rows: int | None) -> list[int | 
 
 
 def is_loader(obj: object) -> bool:
-    """Whether an object hands out batches, and is none itself."""
+    """Return whether an object is an iterable of batches, and not a batch itself."""
     if isinstance(obj, DataLoader | Iterator):
         return True
     is_batch = isinstance(obj, torch.Tensor | torch.nn.Module | Sequence | Mapping | Set | type)
@@ -79,7 +79,7 @@ def is_loader(obj: object) -> bool:
 
 
 class _Lazily:
-    """What hands out the batches of another, each made lazy; for the rest it is that other."""
+    """Wraps an iterable of batches and makes each batch lazy; other attributes are forwarded."""
 
     def __init__(self, batches: Any, make: Make) -> None:
         self._batches, self._make = batches, make
@@ -95,9 +95,10 @@ class _Lazily:
 
 
 class _Collate:
-    """A loader's collate_fn, by which its iterators know that their batches are to be lazy.
+    """A loader's collate_fn, which marks the loader as one whose batches are made lazy.
 
-    Frameworks make loaders anew of the parts of another. This part they keep.
+    Frameworks (accelerate, Lightning) make new loaders from the parts of the user's, and keep this
+    part.
     """
 
     def __init__(self, collate: Callable[[Any], Any], make: Make) -> None:
@@ -107,13 +108,13 @@ class _Collate:
         return self.collate(rows)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "collate":  # it is being unpickled in a worker
+        if name == "collate":  # not set yet, while a worker unpickles this object
             raise AttributeError(name)
         return getattr(self.collate, name)
 
 
 def _own_class(kind: type, make: Make) -> type:
-    """A class like that of a loader, whose batches are lazy."""
+    """Return a subclass of a loader's class whose batches are lazy."""
 
     class Lazy(kind):  # type: ignore[misc]
         def __iter__(self) -> Iterator[Any]:
@@ -128,10 +129,10 @@ def _own_class(kind: type, make: Make) -> type:
 
 
 def lazy_loader(loader: Any, make: Make) -> Any:
-    """The same loader, of which each batch is lazy.
+    """Return a loader with the same batches, made lazy.
 
     Args:
-        loader: a DataLoader, of which a copy is made; or what else can be iterated over.
+        loader: a DataLoader, which is copied, or another iterable, which is wrapped.
         make: makes a batch lazy.
     """
     if isinstance(loader, Iterator):
@@ -139,8 +140,8 @@ def lazy_loader(loader: Any, make: Make) -> Any:
     if not isinstance(loader, DataLoader):
         return _Lazily(loader, make)
     made: Any = copy.copy(loader)
-    if type(loader).__iter__ is not DataLoader.__iter__:  # it hands out another loader's batches
-        # accelerate's loaders say that their class is another, by a property of that name.
+    if type(loader).__iter__ is not DataLoader.__iter__:  # it iterates over another loader
+        # Set it past accelerate's loaders, whose `__class__` is a property.
         vars(object)["__class__"].__set__(made, _own_class(type(loader), make))
         return made
     _watch()
@@ -149,16 +150,16 @@ def lazy_loader(loader: Any, make: Make) -> Any:
 
 
 def is_fetching() -> bool:
-    """Whether a data set of this thread is being asked for a batch, or it is a worker's."""
+    """Return whether this thread is fetching a batch, or this process is a loader's worker."""
     return _thread.is_fetching or get_worker_info() is not None
 
 
 def _n_rows(batches: Any) -> int | None:
-    """How many rows the batch has that an iterator has just handed out; None: that is not known."""
+    """Return the number of rows of the batch that an iterator has just returned; None: unknown."""
     sampler = batches._index_sampler
     n_full: int | None = getattr(sampler, "batch_size", None)
     if type(sampler) is BatchSampler and not sampler.drop_last and n_full is not None:
-        with contextlib.suppress(TypeError):  # of a sampler without a length
+        with contextlib.suppress(TypeError):  # the sampler may have no length
             n_left = len(sampler.sampler) - n_full * (batches._num_yielded - 1)  # type: ignore[arg-type]
             return min(n_full, n_left) if n_left > 0 else n_full
     return n_full
@@ -184,8 +185,8 @@ def _watch() -> None:
 
 
 def make_all_lazy(make: Make | None) -> None:
-    """From now on make the batches of all loaders lazy, also of those that are there; None: of none
-    but those that `lazy_loader` has made."""
+    """From now on make the batches of all loaders lazy, including existing ones. None: only those
+    of loaders that `lazy_loader` has returned."""
     global _make_all
     _make_all = make
     _watch()

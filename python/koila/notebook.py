@@ -11,11 +11,11 @@ from typing import Any, NoReturn
 from koila import launch
 from koila.summary import Summary
 
-_on: contextlib.ExitStack | None = None  # all cells are lazy
+_on: contextlib.ExitStack | None = None  # open while %koila is on
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises where another would end the process."""
+    """A parser that raises where argparse would end the process."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.prog}: {message}")
@@ -34,10 +34,10 @@ def _tell(lines: list[str]) -> None:
 
 
 def _run(shell: Any, cell: str) -> None:
-    """Run what stands below the first line of a cell.
+    """Run the lines below the first line of a cell.
 
-    Messages name it by the number that the user sees, where IPython has counted the cell already,
-    and its lines as they are seen.
+    In messages the cell has the number that the user sees (IPython has counted it already), and
+    line numbers count from its first line.
     """
     if not cell.lstrip().startswith("%%"):
         cell = f"# %%koila\n{cell}"
@@ -58,7 +58,7 @@ def _run(shell: Any, cell: str) -> None:
 def _koila_cell(shell: Any, line: str, cell: str) -> None:
     """%%koila [--memory-limit SIZE | --chunks N] [--report FILE]: run the cell with lazy loaders.
 
-    The batches of every DataLoader are lazy, and below the cell stands what was done.
+    The batches of every DataLoader are lazy. A summary is printed below the cell.
     """
     args = _parse("%%koila", line)
     with launch.settings_kept():
@@ -71,7 +71,7 @@ def _koila_cell(shell: Any, line: str, cell: str) -> None:
 
 
 def _koila_line(line: str) -> None:
-    """%koila [on | off] [--memory-limit SIZE | --chunks N]: lazy loaders in all cells to come."""
+    """%koila [on | off] [--memory-limit SIZE | --chunks N]: lazy loaders in all later cells."""
     global _on
     args = _parse("%koila", line)
     if _on is not None:
@@ -84,13 +84,13 @@ def _koila_line(line: str) -> None:
             stack.enter_context(launch.settings_kept())
         launch.configure(args)
         found: list[Summary] = []
-        stack.callback(lambda: _tell(found[0].lines()))  # after what follows has ended
+        stack.callback(lambda: _tell(found[0].lines()))  # runs after the loaders' block has ended
         found.append(stack.enter_context(launch.lazy_loaders()))
         _on = stack.pop_all()
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """%load_ext koila: `%%koila` and `%koila` are there."""
+    """%load_ext koila: define `%%koila` and `%koila`."""
     shell.register_magic_function(
         lambda line, cell: _koila_cell(shell, line, cell), "cell", "koila"
     )
@@ -98,7 +98,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """%unload_ext koila: all is as it was."""
+    """%unload_ext koila: switch `%koila` off and remove both magics."""
     _koila_line("off")
     for kind in ("cell", "line"):
         shell.magics_manager.magics[kind].pop("koila", None)

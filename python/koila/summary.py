@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run did, in ten lines: for the launcher and for notebooks."""
+"""Sum up a run in ten lines, for the launcher and for notebooks."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from koila.messages.words import count, size
 from koila.reporting import reports
 from koila.reporting.report_types import ProgramReport
 
-#: Of what ran whole, the lines that are told.
+#: The largest number of lines about calls that ran whole.
 _MOST_WHOLE = 4
-#: Less of the whole batch is not told: labels, masks, single numbers.
+#: Bytes: smaller results of calls on the whole batch (labels, masks, numbers) are left out.
 _LEAST_WHOLE = 2**16
 
 
 class Summary(reports.Observer):
-    """Adds up what ran: programs, which a user knows as passes (a backward, an evaluation)."""
+    """Adds up the programs that ran; messages call a program a pass (a backward, an evaluation)."""
 
     def __init__(self) -> None:
         self._before = loaders.counts.n_batches, loaders.counts.n_plain
-        self.n_batches = self.n_plain = 0  # handed out; and those in which nothing has rows
+        self.n_batches = self.n_plain = 0  # of loaders; and those in which no tensor has rows
         self.n_steps = 0  # of optimizers
         self.n_programs = 0
         self.n_in_chunks = 0
@@ -36,13 +36,14 @@ class Summary(reports.Observer):
         self.bytes_predicted = 0.0
         self.bytes_allowed: float | None = None
         self.bytes_measured: int | None = None
-        self.least_limit: float | None = None  # that works for all of them
-        self.whole: dict[tuple[str, str, str], list[int]] = {}  # how often, and bytes at most
-        self.plain: collections.Counter[str] = collections.Counter()  # lines of a plain backward
+        self.least_limit: float | None = None  # with which every program works
+        #: (call, line, reason) of a call on the whole batch -> how often, and the largest bytes.
+        self.whole: dict[tuple[str, str, str], list[int]] = {}
+        self.plain: collections.Counter[str] = collections.Counter()  # backwards of plain tensors
         self.last: collections.deque[ProgramReport] = collections.deque(maxlen=64)
 
     def end(self) -> None:
-        """What it adds up is over."""
+        """Count the batches, at the end of the run."""
         self.n_batches = loaders.counts.n_batches - self._before[0]
         self.n_plain = loaders.counts.n_plain - self._before[1]
 
@@ -76,7 +77,7 @@ class Summary(reports.Observer):
                 known[1] = max(known[1], one.n_bytes)
 
     def lines(self) -> list[str]:
-        """Ten at most, each a fact: steps, chunks, memory, what ran on the whole batch."""
+        """Return at most ten lines: steps, chunks, memory, and what ran on the whole batch."""
         if self.n_programs == 0:
             failed = f"{count(self.n_failed, 'pass')} failed; see the errors above"
             return [failed if self.n_failed else self._why_nothing()]
@@ -146,7 +147,7 @@ class Summary(reports.Observer):
         return f"memory: {'; '.join(parts)}"
 
     def as_json(self) -> str:
-        """All of it, for another program: the counts, what ran whole, and the last programs."""
+        """Return all of it as JSON: the counts, what ran whole, and the last programs."""
         whole = [
             {"call": call, "line": line, "why": why, "times": n, "bytes": n_bytes}
             for (call, line, why), (n, n_bytes) in self.whole.items()

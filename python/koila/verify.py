@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verify(): one step whole and in chunks, and what is different afterwards."""
+"""verify(): run a step whole and in chunks, and compare the results."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from koila.basics.config import config
 from koila.messages.words import count
 from koila.reporting import reports
 
-#: Of a dtype's resolution: what sums of another order may differ by, over the largest entry of a
-#: tensor; and over that of all of its kind, for a gradient may be nothing but rounding: that of a
-#: bias before a batch normalization is 0.
+#: How far two runs may differ by rounding, as multiples of the dtype's eps: relative to the largest
+#: entry of the tensor, or to that of all tensors of its kind, since a gradient may be nothing but
+#: rounding (that of a bias before a batch norm is 0).
 _ROUNDING, _ROUNDING_OF_KIND = 2**12, 2**4
-#: And so many times what a whole run changes by if activations change in their last bit: a batch
-#: normalization of equal samples divides rounding by the root of its eps.
+#: They may also differ by this multiple of the change that a whole run shows if the last bit of its
+#: activations changes: a batch norm of equal samples divides rounding by the root of its eps.
 _TIMES_LAST_BIT = 2**4
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two runs are apart in one tensor.
+    """The difference of two runs in one tensor.
 
     Attributes:
         name: "gradient of 0.weight", "buffer of 1.running_mean", "result of 0"; and "parameter of
-            0.weight" where no gradient is left.
-        largest: the largest difference of two entries, over the largest entry of the whole run; nan
-            where a shape or dtype differs, or only one of them has it.
-        is_rounding: sums in another order make such differences.
+            0.weight" if the step leaves no gradient.
+        largest: the largest difference of two entries, divided by the largest entry of the whole
+            run; nan if the shape or dtype differs, or if only one run has the tensor.
+        is_rounding: whether sums in another order can explain the difference.
     """
 
     name: str
@@ -51,15 +51,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verification:
-    """What a step gives whole, compared with what it gives in chunks. Printed, it says all of it.
+    """The results of a step, whole and in chunks, compared. It prints as a text.
 
     Attributes:
-        n_chunks: in how many chunks the second run's largest program ran; 1: it could not be cut.
+        n_chunks: the number of chunks of the largest program of the second run; 1: it could not be
+            cut.
         differences: one for each tensor, the largest first.
         first_module: the first module, in the order of the forward, whose output differs by more
             than rounding; None: none does.
-        n_sensitive: so many tensors differ by more than sums in another order do elsewhere, but a
-            change of activations in their last bit changes them as much.
+        n_sensitive: the number of tensors that differ by more than rounding usually explains, but
+            change as much when the last bit of the activations changes.
     """
 
     n_chunks: int
@@ -69,7 +70,7 @@ class Verification:
 
     @property
     def is_equal(self) -> bool:
-        """Nothing differs by more than rounding."""
+        """Whether nothing differs by more than rounding."""
         return all(one.is_rounding for one in self.differences) and self.first_module is None
 
     def __str__(self) -> str:
@@ -89,17 +90,16 @@ class Verification:
 
 
 def verify(step: Callable[[], Any], *owners: Any, chunks: int = 4) -> Verification:
-    """Run a step whole and in chunks, and compare what it returns and leaves behind.
+    """Run a step whole and in chunks, and compare its results, gradients and buffers.
 
-    Parameters, gradients, buffers, optimizers and generators of random numbers are afterwards as
-    they were before.
+    Parameters, gradients, buffers, optimizers and random number generators are restored.
 
     Args:
-        step: takes a step on a lazy batch: forward and backward. Of one that ends with zero_grad()
-            parameters are compared, in which an optimizer such as Adam makes rounding large.
-        owners: the modules and optimizers that it changes. If there are none: those that `step`
+        step: runs forward and backward on a lazy batch. If it ends with zero_grad(), parameters are
+            compared in place of gradients; an optimizer such as Adam makes rounding large in these.
+        owners: the modules and optimizers that the step changes; by default those that `step`
             names.
-        chunks: in how many chunks.
+        chunks: the number of chunks.
 
     Raises:
         ValueError: there is no module.
@@ -125,7 +125,7 @@ def verify(step: Callable[[], Any], *owners: Any, chunks: int = 4) -> Verificati
         return told
     again, again_outputs, _ = _run(step, modules, optimizers, 1)
     if not _told(1, _Pair(whole, again), _Pair(whole_outputs, again_outputs)).is_equal:
-        return told  # the step is another each time it is run
+        return told  # two whole runs differ too: the step is not deterministic
     with _last_bits_changed(modules):
         changed, changed_outputs, _ = _run(step, modules, optimizers, 1)
     left, outputs = left._replace(changed=changed), outputs._replace(changed=changed_outputs)
@@ -136,15 +136,15 @@ def verify(step: Callable[[], Any], *owners: Any, chunks: int = 4) -> Verificati
 
 
 class _Pair(NamedTuple):
-    """The tensors of a whole run and of one in chunks, by name; and of a whole run whose
-    activations were changed in their last bit."""
+    """The tensors, by name, of a whole run, of one in chunks, and of a whole run with the last bit
+    of its activations changed."""
 
     whole: dict[str, Tensor]
     cut: dict[str, Tensor]
     changed: dict[str, Tensor] = {}  # noqa: RUF012
 
     def last_bit(self, name: str) -> float:
-        """How far a last bit changes a tensor; 0: that is not known."""
+        """Return how much a changed last bit changes a tensor; 0: unknown."""
         whole, changed = self.whole.get(name), self.changed.get(name)
         if whole is None or changed is None or whole.shape != changed.shape:
             return 0.0
@@ -152,7 +152,7 @@ class _Pair(NamedTuple):
 
 
 def _told(n_chunks: int, left: _Pair, outputs: _Pair) -> Verification:
-    """What two runs left, and what their modules gave, compared."""
+    """Compare the results of two runs (`left`), and the outputs of their modules."""
     sizes: dict[str, float] = {}
     for name, value in left.whole.items():
         kind = name.partition(" of ")[0]
@@ -169,8 +169,8 @@ def _told(n_chunks: int, left: _Pair, outputs: _Pair) -> Verification:
 
 @contextlib.contextmanager
 def _last_bits_changed(modules: list[nn.Module]) -> Iterator[None]:
-    """A block in which what goes into the modules, and what comes out of those inside, is changed
-    in its last bit, up or down."""
+    """Change, in a block, the last bit of the modules' inputs and of the outputs of the modules
+    inside, up or down at random."""
     generator = torch.Generator().manual_seed(0)
 
     def change(value: Any) -> Any:
@@ -198,7 +198,7 @@ def _last_bits_changed(modules: list[nn.Module]) -> Iterator[None]:
 
 
 def _named_by(step: Callable[..., Any]) -> Iterator[Any]:
-    """The modules and optimizers that a function can reach by name."""
+    """Yield the modules and optimizers that a function can reach by name."""
     if isinstance(step, functools.partial):
         yield from _kept([*step.args, *step.keywords.values()])
         yield from _named_by(step.func)
@@ -213,7 +213,7 @@ def _named_by(step: Callable[..., Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def restored_buffers(step: Callable[..., Any]) -> Iterator[None]:
-    """A block after which the buffers of the modules that a function names are as before."""
+    """Restore the buffers of the modules that a function names at the end of a block."""
     modules = [one for one in _named_by(step) if isinstance(one, nn.Module)]
     with _restored(modules, [], is_all=False):
         yield
@@ -229,7 +229,8 @@ def _run(
     optimizers: list[torch.optim.Optimizer],
     chunks: int,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """What a step leaves and returns, by name; the outputs of modules; and in how many chunks."""
+    """Run a step. Return its results, gradients and buffers by name, the outputs of modules, and
+    the number of chunks."""
     outputs: dict[str, Any] = {}
     with _restored(modules, optimizers), _outputs_of(modules, outputs):
         with config(chunks=chunks, memory_limit=None):
@@ -264,7 +265,7 @@ def _number(value: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _outputs_of(modules: list[nn.Module], outputs: dict[str, Any]) -> Iterator[None]:
-    """A block in which the output of each call of each module is kept, by name."""
+    """Keep the output of each call of each module in a block, by name."""
     handles = []
 
     def keep(name: str) -> Callable[..., None]:
@@ -291,7 +292,7 @@ def _outputs_of(modules: list[nn.Module], outputs: dict[str, Any]) -> Iterator[N
 def _restored(
     modules: list[nn.Module], optimizers: list[torch.optim.Optimizer], is_all: bool = True
 ) -> Iterator[None]:
-    """A block after which all is as it was before it; or buffers alone."""
+    """Restore everything at the end of a block; with `is_all` False only buffers."""
     tensors = [buffer for module in modules for buffer in module.buffers()]
     tensors += [p for module in modules for p in module.parameters()] if is_all else []
     values = [tensor.detach().clone() for tensor in tensors]
@@ -313,7 +314,7 @@ def _restored(
 
 
 def _size(value: Tensor) -> float:
-    """The largest entry that is finite."""
+    """Return the largest absolute value of the finite entries."""
     if not (value.is_floating_point() or value.is_complex()):
         return 0.0
     finite = value[value.isfinite()]

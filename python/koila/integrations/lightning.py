@@ -18,14 +18,14 @@ from koila.launch import Session
 
 
 class KoilaCallback(Session, Callback):  # type: ignore[misc]
-    """The batches of fit(), validate(), test() and predict() are lazy.
+    """Make the batches of fit(), validate(), test() and predict() lazy.
 
     Args:
-        memory_limit: as for `koila.config`; None: what holds stays as it is.
-        chunks: likewise.
+        memory_limit: as for `koila.config`; None: keep the current setting.
+        chunks: as for `koila.config`; None: keep the current setting.
 
     Attributes:
-        summary: what the last of these did; None before one has begun.
+        summary: what the last of these did; None before the first.
 
     Example:
         >>> from koila.integrations.lightning import KoilaCallback  # doctest: +SKIP

@@ -18,14 +18,14 @@ from koila.launch import Session
 
 
 class KoilaCallback(Session, TrainerCallback):  # type: ignore[misc]
-    """The batches of a training, and of the evaluations in it, are lazy.
+    """Make the batches of a training, and of the evaluations in it, lazy.
 
     Args:
-        memory_limit: as for `koila.config`; None: what holds stays as it is.
-        chunks: likewise.
+        memory_limit: as for `koila.config`; None: keep the current setting.
+        chunks: as for `koila.config`; None: keep the current setting.
 
     Attributes:
-        summary: what the training did; None before one has begun.
+        summary: what the last training did; None before the first.
 
     Example:
         >>> from koila.integrations.transformers import KoilaCallback  # doctest: +SKIP

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every patch of torch that koila makes: what torch does not dispatch. Reversible, each with
-its test."""
+"""Every patch of torch that koila makes, for calls that torch does not dispatch. Each can be undone
+and has a test."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _OF_FUNCTIONS: Any = vars(torch._C._FunctionBase)["apply"]
 
 
 def _patch_function_apply() -> None:
-    """Custom functions: torch calls their C code without asking any class. A script may have taken
-    `f = MyFunction.apply` before koila was imported: that must be replaced too."""
+    """Replace `apply` of custom functions, whose C code does not call __torch_function__, in C: a
+    script may have taken `f = MyFunction.apply` before koila was imported."""
 
     def apply(cls: Any, args: tuple[Any, ...], words: dict[str, Any] | None) -> Any:
         original, kwargs = own.__get__(None, cls), words or {}
@@ -69,9 +69,9 @@ def _patch_checkpoint() -> None:
 
 
 def _patch_factories() -> None:
-    """torch.tensor(x) and its kin copy or share a tensor without asking its class."""
-    # A default device goes by a set of functions that is made when first asked for: of torch's own,
-    # which ours call.
+    """torch.tensor(x) and its kin copy or share a tensor without calling __torch_function__."""
+    # torch.set_default_device() applies to a set of functions that is built at its first use. Build
+    # it now, of torch's own functions, which the patched ones call.
     torch.utils._device._device_constructors()
     for name in ("tensor", "scalar_tensor"):
         patching.replace(torch, name, patching.read_if_lazy(getattr(torch, name)))
@@ -84,7 +84,8 @@ def _patch_factories() -> None:
 
 
 def _patch_functorch() -> None:
-    """vmap and the transforms of torch.func wrap the placeholder before anything is dispatched."""
+    """vmap and the transforms of torch.func would wrap the empty placeholder of a lazy before any
+    call is dispatched."""
     vmap: Any = torch._functorch.vmap
     patching.replace(vmap, "_add_batch_dim", patching.live_if_lazy(vmap._add_batch_dim, True))
     apis: Any = torch._functorch.apis
@@ -108,8 +109,7 @@ def _patch_functorch() -> None:
 
 
 def _patch_transforms() -> None:
-    """Inside a transform a lazy that is not among its inputs is run at once: let the recorder
-    know."""
+    """Count the active transforms for the recorder: inside of one, calls on lazies run at once."""
     for owner in (torch._functorch.vmap, torch._functorch.eager_transforms):
         for kind in ("vmap", "grad", "jvp", "func"):
             for name, step in (("increment", 1), ("decrement", -1)):
@@ -119,7 +119,7 @@ def _patch_transforms() -> None:
 
 
 def _patch_grad_modes() -> None:
-    """The end of a block without gradients makes known what was recorded in it."""
+    """Run what was recorded in a block without gradients when the block ends."""
     for mode in (torch.no_grad, torch.inference_mode):
         original = mode.__exit__
 
@@ -134,8 +134,8 @@ def _patch_grad_modes() -> None:
 
 
 def _patch_fast_paths() -> None:
-    """In eval without gradients these modules take a path of their own, unless a subclass is
-    met."""
+    """In evaluation without gradients these modules call a fused kernel, but not if they see a
+    tensor subclass: run them on real tensors."""
     for module in (
         torch.nn.MultiheadAttention,
         torch.nn.TransformerEncoderLayer,
@@ -153,12 +153,11 @@ def _patch_fast_paths() -> None:
 
 
 def _patch_data() -> None:
-    """x.data hands out memory behind autograd's back: writes through it leave no trace but the
-    numbers."""
+    """Watch x.data: writes through it change numbers and no version counter."""
     original: Any = torch._C.TensorBase.data
 
     def get(self: torch.Tensor) -> Any:
-        if type(self) is _core.LazyTensor:  # torch would ask for what stands in its place now
+        if type(self) is _core.LazyTensor:  # call it directly, with torch's own getter
             bridge.watch_handed_out(self)
             real = _core.real(self)
             if real is not None:
@@ -168,7 +167,7 @@ def _patch_data() -> None:
         return original.__get__(self)
 
     def share(tensor: torch.Tensor) -> None:
-        """Writes that torch does not count come to the memory of a plain tensor."""
+        """Watch the memory of a plain tensor for writes that torch does not count."""
         if _core.leaves_of(tensor):
             watch(tensor)
         bridge.watch(tensor)
@@ -182,7 +181,7 @@ def _patch_data() -> None:
         bridge.watch_here(self)
 
     def is_put(self: torch.Tensor, value: Any) -> bool:
-        """Give a lazy that has its tensor other numbers, where nothing waits that reads that."""
+        """Set the data of a lazy's real tensor, and return True, if no pending call reads it."""
         if type(self) is not _core.LazyTensor or _core.is_busy():
             return False
         real = _core.leave(self)
@@ -194,18 +193,21 @@ def _patch_data() -> None:
 
     def put(self: torch.Tensor, value: Any) -> None:
         if type(value) is _core.LazyTensor:
-            value = _number_of(value, "data")  # it may be made of what it is put in
+            value = _number_of(value, "data")  # first: it may be computed from `self`
         share(value)
         if not is_put(self, value):
             original.__set__(self, value)
 
-    get.__name__ = "data"  # as messages call it
+    get.__name__ = "data"  # the name in messages
     patching.replace(torch.Tensor, "data", property(get, put))
 
 
 def _number_of(lazy: Any, attribute: str) -> Any:
-    """The number that is to be an attribute of a plain tensor. It shares its memory, as torch's
-    would, so nothing is recorded of it any more, nor of others that share it."""
+    """Return the number of a lazy, to set it as an attribute of a plain tensor.
+
+    Both then share memory, as in torch. So no call on the lazy, or on others that share this
+    memory, is recorded any more.
+    """
 
     def itself(number: torch.Tensor) -> torch.Tensor:
         return number
@@ -220,8 +222,8 @@ def _number_of(lazy: Any, attribute: str) -> Any:
 
 
 def _patch_setters() -> None:
-    """p.grad = lazy, z.real = lazy: torch asks the class of what is set, not of what it is set
-    to."""
+    """`p.grad = lazy`, `z.real = lazy`: torch looks for __torch_function__ on the tensor whose
+    attribute is set, and not on the value."""
 
     def put_gradient(descriptor: Any) -> Callable[[torch.Tensor, Any], None]:
         def put(tensor: torch.Tensor, lazy: Any) -> None:
@@ -248,7 +250,7 @@ def _patch_setters() -> None:
 
 
 def _patch_generator() -> None:
-    """The generator answers, and is set, where the draws that were recorded before leave it."""
+    """Let recorded random calls draw before the generator's state is read or set."""
     generator: Any = torch._C.Generator
     for name in (
         "get_state",
@@ -274,7 +276,7 @@ def _patch_generator() -> None:
 
 
 def _patch_switches() -> None:
-    """A recorded call runs with the switches that were on when it was recorded."""
+    """Note torch's switches when they are set: a call runs with those it was recorded with."""
 
     def noting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -288,12 +290,12 @@ def _patch_switches() -> None:
     for name in switches.SETTERS:
         if hasattr(torch._C, name):
             patching.replace(torch._C, name, noting(getattr(torch._C, name)))
-    # An attribute of torch.backends has the function from before.
+    # Attributes of torch.backends refer to the unpatched functions.
     prop: Any = torch.backends.ContextProp
     patching.replace(prop, "__set__", noting(prop.__set__))
-    for name in ("set_num_threads", "set_flush_denormal"):  # of a thread; they change last bits
+    for name in ("set_num_threads", "set_flush_denormal"):  # for a thread; they change last bits
         patching.replace(torch, name, patching.flush_first(getattr(torch, name)))
-    with contextlib.suppress(ImportError):  # which kernels in Python take the place of torch's
+    with contextlib.suppress(ImportError):  # it selects kernels that are written in Python
         native: Any = type(importlib.import_module("torch.backends.python_native"))
         for name in ("dispatch_keys", "operations"):
             for verb in ("enable", "disable"):
@@ -303,15 +305,15 @@ def _patch_switches() -> None:
 
 
 def _patch_dual_levels() -> None:
-    """Inside of a level of forward-mode AD calls run at once: let the recorder know."""
+    """Count the levels of forward-mode AD for the recorder: inside of one, calls run at once."""
     levels: Any = torch.autograd.forward_ad
     for name, step in (("enter_dual_level", 1), ("exit_dual_level", -1)):
         patching.replace(levels, name, surroundings.count_duals(getattr(levels, name), step))
 
 
 def _patch_graphs() -> None:
-    """A CUDA graph takes what runs while it is captured: what was recorded before runs before, and
-    nothing is recorded in it."""
+    """A CUDA graph captures what runs meanwhile: pending calls run before it, and nothing is
+    recorded in it."""
     graph: Any = torch.cuda.CUDAGraph
     begin, end = graph.capture_begin, graph.capture_end
 
@@ -328,15 +330,15 @@ def _patch_graphs() -> None:
 
     patching.replace(graph, "capture_begin", capture_begin)
     patching.replace(graph, "capture_end", capture_end)
-    # Before the stream is changed, or those who read it on the first would not wait for it.
+    # Flush before the stream changes: readers on the first stream would not wait for the second.
     patching.replace(
         torch.cuda.graph, "__enter__", patching.flush_first(torch.cuda.graph.__enter__)
     )
 
 
 def _patch_set() -> None:
-    """Tensor.set_ is not dispatched: it would take the placeholder's memory, or give it other. What
-    waits runs before: all views of the memory that is left count it as a write."""
+    """Tensor.set_ is not dispatched, and would read or replace the placeholder's memory. Pending
+    calls run first, since set_ counts as a write to all views of the old memory."""
     original = patching.live_if_lazy(torch.Tensor.set_, False)
 
     @functools.wraps(original)
@@ -349,7 +351,7 @@ def _patch_set() -> None:
 
 
 def _patch_scripts() -> None:
-    """A TorchScript function sees only the placeholder."""
+    """A TorchScript function would see only the placeholder of a lazy."""
     patching.replace(
         torch.jit.ScriptFunction,
         "__call__",
@@ -361,13 +363,13 @@ def _patch_scripts() -> None:
 
 
 def _patch_nodes() -> None:
-    """What hands a node of autograd's graph to C++ needs a real one."""
+    """Functions that pass a node of autograd's graph to C++ need a real one."""
     graph: Any = torch.autograd.graph
-    name = "_get_grad_fn_or_grad_acc"  # of which is only asked whether a backward comes there
+    name = "_get_grad_fn_or_grad_acc"  # its users ask only whether backward visits the node
     patching.replace(
         graph, name, patching.live_if_lazy(getattr(graph, name), True, _core.live_with_all)
     )
-    original = graph.register_multi_grad_hook  # it asks which backward calls it: the engine knows
+    original = graph.register_multi_grad_hook  # it asks the engine which backward is running
 
     @functools.wraps(original)
     def register(tensors: Any, *args: Any, **kwargs: Any) -> Any:
@@ -381,7 +383,7 @@ def _patch_nodes() -> None:
 
 
 def _patch_tracers() -> None:
-    """A tracer would take the placeholder for a constant, and keep it in what it makes."""
+    """A tracer would keep the placeholder of a lazy as a constant."""
     for owner, name in (
         (torch._C, "_create_function_from_trace"),
         (torch._C, "_create_function_from_trace_with_dict"),
@@ -394,7 +396,8 @@ def _patch_tracers() -> None:
 
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, in which lazies that are met (a tracer's function may hold some) run at once."""
+    """Return `original`, wrapped so that calls on lazies in it run at once: a traced function may
+    refer to some."""
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
@@ -408,14 +411,14 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_unwritten() -> None:
-    """What takes the memory of a tensor without asking its class, or writes weights first, comes
-    after what recorded calls are to write."""
+    """Functions that use a tensor's memory without __torch_function__, or write weights before they
+    read statistics, run after the pending writes of recorded calls."""
     for owner, name in unwritten.unseen():
         patching.replace(owner, name, unwritten.written_first(getattr(owner, name)))
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Parameters are about to change: what was recorded with the old ones runs first."""
+    """Run pending calls before an optimizer changes the parameters that they read."""
     budget.note_optimizer(optimizer)
     flush.flush("an optimizer's step")
     reports.note_step(optimizer)
@@ -427,8 +430,7 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def refresh() -> None:
-    """Patch FSDP, and tell dynamo not to trace lazies, as soon as the script has imported these
-    modules of torch's."""
+    """Patch FSDP, and tell dynamo not to trace lazies, once the script has imported them."""
     sharded.patch(patching.replace, patching.holds_lazy)
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
@@ -438,7 +440,7 @@ def refresh() -> None:
 
 
 def install() -> None:
-    """Make every patch, or none; called once, when koila is imported."""
+    """Make every patch, or none; called when koila is imported."""
     if patching.undo:
         return
     try:

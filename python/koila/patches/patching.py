@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How attributes of torch are replaced and put back, and what most are replaced by."""
+"""Replace attributes of torch, note how to undo it, and wrap functions in the usual ways."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from koila.reporting import reports
 undo: list[tuple[Any, str, Any, bool]] = []
 hooks: list[Any] = []
 descriptors: list[Any] = []
-operators: list[Any] = []  # what TorchScript knows by its id: another object must not get that
+operators: list[Any] = []  # kept alive: TorchScript knows them by id(), which must stay unique
 
 
 def holds_lazy(obj: Any) -> bool:
@@ -53,7 +53,7 @@ def replace(owner: Any, name: str, replacement: Any) -> None:
 def live_if_lazy(
     original: Callable[..., Any], is_plain: bool, run: Callable[..., Any] = _core.live
 ) -> Callable[..., Any]:
-    """`original`, run on real tensors where a lazy is among its arguments."""
+    """Return `original`, wrapped to run on real tensors if a lazy is among its arguments."""
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
@@ -65,12 +65,12 @@ def live_if_lazy(
 
 
 def cut_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The same; what waits is cut off before it, where it runs in chunks."""
+    """As `live_if_lazy`; a program that runs in chunks is cut before the call."""
     return live_if_lazy(original, False, _core.live_with_all)
 
 
 def _numbers(obj: Any) -> Any:
-    """The object with the numbers of lazies in their place."""
+    """Return the object with lazies replaced by their numbers."""
     if type(obj) is _core.LazyTensor:
         return _core.read(obj)
     if isinstance(obj, tuple | list) and holds_lazy(obj):
@@ -79,7 +79,7 @@ def _numbers(obj: Any) -> Any:
 
 
 def read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, which copies the numbers that it is given."""
+    """Return `original`, which copies its input, wrapped to read lazies."""
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,8 @@ def read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def same_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original`, which gives back a tensor as it is, or as its method `to` makes it."""
+    """Return `original`, which returns a tensor itself or converts it, wrapped to record a lazy's
+    `to()` instead."""
     live = live_if_lazy(original, True)
 
     @functools.wraps(original)
@@ -111,7 +112,7 @@ def flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         with reports.Asking(f"{reports.name_of(original)}()"):
-            _core.flush()  # live: nothing recorded before may run after
+            _core.flush()  # nothing recorded before the call may run after it
         return original(*args, **kwargs)
 
     return patched

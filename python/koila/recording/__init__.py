@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is done with each call of torch that a lazy is given to."""
+"""Record calls of torch on lazies, or run those that cannot be recorded."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handlers: functions that replace a torch call on lazies which is neither recorded as it is nor
-simply run on real tensors."""
+"""Handlers of torch calls on lazies that are neither recorded as they are nor simply run on real
+tensors."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls with a mask. The mask is read: then the shape of the result is known, the call can be
-recorded with indices, and its other inputs can still be cut into chunks."""
+"""Record calls with a mask by reading the mask: then the shape of the result is known, and the
+other inputs can still be cut into chunks."""
 
 from __future__ import annotations
 

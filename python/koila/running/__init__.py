@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program runs in chunks, forward and back, and is committed."""
+"""Run a program in chunks, forward and backward, and commit the results."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a program in chunks; where memory runs out, undo the run and try again in smaller chunks."""
+"""Undo a run that ran out of memory, and try it again in smaller chunks."""
 
 from __future__ import annotations
 

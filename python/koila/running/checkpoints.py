@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""torch.utils.checkpoint: record its function (the *body*) once, as a *region* of the program
+"""Record the function (the *body*) of a torch.utils.checkpoint once, as a *region* of the program
 whose calls run again before their backward.
 
 torch runs a body twice, so a body that updates statistics does so twice. Those of batch norms are

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Raise where eager's backward would: a tensor saved for backward was written in place since.
+"""Raise where eager's backward would, since a saved tensor was written in place.
 
 Chunks may still have the saved numbers, since a write to what another stage made goes to a clone.
 So before a step is differentiated, the op table names the calls whose saved tensors were written,

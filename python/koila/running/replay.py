@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a staged program in chunks: a forward pass, a backward pass, and one commit at the end.
+"""Run and commit a staged program in chunks: a forward pass, a backward pass, and one commit.
 
 Until the commit nothing that the user can see has changed. Gradients accumulate in detached
 aliases, running statistics are written on copies, and an exception restores the generator.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers whose graph is gone: they still require a gradient, and raise if one is sent back."""
+"""Numbers whose graph is gone, which still require a gradient and raise if one is sent back."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tail: the joints after the last body, where their gradients do not depend on its values.
+"""Differentiate the tail, the joints after the last body, before that body has run.
 
-The tail then runs early, on stand-ins for the outputs of the body, and is differentiated. With
-these gradients each chunk of the body goes forward and back at once: one forward pass is enough.
+This is possible if the gradients of the tail do not depend on values of the body: the tail runs on
+stand-ins for the outputs of the body. With these gradients each chunk of the body goes forward and
+back at once: one forward pass is enough.
 
 The op table says whether a tail is linear: it knows what each op saves for backward. torch is asked
 too: saved-tensor hooks see each tensor that the run on stand-ins saves. If all of these were there
