@@ -127,7 +127,7 @@ def _patch_grad_modes() -> None:
             result = _original(self, *exc)
             if exc[0] is None and torch.is_grad_enabled():
                 flush.flush_known("the end of a block without gradients")
-                sharded.let_go()
+                sharded.free_gathered()
             return result
 
         patching.replace(mode, "__exit__", functools.wraps(original)(leave))
@@ -425,7 +425,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    sharded.let_go()
+    sharded.free_gathered()
     numbers.settle_outdated(is_over=True)
 
 

@@ -77,7 +77,7 @@ def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     reports.note_backward()
     with reports.Asking("backward()", _HAD_RUN):
         _backward(func, args, kwargs)
-    sharded.let_go()
+    sharded.free_gathered()
     replicated.visit()
 
 

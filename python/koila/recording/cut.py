@@ -91,7 +91,8 @@ class Cut:
         return copies
 
     def take_again(self, leaves: list[int], is_same: bool) -> None:
-        """Leaves whose memory was freed have other memory. Same: with the numbers that they had."""
+        """Accept that these leaves have new memory after theirs was freed. Unless `is_same`, the
+        numbers in it are not those that the part has read, and its backward raises."""
 
         def take() -> None:
             for leaf in leaves:
@@ -174,7 +175,7 @@ class Cut:
         is_retained, is_some = _is_retained(), len(leaves) < len(behind)
         found = self.gradients_of(roots, gradients, leaves, is_retained, is_some)
         if not is_retained:
-            self._let_go(roots)
+            self._free(roots)
         return found
 
     def _on_a_graph(
@@ -351,7 +352,7 @@ class Cut:
         reads = itertools.chain.from_iterable(node.imports for node in differentiated)
         return frozenset(program.imports[k].value for k in reads if k >= 0)
 
-    def _let_go(self, over: Sequence[Root]) -> None:
+    def _free(self, over: Sequence[Root]) -> None:
         """Free what the backward of these roots, and of the values before them, needed."""
         if len(self.handed) > 1:
             _ = self.inner  # compute it while the program is there: it is cached

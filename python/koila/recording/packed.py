@@ -313,7 +313,7 @@ def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     return _select(x, 1 - dim, order, is_own=True), by_length[made_of.order]
 
 
-# What is recorded ---------------------------------------------------------------------------------
+# Recorded calls -----------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager

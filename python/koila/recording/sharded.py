@@ -53,7 +53,7 @@ class _Freed:
         self.parts: weakref.WeakKeyDictionary[Any, list[int]] = weakref.WeakKeyDictionary()
         self.numbers = (0, 0)  # checksum of this process's shard when it was freed
 
-    def let_go(self, parameter: Any) -> None:
+    def note_parts(self, parameter: Any) -> None:
         """Note, before the parameter is freed, which parts read it."""
         self.parts.update(bridge.parts_that_read(parameter._unsharded_param))
         if self.parts:
@@ -95,7 +95,7 @@ def end() -> None:
     _patched.clear()
 
 
-def let_go() -> None:
+def free_gathered() -> None:
     """Free the gathered parameters that torch wanted to free, once no pending call reads them."""
     for key, (parameter, free) in list(_kept.items()):
         if not bridge.is_read(parameter._unsharded_param):
@@ -104,11 +104,11 @@ def let_go() -> None:
                 free(parameter)
 
 
-def _is_let_go(group: Any) -> bool:
+def _is_resharded(group: Any) -> bool:
     """Return whether torch frees a group's gathered parameters after a forward, and gathers them
     again for the backward."""
-    is_let_go: bool = group._reshard_after_forward
-    return is_let_go
+    is_resharded: bool = group._reshard_after_forward
+    return is_resharded
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor]:
@@ -135,7 +135,7 @@ def _patch_states(states: Any, replace: Replace) -> None:
         outputs = list(_tensors(output))
         if not _is_any_lazy(outputs):
             return register(self, output)
-        if any(map(_is_let_go, self._fsdp_param_groups)):
+        if any(map(_is_resharded, self._fsdp_param_groups)):
             _core.live_with_all(functools.partial(register, self), (outputs,), {}, True)
             for parameter in _parameters(self, True):
                 for part in _freed[parameter].parts:
@@ -145,7 +145,7 @@ def _patch_states(states: Any, replace: Replace) -> None:
                 if parameter.requires_grad and not hasattr(parameter, "_koila_reduces"):
                     parameter._koila_reduces = True
                     parameter.register_post_accumulate_grad_hook(_Reduce(self))
-            for lazy in outputs if not all(map(_is_let_go, self._fsdp_param_groups)) else ():
+            for lazy in outputs if not all(map(_is_resharded, self._fsdp_param_groups)) else ():
                 if type(lazy) is _core.LazyTensor:
                     hooks.register_live(lazy, self._pre_backward)
         return output
@@ -153,16 +153,16 @@ def _patch_states(states: Any, replace: Replace) -> None:
     @functools.wraps(finish)
     def finished(self: Any) -> None:
         finish(self)
-        let_go()
+        free_gathered()
 
     replace(states, register.__name__, registered)
     replace(states, finish.__name__, finished)
 
 
-def _parameters(state: Any, is_let_go: bool) -> Iterator[Any]:
+def _parameters(state: Any, is_resharded: bool) -> Iterator[Any]:
     """Yield the parameters that are freed after a forward, or those that stay gathered."""
     for group in state._fsdp_param_groups:
-        if _is_let_go(group) == is_let_go:
+        if _is_resharded(group) == is_resharded:
             yield from group.fsdp_params
 
 
@@ -204,7 +204,7 @@ def _patch_groups(groups: Any, replace: Replace) -> None:
 
     @functools.wraps(register)
     def registered(self: Any, args: Any, kwargs: Any) -> Any:
-        if not _is_let_go(self) and _is_any_lazy(_tensors((args, kwargs))):
+        if not _is_resharded(self) and _is_any_lazy(_tensors((args, kwargs))):
             return args, kwargs
         return register(self, args, kwargs)
 
@@ -213,10 +213,10 @@ def _patch_groups(groups: Any, replace: Replace) -> None:
         outputs = list(_tensors(output))
         if not _is_any_lazy(outputs):
             return leave(self, module, given, output)
-        if _is_let_go(self):
+        if _is_resharded(self):
             _core.live_with_all(fully_shard, (outputs,), {}, True)
         for parameter in self.fsdp_params:
-            if _is_let_go(self):
+            if _is_resharded(self):
                 _freed.setdefault(parameter, _Freed())
                 parameter._unsharded_param._koila_shard = parameter.sharded_param
             elif _freed.pop(parameter, None) is not None:
@@ -233,7 +233,7 @@ def _patch_parameters(module: Any, replace: Replace) -> None:
     free, gather = parameters.free_unsharded_param, parameters.to_unsharded
 
     @functools.wraps(free)
-    def let_go_of(self: Any) -> None:
+    def freeing(self: Any) -> None:
         gathered, freed = getattr(self, "_unsharded_param", None), _freed.get(self)
         if gathered is not None:
             is_kept = _core.leaves_of(gathered) if freed is not None else bridge.is_read(gathered)
@@ -244,7 +244,7 @@ def _patch_parameters(module: Any, replace: Replace) -> None:
                 _kept[id(self)] = self, free
                 return
             if freed is not None:
-                freed.let_go(self)
+                freed.note_parts(self)
         free(self)
 
     @functools.wraps(gather)
@@ -253,7 +253,7 @@ def _patch_parameters(module: Any, replace: Replace) -> None:
         if self in _freed:
             _freed[self].take_again(self)
 
-    replace(parameters, free.__name__, let_go_of)
+    replace(parameters, free.__name__, freeing)
     replace(parameters, gather.__name__, gathered)
 
 

@@ -222,9 +222,9 @@ class Cross:
             return tensor.detach() if tensor.requires_grad else tensor
         if key not in self.aliases:
             self.aliases[key] = alias_of(tensor)
-        return self._given(key, self.aliases[key])
+        return self._await_gradient(key, self.aliases[key])
 
-    def _given(self, key: Key, alias: torch.Tensor) -> torch.Tensor:
+    def _await_gradient(self, key: Key, alias: torch.Tensor) -> torch.Tensor:
         if alias.grad is None:
             self.fresh[id(alias)] = self, key, alias
         return alias
@@ -277,14 +277,14 @@ class Cross:
         if self.whole is None:
             known = self.aliases.get(("chunk", chunk)) if is_graph else None
             if known is not None:
-                return self._given(("chunk", chunk), known)
+                return self._await_gradient(("chunk", chunk), known)
             tensor = self.of_rows(grid, chunk)
             if self.is_offloaded:
                 tensor = offload.get(tensor, self.info.device)
             return self._alias(("chunk", chunk), tensor, is_graph)
         key = ("rows", place, grid[chunk])
         if is_graph and key in self.aliases:
-            return self._given(key, self.aliases[key])
+            return self._await_gradient(key, self.aliases[key])
         part = rows.cut(self.whole.detach(), place, *self._within(grid, chunk))
         return self._alias(key, part, is_graph)
 
@@ -392,7 +392,7 @@ class Cross:
             self.seeds[key] = add(self.seeds.get(key), alias.grad)
         self.aliases.clear()
 
-    def let_go(self) -> None:
+    def free(self) -> None:
         """Free the value and keep only its gradients."""
         self.settle_all()
         self.whole = None  # the result of a joint, or of a reduction

@@ -135,7 +135,9 @@ class Interpreter:
         env = stages.run_nodes(run, chunk, is_first or step.graph == Graph.NOW, self.pieces)
         stages.collect(run, env, chunk, step.values)
         for value in run.exports:
-            stages.cross_left(value)  # `stages.seeds` looks there, also for what no stage reads
+            stages.cross_of_output(
+                value
+            )  # `stages.seeds` looks there, also for what no stage reads
         if is_first:
             self.parts.update(tail.parts_of(run, env))
         elif step.graph == Graph.NOW:
@@ -145,9 +147,9 @@ class Interpreter:
         """Record the last segment on this chunk again, to run it in pieces of a second axis."""
         stages = self.stages
         start, stop = stages.grid_of(run)[self.chunk]
-        imports = stages.given_to(run, self.chunk, True, self.pieces)
+        imports = stages.inputs_of(run, self.chunk, True, self.pieces)
         for value in run.exports:
-            stages.cross_left(value)  # `stages.seeds` looks up its gradient there
+            stages.cross_of_output(value)  # `stages.seeds` looks up its gradient there
         dim = stages.planned.way.across
         return across.record(stages.program, run, imports, stop - start, start, dim)
 
@@ -216,7 +218,7 @@ class Interpreter:
                 del stages.cross[value]
             else:
                 stages.forget(cross.aliases.values())
-                cross.let_go()
+                cross.free()
 
     def _fill(self, step: Step) -> None:
         self.filled.fill(step.values, self.chunk)
@@ -239,12 +241,12 @@ class Interpreter:
         (run,) = step.runs
         if run.nodes or run.combined:
             go = functools.partial(self.stages.run_joint, run, not self.stages.is_forward)
-            self.joints[run.stage] = self.stages.apart(go)
+            self.joints[run.stage] = self.stages.run_retained(go)
 
     def _joint_back(self, step: Step) -> None:
         stages, (run,) = self.stages, step.runs
         graph, given = self.joints.pop(run.stage, ({}, {}))
-        stages.go_on(given)
+        stages.resume(given)
         outputs, seeds = [], []
         for value, edge in graph.items():
             seed = stages.cross[value].take_total_gradient()

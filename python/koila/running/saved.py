@@ -46,7 +46,9 @@ class _Saved:
         #: The reference: a value, and, if the tensor is another view of its storage, both layouts.
         self.found: tuple[Found, int, tuple[_Layout, _Layout] | None] | None = None
 
-    def let_go(self, found: Found, value: int, view: tuple[_Layout, _Layout] | None = None) -> None:
+    def refer_to(
+        self, found: Found, value: int, view: tuple[_Layout, _Layout] | None = None
+    ) -> None:
         """Replace the tensor by a reference."""
         self.found = found, value, view
         self.tensor = None
@@ -123,7 +125,7 @@ class Look:
         written = imports[node.imports[0]].value if node.writes else None
         copies = [saved for saved in self.pending if saved.found is None]
         if written in self.light and len(copies) == 1:  # a copy of its input before the write
-            copies[0].let_go(self.found, written)
+            copies[0].refer_to(self.found, written)
         self.pending.clear()
 
     def _settle(self, saved: _Saved, made: list[tuple[int, torch.Tensor]]) -> None:
@@ -134,4 +136,4 @@ class Look:
         same = [(value, None) for value, of in of_it if of == layout]
         views = [(value, (of, layout)) for value, of in of_it if value in self.light]
         for value, view in (*same, *views)[:1]:
-            saved.let_go(self.found, value, view)
+            saved.refer_to(self.found, value, view)

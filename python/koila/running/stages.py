@@ -148,7 +148,7 @@ class Stages:
             self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh, tensor)
         return self.cross[value]
 
-    def _given(
+    def _input_of(
         self,
         import_id: int,
         run: Run,
@@ -164,12 +164,12 @@ class Stages:
         if entry.is_range and entry.place is not None:
             _, _, outer, inner = entry.place
             return cross.read_whole(False).narrow(0, 0, outer * (stop - start) * inner)
-        place, grid = self._part_of(import_id, run)
+        place, grid = self._place_of(import_id, run)
         if place is None:
             return cross.gather(is_graph)
         return cross.read_rows(place, grid, chunk, is_graph)
 
-    def _part_of(self, import_id: int, run: Run) -> tuple[Place | None, Sequence[Bounds]]:
+    def _place_of(self, import_id: int, run: Run) -> tuple[Place | None, Sequence[Bounds]]:
         """Return the place and the grid by which chunks read an import.
 
         A chunk reads its rows of the value. Of a reduction whose result has one entry for each
@@ -181,7 +181,7 @@ class Stages:
             return (run.axis, dim, 1, 1), [(chunk, chunk + 1) for chunk in range(n_chunks)]
         return place, self.grid_of(run)
 
-    def _shadow(self, import_id: int, run: Run, chunk: int) -> torch.Tensor:
+    def _zeros_for(self, import_id: int, run: Run, chunk: int) -> torch.Tensor:
         """Return zeros in place of an import whose value is never read, only its sizes."""
         value, place, _ = self.program.imports[import_id]
         shape, rows = self.program.info(value).shape, -1
@@ -198,7 +198,7 @@ class Stages:
         info = self.program.info(value)
         return without_memory(shape, info.dtype, info.device)
 
-    def given_to(
+    def inputs_of(
         self, run: Run, chunk: int, is_graph: bool, stand_ins: dict[int, Cross] | None
     ) -> list[Any]:
         """Return the inputs of a run on one chunk, by import number; `stand_ins` replace values of
@@ -215,9 +215,9 @@ class Stages:
         else:
             imports = [None] * self.program.n_imports
         for import_id in numbers:
-            imports[import_id] = self._given(import_id, run, chunk, is_graph, stand_ins)
+            imports[import_id] = self._input_of(import_id, run, chunk, is_graph, stand_ins)
         for import_id in run.shadows:
-            imports[import_id] = self._shadow(import_id, run, chunk)
+            imports[import_id] = self._zeros_for(import_id, run, chunk)
         return imports
 
     # -- running one stage ------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class Stages:
         env: list[Any] = [None] * self.program.n_values
         for value, tensor in (again or {}).items():
             env[value] = tensor
-        imports = self.given_to(run, chunk, is_graph, stand_ins)
+        imports = self.inputs_of(run, chunk, is_graph, stand_ins)
         if self.bar is not None and run.is_body:
             self.bar.tick()
         if not run.is_body:
@@ -378,7 +378,7 @@ class Stages:
         for value in values:
             node = self.program.node_of(value)
             assert node is not None
-            cross = self.cross_left(value)
+            cross = self.cross_of_output(value)
             if node.id in run.parts and self._is_plain(node, run):
                 cross.results = env[value]
             elif node.id in run.parts:
@@ -386,7 +386,7 @@ class Stages:
             else:
                 cross.add_chunk(chunk, env[value], self.grid_of(run))
 
-    def cross_left(self, value: int) -> Cross:
+    def cross_of_output(self, value: int) -> Cross:
         """Return the `Cross` of an output of a body; make it at the first chunk."""
         if value not in self.cross:
             info = self.program.info(value)
@@ -448,7 +448,7 @@ class Stages:
         the whole values."""
         for import_id in run.imports:
             value = self.program.imports[import_id].value
-            place, grid = self._part_of(import_id, run)
+            place, grid = self._place_of(import_id, run)
             cross = stand_ins.get(value) or self.cross.get(value)
             if cross is not None and place is not None:
                 self.forget(cross.take_rows(place, grid, chunk))
@@ -460,10 +460,10 @@ class Stages:
             if alias.grad is None:
                 self.fresh.pop(id(alias), None)
 
-    def apart(self, run: Callable[[], _T]) -> tuple[_T, Fresh]:
+    def run_retained(self, run: Callable[[], _T]) -> tuple[_T, Fresh]:
         """Call `run`, whose graph is retained until a later backward.
 
-        Return its result and the aliases it read that await a first gradient. `go_on` takes these
+        Return its result and the aliases it read that await a first gradient. `resume` takes these
         before the graph's backward.
         """
         before = self.fresh.copy()
@@ -474,8 +474,8 @@ class Stages:
             self.fresh.clear()
             self.fresh.update(before)
 
-    def go_on(self, given: Fresh) -> None:
-        """Before a retained graph's backward, await gradients for the aliases of `apart` again."""
+    def resume(self, given: Fresh) -> None:
+        """Before the backward of a retained graph, await gradients for its aliases again."""
         for i, (cross, key, alias) in given.items():
             cross.await_again(key, alias)
             if alias.grad is None:

@@ -140,7 +140,7 @@ def _tail(program: Program) -> Iterator[Run]:
 
 
 def _read_by_tail(program: Program) -> set[int]:
-    """What the joints after the last body read."""
+    """Return the values that the joints after the last body read."""
     read: set[int] = set()
     for run in _tail(program):
         read.update(program.imports[import_id].value for import_id in run.imports)

@@ -202,7 +202,7 @@ def _make(writes: list[Write]) -> None:
             _core.held(tape, note_written, (), {})
 
 
-# What torch does not hand to a tensor's class -----------------------------------------------------
+# Functions that do not call __torch_function__ ----------------------------------------------------
 
 
 def unseen() -> Iterator[tuple[Any, str]]:

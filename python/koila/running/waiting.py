@@ -66,7 +66,7 @@ class Waiting:
         look = Look(stages.program, self.again.union(self.homes), self.again)
         try:
             go = functools.partial(stages.run_nodes, run, chunk, True, look=look)
-            env, given = stages.apart(go)
+            env, given = stages.run_retained(go)
         finally:
             look.pending.clear()
         stages.collect(run, env, chunk, run.exports)
@@ -76,7 +76,7 @@ class Waiting:
     def send_back(self, chunk: int) -> None:
         """Send the gradients of a chunk's outputs back through its graph, and free the graph."""
         edges, given, found = self.chunks.pop(chunk)
-        self.stages.go_on(given)
+        self.stages.resume(given)
         del given
         self._find(chunk, found)
         pairs = self.stages.seeds(self.run_, edges, chunk)
