@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""lazy(): make the tensors of a batch lazy, in whatever containers they come."""
+"""lazy(): make the tensors of a batch lazy, in any containers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def off() -> Iterator[None]:
 
 
 def is_lazy(obj: object) -> bool:
-    """Tell whether `obj` is a lazy tensor.
+    """Return whether `obj` is a lazy tensor.
 
     Example:
         >>> import torch, koila
@@ -106,7 +106,7 @@ def _map(fn: Callable[[torch.Tensor, Any, str], Any], obj: Any, batch: Any, path
         rebuilt = copy.copy(obj)
         for field in dataclasses.fields(obj):
             if not hasattr(obj, field.name):
-                continue  # one with init=False that nothing has set yet
+                continue  # a field with init=False may not be set yet
             item = getattr(obj, field.name)
             value = _map(fn, item, _entry(batch, field.name), f"{path}.{field.name}")
             object.__setattr__(rebuilt, field.name, value)

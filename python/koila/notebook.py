@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Notebooks: %load_ext koila, then %%koila on top of a cell, or %koila for all cells to come."""
+"""Magics for notebooks: %load_ext koila, then %%koila in a cell, or %koila for all later cells."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Summary(reports.Observer):
     def __init__(self) -> None:
         self._before = loaders.counts.n_batches, loaders.counts.n_plain
         self.n_batches = self.n_plain = 0  # of loaders; and those in which no tensor has rows
-        self.n_steps = 0  # of optimizers
+        self.n_steps = 0  # optimizer steps
         self.n_programs = 0
         self.n_in_chunks = 0
         self.n_failed = 0
@@ -51,7 +51,7 @@ class Summary(reports.Observer):
         self.n_steps += 1
 
     def note_plain(self, line: str) -> None:
-        """A backward of plain tensors is about to run."""
+        """Count a backward of plain tensors."""
         self.plain[line] += 1
 
     def note_program(self, ran: ProgramReport) -> None:

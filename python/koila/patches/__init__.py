@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every patch of torch that koila makes."""
+"""Patch torch where it does not dispatch calls to lazy tensors."""

@@ -237,7 +237,7 @@ def _handed_out(cut: Cut, roots: dict[int, Root]) -> dict[int, torch.Tensor]:
     """Return the handed-out tensor of each value, on nodes that lead to the leaves that the value
     was computed from."""
     leaves: dict[int, torch.Tensor] = {}
-    made_of: dict[int, list[int]] = defaultdict(list)  # values, by ids of leaves
+    made_of: dict[int, list[int]] = defaultdict(list)  # id of a leaf -> values computed from it
     has_derivatives = "recipes" in _core.memo()
     known = unsplit.leaves_behind(Program(list(roots)), roots) if has_derivatives else None
     for value in roots:

@@ -110,7 +110,7 @@ class Group:
         self.node: Callable[[], Any] = lambda: None
 
     def asked_for(self) -> list[bool]:
-        """Of each leaf, whether the engine, which goes through a graph, comes to it."""
+        """Return, for each leaf, whether the current pass of the engine visits it."""
         node: Any = self.node()
         if node is None:
             return [False] * self.n_leaves
@@ -120,7 +120,7 @@ class Group:
 def _is_executed(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch finds it among those that autograd.grad() was asked for
+    except RuntimeError:  # torch raises this for a leaf that is an input of autograd.grad()
         return True
 
 

@@ -123,7 +123,7 @@ def deliver(
         What `finish` returns.
     """
     undo = Undo([real for real, _ in found], [gradient for _, gradient in found])
-    with torch.enable_grad(), as_recorded([real for real, _ in found]):  # hooks of frozen ones, too
+    with torch.enable_grad(), as_recorded([real for real, _ in found]):  # they may be frozen now
         shared = {id(leaf) for real, _ in found if not real.is_leaf for leaf in leaves_behind(real)}
         entries = [_entry(real, gradient, id(real) in shared) for real, gradient in found]
     found.clear()

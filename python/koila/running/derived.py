@@ -57,7 +57,7 @@ class Recipe:
         self.inputs = inputs
         self.outputs = outputs
         self.read = read  # values that the calls read and none of them makes
-        self.place = place  # of the rows of the first input
+        self.place = place  # where the first input has its rows
 
     def run(
         self,
@@ -268,7 +268,7 @@ def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | str:
         return "a sum or mean is given grad_outputs, and without them it goes by samples"
     name, terms = program.row_of(node), program.imports[node.imports[0]].value
     of = program.info(terms)
-    # Ops by name: nansum() is split as sum() is, and its gradient is another one.
+    # Ops by name: nansum() is split as sum() is, but has another gradient.
     if name not in ("sum", "mean") or of.place is None or of.dtype != info.dtype:
         start = _name_and_line(node)
         return f"it starts from {start}, and only a sum() or mean() of samples goes by samples"
@@ -307,7 +307,7 @@ def _between(
         for one in (program.imports[k] for k in node.imports if k >= 0):
             if one.value in made or one.value in inputs:
                 if one.is_range or one.place != program.info(one.value).place:
-                    return _OTHERS  # a sample reads what others make
+                    return _OTHERS  # a sample reads values of other samples
                 continue
             if one.is_range or read.setdefault(one.value, one.place) != one.place:
                 return _OTHERS

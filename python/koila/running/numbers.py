@@ -116,7 +116,7 @@ class Numbers:
         return views.take(self.program, value, memory, -1, is_spent or not memory.requires_grad)
 
     def deliver(self) -> None:
-        """Give each lazy its number."""
+        """Give each lazy its number, at the commit."""
         for value, result, is_final in self.found:
             given = hooks.give(value, result) if self._is_spent(value) else result
             _core.deliver(value, given, is_final)

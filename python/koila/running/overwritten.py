@@ -207,7 +207,7 @@ def _needs(program: Program, node: Node, value: int) -> bool:
         if maker is not None and maker.is_for_chunks:
             continue  # only chunks run it; on the whole batch torch's own call does its work
         leaves[v] = meta.stand_in(info.dtype, info.shape, info.strides, info.requires_grad)
-        with torch.enable_grad():  # a leaf must not be written
+        with torch.enable_grad():  # pass a copy: torch refuses writes to a leaf
             given[v] = leaves[v].clone() if info.requires_grad else leaves[v]
 
     def call(_: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

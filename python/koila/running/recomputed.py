@@ -54,7 +54,7 @@ class _Kept:
     def __init__(self, tensor: Tensor, name: str) -> None:
         self.tensor = tensor.detach()  # shares the version counter, and keeps no graph
         self.needs_gradient = tensor.requires_grad
-        self.name = name  # of the call that read it first
+        self.name = name  # the first call that read it
         self.version = version_of(self.tensor)
         self.checksum: tuple[int, int] | None = None  # set if x.data was taken of its memory
         _kept.add(self)
@@ -164,7 +164,7 @@ class _Call(NamedTuple):
         """Run the call on the tensors in `env`, and add its results to `env`."""
 
         args, kwargs = _map((self.args, self.kwargs), _Ref, lambda ref: env[ref.key])
-        if self.again is not None:  # torch's second run moves the statistics too
+        if self.again is not None:  # torch's second run updates the statistics too
             args = (*args[:3], *self.again.running, args[5], self.again.next(), *args[7:])
         if self.generator is not None:
             noise.set_state(self.generator, self.state)

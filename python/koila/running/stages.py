@@ -73,7 +73,7 @@ class Stages:
             self.grids.setdefault(axis, grid(rows, planned.n_chunks, planned.unit))
         self.pieces: dict[tuple[int, int, int], list[Bounds]] = {}  # by stage, axis, segment
         self.hooked = hooked
-        self.is_forward = not program.roots  # nothing is differentiated
+        self.is_forward = not program.roots  # without a backward pass
         self.gradients: list[torch.Tensor] = []  # one for each root, as the caller passed them
         self.roots: dict[int, torch.Tensor] = {}  # root value -> its gradient
         self.is_delivering = self.is_spent = False

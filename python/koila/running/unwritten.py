@@ -192,7 +192,7 @@ def make(ids: set[int]) -> None:
 
 
 def _make(writes: list[Write]) -> None:
-    """Run the programs of some writes."""
+    """Run the programs that these writes belong to."""
     assert _run is not None
     for tape in {id(write.tape): write.tape for write in writes if write.tensors}.values():
         try:

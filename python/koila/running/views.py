@@ -41,7 +41,7 @@ def take(
     node, out, source = view
     given = {source: take(program, source, memory, n_rows, is_graph, taken)}
     for other in _core.node(node)[5]:
-        if other >= 0 and other != source:  # view_as() looks at its sizes
+        if other >= 0 and other != source:  # view_as() reads the sizes of its second argument
             info = program.info(other)
             shape = info.shape
             if n_rows >= 0 and info.place is not None:
