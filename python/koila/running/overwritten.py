@@ -56,8 +56,8 @@ def check(program: Program) -> None:
 
 
 def _check_read_again(program: Program, value: int, body: checkpoints.Body) -> None:
-    """Raise where a call after a checkpoint writes, through a view, what its function reads. torch
-    runs the function again and reads the new numbers, without an error."""
+    """Raise where a call after a checkpoint writes what its function reads: torch runs the function
+    again and reads the new numbers, without an error."""
     info, regions = program.info(value), {node.region for node in body.nodes}
     written = _core.writer_from(body.nodes[0].id, value) if info.base != value else None
     while written is not None and written[1] in regions:
