@@ -346,7 +346,7 @@ def capture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         raw, "capture_begin", lambda self, **_: state.update(on=True), raising=False
     )
     monkeypatch.setattr(raw, "capture_end", lambda self: state.update(on=False), raising=False)
-    yield object.__new__(torch.cuda.CUDAGraph)
+    yield torch.cuda.CUDAGraph.__new__(torch.cuda.CUDAGraph)
 
 
 def test_nothing_is_recorded_in_a_capture(capture: Any) -> None:
