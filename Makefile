@@ -3,7 +3,8 @@
 #
 #   make test        lint, build with warnings as errors, the suite, in which the core's C tests run
 #                    under sanitizers; what matters most of the rest, again under sanitizers; and
-#                    a part of the zoo
+#                    a part of the zoo. Of the tests that take long a quarter runs each day:
+#                    `make suite` runs all of them
 #   make lint        ruff and clang-format; make format mends what they can mend
 #   make build       the extension, in place: python/koila/_core*.so
 #   make core-test   the C tests of the core, under sanitizers, with leak detection
@@ -22,6 +23,8 @@
 
 PYTHON3 ?= python3
 JOBS ?= 2
+# Which of the tests marked `rotated` run: all, or the quarter of a day (tests/conftest.py).
+ROTATED ?= all
 
 VENV := .venv
 PYTHON := $(VENV)/bin/python
@@ -55,6 +58,7 @@ PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 .PHONY: test lint format build suite other-torch core-test sanitize zoo zoo-sample mutants demo wheel docs clean
 
 # core-test is part of the suite, where it does not keep a core waiting.
+test: ROTATED = today
 test: lint build suite sanitize zoo-sample
 	@echo "make test: lint, build, suite, sanitize and zoo-sample all passed"
 
@@ -85,7 +89,7 @@ $(BUILT): $(SOURCES) $(READY)
 	touch $@
 
 suite: build
-	$(PYTEST)
+	$(PYTEST) --rotated=$(ROTATED)
 
 # The extension is the same for every torch: of it only Python and its headers are needed to build.
 other-torch: build
@@ -111,7 +115,7 @@ sanitize: $(SANITIZED)
 	LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:handle_segv=2 \
 	UBSAN_OPTIONS=print_stacktrace=1 \
-	$(PYTEST) -m sanitize --capture=sys --max-worker-restart=0 \
+	$(PYTEST) -m sanitize --rotated=$(ROTATED) --capture=sys --max-worker-restart=0 \
 	    -o pythonpath="$(SANITIZED_LIB) tests" $(SANITIZED_TESTS)
 
 $(ZOO_READY): tests/zoo/requirements.txt $(READY)

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every test gets: seeded generators, one thread, and hypothesis without luck or clocks."""
 
+import datetime
 import gc
 import os
 import random
 import types
+import zlib
 from collections.abc import Iterator
 
 import hypothesis
@@ -27,14 +29,41 @@ hypothesis.settings.register_profile("koila", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("koila")
 
 
+#: `make test` runs one of so many shares of the tests that are marked `rotated`.
+N_SHARES = 4
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rotated",
+        default="all",
+        metavar="all|today|DATE",
+        help=f"of the tests marked `rotated`, run all, or the share of a day: one in {N_SHARES}",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Let the processes that tests start import the same koila."""
+    """Let the processes that tests start import the same koila, and all workers of one run choose
+    the tests of the same day."""
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, config.getini("pythonpath")))
+    if config.option.rotated == "today":
+        config.option.rotated = datetime.date.today().isoformat()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if sanitizers.IS_SANITIZED:
         items[:] = sanitizers.without_further_counts(items)
+    if config.option.rotated != "all":
+        day = datetime.date.fromisoformat(config.option.rotated).toordinal()
+        others = [item for item in items if not runs_on(day, item)]
+        items[:] = [item for item in items if runs_on(day, item)]
+        config.hook.pytest_deselected(items=others)
+
+
+def runs_on(day: int, item: pytest.Item) -> bool:
+    """Whether a test runs on a day: a rotated one does so every fourth."""
+    is_rotated = item.get_closest_marker("rotated") is not None
+    return not is_rotated or (zlib.crc32(item.nodeid.encode()) + day) % N_SHARES == 0
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -116,6 +116,7 @@ def ways(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> list[
     return found
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("first", range(0, N_PROGRAMS, 20))
 def test_random_heads(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     n_ways = 0

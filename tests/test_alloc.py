@@ -174,6 +174,7 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
         return pool.submit(contextvars.copy_context().run, work).result()
 
 
+@pytest.mark.rotated
 @pytest.mark.filterwarnings("ignore:koila. random numbers were drawn")
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("name", PROGRAMS)

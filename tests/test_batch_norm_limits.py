@@ -82,6 +82,7 @@ def test_asked_for(name: str) -> None:
     assert share <= network.share, f"{share:.2f} of eager's peak"
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("share", [0.5, 0.25])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_limits(name: str, share: float) -> None:

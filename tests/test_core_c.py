@@ -50,6 +50,7 @@ def run(source: Path, library: Path, folder: Path) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("source", TESTS, ids=lambda source: source.stem)
 def test_c(source: Path, core_library: Path, tmp_path: Path) -> None:
     result = run(source, core_library, tmp_path)

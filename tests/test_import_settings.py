@@ -83,6 +83,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(("dtype", "device", "mode"), SETTINGS)
 def test_imported_after_defaults_are_set(dtype: str, device: str, mode: str) -> None:
     words = [sys.executable, "-W", "ignore", "-c", SCRIPT, dtype, device, mode]

@@ -58,6 +58,7 @@ def calls(op: Any, sample: Any, names: list[str]) -> Iterator[tuple[Any, Any, An
             yield op.inplace_variant, first(sample.input.clone()), args, kwargs
 
 
+@pytest.mark.rotated
 @pytest.mark.sanitize
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("op", op_db, ids=lambda op: op.formatted_name)

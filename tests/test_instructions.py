@@ -132,6 +132,7 @@ def count(name: str, place: int) -> int:
     return instructions.failing.most
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("name", CASES)
 def test_what_ends_an_instruction_changes_nothing(name: str, event: str) -> None:

@@ -69,6 +69,7 @@ def test_memory_limit_is_kept(name: str, n_rows: int, share: float) -> None:
     assert peak_limited <= limit, f"{peak_limited} bytes, the limit is {limit}, eager's {peak}"
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_every_program_under_a_limit(program: Program) -> None:
     """Half way between what it takes whole and in eight chunks, the numbers are eager's.

@@ -83,6 +83,7 @@ def is_left_out(op: Any) -> bool:
     return "jiterator" in op.name or "scaled_dot" in op.name
 
 
+@pytest.mark.rotated
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("op", op_db, ids=lambda op: op.formatted_name)
 def test_op(op: Any) -> None:

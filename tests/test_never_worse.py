@@ -64,6 +64,7 @@ def check(got: tuple[int, int], want: tuple[int, int]) -> None:
     assert left <= want[1] + 64, f"{left} bytes are left, eager leaves {want[1]}"
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_no_more_than_eager(program: Program) -> None:
     """In as many chunks as koila likes, and in 1, 2 and 7; of a model's other losses in 1 and 2,
@@ -79,6 +80,7 @@ def test_no_more_than_eager(program: Program) -> None:
         check(got, want)
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize(
     "program",
     [program for program in VARIED if not program.whole and program.name not in SLOW],

@@ -11,6 +11,7 @@ import sanitizers
 N_SAMPLES = sanitizers.fewer(None, 1)
 
 
+@pytest.mark.rotated
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", opdb.OPS)
 def test_equals_torch(name: str) -> None:

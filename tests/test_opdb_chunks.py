@@ -15,6 +15,7 @@ import opdb_whole
 from brute import in_child
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("name", opdb.OPS)
 def test_equals_the_whole(name: str) -> None:
     """Values, written inputs, gradients and kinds of error are the whole's at any chunk count.

@@ -21,6 +21,7 @@ from oracle import assert_close
 N_SAMPLES = 5
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 @pytest.mark.parametrize("name", CASES)
 def test_a_call_fails(name: str, fault: Fault) -> None:

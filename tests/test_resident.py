@@ -58,6 +58,7 @@ def eager(name: str) -> int:
 CASES = [(name, share) for name in PROGRAMS for share in (0.5, 0.3)]
 
 
+@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "share"), CASES)
 def test_memory_limit_holds(name: str, share: float) -> None:
@@ -74,6 +75,7 @@ def test_memory_limit_holds(name: str, share: float) -> None:
         assert main[3] <= 1.1 * main[1] + LIBRARIES
 
 
+@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt", "two_towers", "lstm", "mlp"])
 def test_a_limit_of_the_process_holds(name: str) -> None:

@@ -22,6 +22,7 @@ def server() -> Iterator[run.Server]:
     server.close()
 
 
+@pytest.mark.rotated
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_as_in_plain_torch(name: str, server: run.Server) -> None:

@@ -81,6 +81,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
 UNCUT = ("lstm", "gru", "bag_of_words", "slope", "critic")
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_segments(program: Written, force: Force) -> None:
     """The loss, gradients, buffers and generator are eager's, and what each segment reads and
@@ -127,6 +128,7 @@ def test_what_segments_take_is_predicted(n_segments: int, chunks: int, force: Fo
 HEADED = "mlp-ce", "mlp-mse", "lstm", "gpt_by_hand", "seq2seq", "unet", "densenet", "mixer"
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_head_in_pieces(program: Written, chunks: int, force: Force) -> None:

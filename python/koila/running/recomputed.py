@@ -31,7 +31,7 @@ _is_alias: Callable[[Tensor, Tensor], bool] = vars(torch._C)["_is_alias_of"]
 
 
 def refuse_inputs() -> NoReturn:
-    """Raise what torch raises if a backward for some tensors alone reaches a reentrant checkpoint."""
+    """Raise: a backward for some tensors alone reaches a reentrant checkpoint."""
     raise KoilaError(
         "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad() or "
         "passing an `inputs` parameter to .backward(): a tensor that only its function reads "
