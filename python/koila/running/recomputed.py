@@ -85,8 +85,7 @@ def watch(tensor: Tensor) -> None:
 
 
 def refuse(what: str) -> NoReturn:
-    """Raise that a checkpoint's function has a side effect, which torch's second run of it would
-    repeat and koila would not."""
+    """Raise: a checkpoint's function has a side effect, which torch would repeat, and koila not."""
     raise KoilaError(
         f"checkpoint: its function {what} ({lines.user_line()}). torch runs it once more in "
         "backward, and that too; koila runs it once. Leave it out of the checkpoint, or run it "
