@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_call.c - calls as slots. A recorded call keeps no container of the user's: lists, tuples and dicts
- * are flattened when recorded and built anew for each run, so that a list that goes on growing, or a
- * slice of a chunk in place of a whole tensor, changes nothing else. */
+/* py_call.c - calls as slots. A recorded call keeps no container of the user's: lists, tuples and dicts are
+ * flattened when it is recorded, and built anew for each run. So a list that the user changes later, or a chunk's
+ * slice in place of a whole tensor, changes nothing else. */
 #include "py.h"
 
 #include "alloc.h"
@@ -32,7 +32,7 @@ kl_call_truncate(Tape *tape, size_t first)
 typedef struct Inputs {
     KlValueId **values;
     size_t *n, *n_max;
-    KlValueId n_before; /* values of the tape before the call: later ones entered with it */
+    KlValueId n_before; /* values before the call: later ones entered with it */
 } Inputs;
 
 static int
@@ -50,8 +50,7 @@ push_value(Tape *tape, KlValueId value, Inputs *inputs)
     return push(tape, KL_SLOT_VALUE, value, NULL);
 }
 
-/* Items as a subclass of tuple or list. _make goes round the __new__ of a named tuple, which may take
- * anything; all others take one sequence. */
+/* Build a subclass of tuple or list: by _make, since the __new__ of a namedtuple may take anything, or from a sequence. */
 static PyObject *
 rebuild(PyObject *type, PyObject *items)
 {
@@ -59,7 +58,7 @@ rebuild(PyObject *type, PyObject *items)
                                                  : PyObject_CallOneArg(type, items);
 }
 
-/* Whether a container must be taken apart: it holds a tensor, or it can be changed later. */
+/* Whether a container must be taken apart: it holds a tensor, or can be changed later. */
 static bool
 must_open(PyObject *object)
 {
@@ -118,7 +117,7 @@ encode_dict(Tape *tape, PyObject *object, Inputs *inputs)
     return result;
 }
 
-/* numpy arrays can be written by the user before the call runs: keep a copy. */
+/* The user can write a numpy array before the call runs: keep a copy. */
 static int
 encode_other(Tape *tape, PyObject *object)
 {
@@ -131,7 +130,7 @@ encode_other(Tape *tape, PyObject *object)
     return push(tape, KL_SLOT_OBJECT, 0, object);
 }
 
-/* A tensor that stands twice in one call is one value. */
+/* A tensor that a call is given twice is one value. */
 static int
 encode_tensor(Tape *tape, PyObject *object, Inputs *inputs)
 {
@@ -179,7 +178,7 @@ kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node, KlV
                size_t *n_values, size_t *n_values_max)
 {
     Inputs inputs = {.values = values, .n = n_values, .n_max = n_values_max};
-    /* Attaching may record a view again: that must be over before this call's slots begin. */
+    /* Attaching a value may record a view again, whose slots must come before those of this call. */
     if (kl_call_visit(args, attach_one, tape) < 0 ||
         (kwargs != NULL && kl_call_visit(kwargs, attach_one, tape) < 0)) {
         return -1;
@@ -370,7 +369,7 @@ error:
     return result;
 }
 
-/* -- looking for lazies in a call that is not recorded ---------------------------------------- */
+/* -- looking for LazyTensors in a call that is not recorded --------------------------------------------- */
 
 int
 kl_call_visit(PyObject *object, int (*visit)(PyObject *, void *), void *context)
@@ -474,7 +473,7 @@ PyObject *
 kl_call_real(PyObject *object)
 {
     if (kl_call_visit(object, is_met, NULL) == 0) {
-        return Py_NewRef(object); /* the user's own list, as eager would get it */
+        return Py_NewRef(object); /* the user's own list, as eager would pass it */
     }
     if (kl_lazy_check(object)) {
         PyObject *real = kl_lazy_number(kl_lazy_value(object));

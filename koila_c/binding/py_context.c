@@ -13,17 +13,17 @@
 typedef struct Context {
     bool is_grad_enabled;
     bool is_inference;
-    bool is_autocast;  /* on for any device type */
-    uint32_t switches; /* number of a setting of switches.py */
-    KlCasting casting; /* where it is on; else zero */
+    bool is_autocast;  /* on for some device type */
+    uint32_t switches; /* number of a setting in switches.py */
+    KlCasting casting; /* zero if autocast is off */
 } Context;
 
-/* Each context that was ever met: as many as there are settings, however many calls have them. */
+/* Every context seen so far. There are as many as the user has settings, however many calls there are. */
 static struct {
     Context *contexts;
     size_t n, n_max;
-    size_t last;       /* the one found last, which is the next one's too, mostly */
-    uint32_t switches; /* the setting in force: of the process, as torch's are */
+    size_t last;       /* index of the context found last: mostly also the next one */
+    uint32_t switches; /* the setting in force; torch's switches are per process */
     PyObject *is_grad_enabled, *set_grad_enabled;
     PyObject *is_inference_enabled, *inference_mode;
     PyObject *is_any_autocast, *is_autocast_enabled, *get_autocast_dtype, *is_cache_enabled;
@@ -32,29 +32,29 @@ static struct {
     PyObject *device_names[KL_N_DEVICES];
 } state;
 
-/* The same questions asked of libtorch itself, where it has these C++ functions: three calls through Python
- * cost as much as all of inference. NULL: ask through Python. */
+/* The same queries as calls into libtorch, where it has these C++ functions: through Python, three of them cost as
+ * much as all of inference. NULL: ask through Python. */
 static struct {
     bool (*is_grad_enabled)(void);
     bool (*is_inference_enabled)(void);
     bool (*is_autocast_enabled)(int8_t device_type); /* 0: the CPU, 1: CUDA */
 } direct;
 
-/* What is around calls, read from libtorch. NULL: ask through Python. */
+/* What user code surrounds calls with, read from libtorch. NULL: ask through Python. */
 static struct {
     int64_t (*n_function_modes)(void);
     bool (*has_dispatch_modes)(bool is_infra_skipped);
-    void *const *(*saved_tensors)(void); /* begins with libstdc++'s deque of hooks */
+    void *const *(*saved_tensors)(void); /* begins with a std::deque of hooks */
 } around;
 
 static bool
 has_saved_tensors_hooks(void)
 {
     void *const *deque = around.saved_tensors();
-    return deque[2] != deque[6]; /* where it starts, and where it ends */
+    return deque[2] != deque[6]; /* iterators to its start and its end */
 }
 
-/* Whether the deque is laid out as that takes it to be. */
+/* Whether the deque has the layout that has_saved_tensors_hooks() assumes. */
 static bool
 around_self_test(void)
 {
@@ -69,7 +69,7 @@ around_self_test(void)
     bool is_before = has_saved_tensors_hooks();
     PyObject *entered = hooks != NULL ? PyObject_CallMethod(hooks, "__enter__", NULL) : NULL;
     bool is_within = entered != NULL && has_saved_tensors_hooks();
-    PyErr_Clear(); /* they may be disabled just now */
+    PyErr_Clear(); /* saved-tensor hooks may be disabled at this moment */
     if (entered != NULL) {
         kl_context_end_outside(Py_NewRef(hooks));
     }
@@ -116,7 +116,7 @@ kl_context_leave_user(void)
     return is_nothing ? Py_NewRef(Py_None) : PyObject_CallNoArgs(kl_py.leave);
 }
 
-/* The devices of which the functions above are asked: others have autocast states of their own. */
+/* The functions above know autocast on the CPU and CUDA. Once another device type was seen, ask through Python. */
 bool
 kl_context_is_direct(void)
 {
@@ -130,7 +130,7 @@ kl_context_is_direct(void)
                      PyUnicode_CompareWithASCIIString(type, "cuda") == 0);
         Py_XDECREF(type);
         PyErr_Clear();
-        n_looked_at = i + 1; /* others may have asked meanwhile: no device is passed over */
+        n_looked_at = i + 1; /* other threads may have looked meanwhile: no device is skipped */
     }
     return are_known && direct.is_grad_enabled != NULL && direct.is_inference_enabled != NULL &&
            direct.is_autocast_enabled != NULL && around.saved_tensors != NULL;
@@ -181,7 +181,7 @@ read_autocast(KlCasting *casting)
     return 0;
 }
 
-/* The id of a context, or -1. */
+/* The id of a context, new or known, or -1. */
 static int64_t
 intern(const Context *context)
 {
@@ -208,12 +208,12 @@ int64_t
 kl_context_now(bool *is_grad_enabled)
 {
     Context now;
-    memset(&now, 0, sizeof(now)); /* compared with memcmp */
+    memset(&now, 0, sizeof(now)); /* with its padding, for memcmp */
     int is_grad, is_inference, is_autocast;
     if (kl_context_is_direct()) {
         is_grad = direct.is_grad_enabled();
         is_inference = direct.is_inference_enabled();
-        bool is_cpu_alone = PyList_GET_SIZE(kl_py.devices) == 1; /* of others nothing was seen */
+        bool is_cpu_alone = PyList_GET_SIZE(kl_py.devices) == 1; /* no other was seen */
         is_autocast =
             direct.is_autocast_enabled(0) || (!is_cpu_alone && direct.is_autocast_enabled(1));
     } else {
@@ -258,7 +258,7 @@ kl_context_is_autocast(uint32_t id)
 
 /* -- inference ----------------------------------------------------------------------------------- */
 
-/* What autocast does to calls on a device. 1: it is described; 0: nothing; -1: koila does not know. */
+/* What autocast does to calls on a device. 1: described; 0: nothing; -1: koila does not know. */
 static int
 autocast_on(const Context *context, uint8_t device, KlAutocast *autocast)
 {
@@ -282,7 +282,7 @@ autocast_on(const Context *context, uint8_t device, KlAutocast *autocast)
 
 #define KL_CAST_INPUTS 64
 
-/* The call as torch makes it after autocast has cast its inputs. */
+/* Infer a call on its inputs as autocast casts them. */
 static KlStatus
 infer_cast(const KlCall *call, const Context *context, KlInferred *inferred, KlSaves *saves,
            KlError *error)
@@ -403,7 +403,7 @@ enter_inference(KlContextSwitch *context, bool is_inference)
     return 0;
 }
 
-/* dtype NULL: off, and it is not said what it would cast to. */
+/* Set autocast's settings. A dtype that is NULL stays as it is. */
 static int
 set_autocast(const KlCasting *to)
 {
@@ -436,7 +436,7 @@ kl_context_begin(KlContextSwitch *context)
     if (read_autocast(&context->outer) < 0) {
         return -1;
     }
-    /* One nesting over the whole replay keeps autocast's cache of cast weights from node to node. */
+    /* One nesting level over the whole replay keeps autocast's cache of cast weights from node to node. */
     return call_ignoring(state.increment_nesting, NULL, NULL);
 }
 
@@ -448,9 +448,8 @@ kl_context_switch(KlContextSwitch *context, uint32_t id)
     }
     context->is_fresh = false;
     const Context from[] = {state.contexts[context->now]}, to[] = {state.contexts[id]};
-    context->now = id; /* what is called below may meet another, and move the table */
-    bool is_back =
-        context->guard != NULL; /* its end puts autocast back too, as it was at its begin */
+    context->now = id; /* the calls below may intern a context and move the table */
+    bool is_back = context->guard != NULL; /* leaving inference mode restores autocast */
     if (from->is_inference != to->is_inference &&
         (leave_inference(context) < 0 || enter_inference(context, to->is_inference) < 0)) {
         return -1;
@@ -492,7 +491,7 @@ kl_context_end(KlContextSwitch *context)
     result = nesting == NULL ? -1 : result;
     Py_XDECREF(nesting);
     if (type != NULL) {
-        PyErr_Restore(type, value, traceback); /* the first failure is the one to tell */
+        PyErr_Restore(type, value, traceback); /* the first failure is the one to report */
         return -1;
     }
     return result;

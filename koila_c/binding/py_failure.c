@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_failure.c - why a value has no number: what the call that makes it raised. Whoever asks for the value
- * later is told the same again. */
+/* py_failure.c - why a value has no number: stores the exception of the call that makes it, and raises it again for
+ * whoever asks for the value later */
 #include "py.h"
 
 void
@@ -9,7 +9,7 @@ kl_failure_keep(Tape *tape, KlNodeId id)
     PyObject *type = NULL, *value = NULL, *traceback = NULL, *error = NULL;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    /* An interrupt says nothing of the call. The exception itself is not kept: its frames hold tensors. */
+    /* An interrupt says nothing about the call. The exception itself is not stored: its frames hold tensors. */
     if (value != NULL && PyErr_GivenExceptionMatches(value, PyExc_Exception)) {
         PyObject *args = PyObject_GetAttrString(value, "args");
         PyObject *notes = args != NULL ? PyObject_GetAttrString(value, "__notes__") : NULL;
@@ -23,7 +23,7 @@ kl_failure_keep(Tape *tape, KlNodeId id)
     PyErr_Restore(type, value, traceback);
 }
 
-/* Tell where the failing call was recorded: its traceback starts at the replay. */
+/* Add a note that says where the failing call was recorded, since its traceback starts at the replay. */
 static void
 add_note(Tape *tape, KlNodeId id)
 {
@@ -49,7 +49,6 @@ kl_failure_set(Tape *tape, KlNodeId id)
     kl_tape_set_failed(&tape->core, id);
 }
 
-/* failed(error) -> bool: whether a call raised it in the last run in chunks, for which it then stands. */
 PyObject *
 kl_failure_failed(PyObject *Py_UNUSED(module), PyObject *error)
 {
@@ -79,7 +78,7 @@ kl_failure_raise(PyObject *error)
     PyObject *type = PyTuple_GET_ITEM(error, 0), *notes = PyTuple_GET_ITEM(error, 2);
     PyObject *args = PyTuple_GET_ITEM(error, 1);
     PyObject *value = PyObject_Call(type, args, NULL);
-    if (value == NULL) { /* a class whose __init__ takes something else than it keeps as args */
+    if (value == NULL) { /* the __init__ of its class takes other arguments than args holds */
         PyErr_Clear();
         value = ((PyTypeObject *)type)->tp_new((PyTypeObject *)type, args, NULL);
     }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_lazy.c - LazyTensor, the type users hold, and Value, what it holds.
+/* py_lazy.c - LazyTensor, the type that users hold, and Value, which it holds.
  *
- * LazyTensor is made by calling torch's metaclass: a torch.Tensor subclass with one slot. What torch sees
- * of it is an empty placeholder; its own getters answer from metadata, and never compute. */
+ * LazyTensor is created by torch's metaclass: a subclass of torch.Tensor with one slot. torch sees an empty
+ * placeholder; LazyTensor's own getters answer from metadata, and compute nothing. */
 #include "py.h"
 
 #include <structmember.h>
@@ -11,7 +11,7 @@
 
 /* -- Value ---------------------------------------------------------------------------------------- */
 
-/* Dead Values are used again, as the lazies that held them are (py_recycle.c). */
+/* Dead Values are recycled, as the LazyTensors that held them are (py_recycle.c). */
 #define KL_FREE_MAX 256
 
 static struct {
@@ -49,13 +49,13 @@ Value_traverse(Value *value, visitproc visit, void *arg)
     return 0;
 }
 
-/* Keep the gradient of value `id` from now on, or of none. */
+/* Keep the gradient of value `id` from now on, instead of the one kept so far; KL_ID_NONE: of none. */
 static void
 retain(Value *value, KlValueId id)
 {
     KlTape *core = &value->tape->core;
     KlValueId as = id;
-    if (value->retained < core->n_values) { /* else it is none, or the tape was cleared */
+    if (value->retained < core->n_values) { /* else it kept none, or the tape was cleared */
         as = core->values[value->retained].retained_as;
         core->values[value->retained].retained_as = KL_ID_NONE;
     }
@@ -141,7 +141,7 @@ kl_lazy_detach(Value *value, PyObject *real)
     const KlValue *core = &tape->core.values[value->id];
     value->place = core->meta.place;
     if (kl_place_is_rows(&value->place) && tape->core.orders[value->place.axis].of != KL_ID_NONE) {
-        value->place = KL_PLACE_WHOLE; /* sorted, its rows are the batch's no more */
+        value->place = KL_PLACE_WHOLE; /* rows in an order of their own are not the batch's rows */
     }
     if (kl_place_is_rows(&value->place)) {
         KlAxisId axis = kl_tape_axis_find(&tape->core, value->place.axis);
@@ -149,7 +149,7 @@ kl_lazy_detach(Value *value, PyObject *real)
         value->rows = tape->core.axis_rows[axis];
         value->place.axis = 0;
     }
-    value->real = Py_XNewRef(real); /* NULL: its program failed */
+    value->real = Py_XNewRef(real); /* NULL: its call failed */
     value->error = Py_XNewRef(kl_failure_find(tape, value->id));
     if (core->node != KL_ID_NONE) {
         value->epoch = kl_py.n_backwards;
@@ -177,7 +177,7 @@ kl_lazy_real(const Value *value)
     }
     const Tape *tape = value->tape;
     if (value->id >= tape->core.n_values || kl_tape_is_stale(&tape->core, value->id)) {
-        return NULL; /* what it was before a write is not what it shows after it */
+        return NULL; /* the value before a write is not what the LazyTensor shows */
     }
     return tape->values[value->id].real;
 }
@@ -268,8 +268,8 @@ kl_lazy_new_detached(PyObject *real, const KlPlace *place, uint64_t axis_key, in
 
 /* -- getters: metadata without computing --------------------------------------------------------- */
 
-/* The Value of a lazy. NULL with an exception for one that torch made by itself (a copy of the placeholder
- * stands for nothing), and for one whose program failed. */
+/* NULL with an exception for a LazyTensor that torch made by itself (a copy of the placeholder), and for one whose
+ * call failed. */
 Value *
 kl_lazy_checked(PyObject *self)
 {
@@ -289,7 +289,7 @@ kl_lazy_checked(PyObject *self)
     return value;
 }
 
-/* What answers for a lazy: its real tensor, or its meta. False with an exception. */
+/* What answers for a LazyTensor: its real tensor, or else its meta. */
 typedef struct Answer {
     Value *value;
     PyObject *real;
@@ -369,13 +369,13 @@ get_requires_grad(PyObject *self, void *closure)
     if (answer.real != NULL) {
         return PyObject_GetAttrString(answer.real, "requires_grad");
     }
-    /* A write to another view of the same memory may have brought in a gradient. */
+    /* A write to another view of the same memory may have given it a gradient. */
     KlValueId current = answer.value->id;
     KlTurn turn;
     if (kl_turn_begin(&turn, answer.value->tape) < 0) {
         return NULL;
     }
-    bool is_here = answer.value->tape == turn.tape; /* else another thread has run it meanwhile */
+    bool is_here = answer.value->tape == turn.tape; /* else another thread has run it by now */
     int status = 0;
     if (is_here && !turn.tape->is_running) {
         status = kl_tape_attach(turn.tape, answer.value, &current);
@@ -399,7 +399,7 @@ set_requires_grad(PyObject *self, PyObject *flag, void *Py_UNUSED(closure))
         PyObject *same = PyObject_CallMethod(self, "requires_grad_", "O", flag);
         return kl_py_done(same);
     }
-    PyObject *real = kl_live_force(value); /* torch says what is wrong */
+    PyObject *real = kl_live_force(value); /* torch raises its own error */
     int result = real == NULL ? -1 : PyObject_SetAttrString(real, "requires_grad", flag);
     Py_XDECREF(real);
     return result;
@@ -411,7 +411,7 @@ lazy_dim(PyObject *self, PyObject *Py_UNUSED(ignored))
     return get_ndim(self, NULL);
 }
 
-/* What torch answers to size(...) for a tensor of this shape, its errors too. */
+/* What torch's size(...) returns for a tensor of this shape; raises torch's errors. */
 static PyObject *
 ask_size(PyObject *shape, PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames)
 {
@@ -496,8 +496,8 @@ set_item_stolen(PyObject *dict, const char *key, PyObject *item)
     return result;
 }
 
-/* The class must have both hooks before the metaclass runs: a class with __torch_dispatch__ alone loses
- * its __torch_function__. Neither binds, so no bound method is made for each call. */
+/* The class must have both hooks before the metaclass runs, which disables __torch_function__ in a class with
+ * __torch_dispatch__ alone. Neither is a descriptor, so that no bound method is created for each call. */
 static PyObject *
 make_class_dict(PyObject *module)
 {

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_meta.c - what real tensors say of themselves: dtype, sizes and strides through torch's C ABI where
- * a self-test at import shows that it can be used, else through attributes. */
+/* py_meta.c - metadata of real tensors: dtype, sizes and strides, through torch's C ABI if a self-test at import
+ * shows that it works, else through attributes */
 #include "py.h"
 
 #include <dlfcn.h>
 #include <string.h>
 
-/* A tensor object holds its at::Tensor right behind the object header since torch 2.10, and a pointer to
- * that is what the C ABI calls a handle. handle_works says whether the self-test found it so. */
+/* Since torch 2.10 a tensor object holds its at::Tensor right behind the object header, and a pointer to that is
+ * what the C ABI calls a handle. handle_works: the self-test found it so. */
 typedef int32_t (*GetInt)(void *handle, int64_t *out);
 typedef int32_t (*GetInts)(void *handle, int64_t **out);
 typedef int32_t (*GetInt32)(void *handle, int32_t *out);
@@ -19,7 +19,7 @@ static struct {
     bool (*requires_grad)(const void *impl); /* c10::TensorImpl's; NULL: ask the attribute */
     int8_t (*default_dtype)(void);           /* c10's; NULL: ask torch.get_default_dtype */
     bool handle_works;
-    int32_t codes[KL_N_DTYPES]; /* torch's number of each dtype */
+    int32_t codes[KL_N_DTYPES]; /* torch's number for each dtype */
 } abi;
 
 static const char *const dtype_names[KL_N_DTYPES] = {
@@ -195,7 +195,7 @@ read_by_handle(PyObject *tensor, KlMeta *meta)
     return 0;
 }
 
-/* Dtype, shape and strides. Returns 0; 1: there are too many dims; -1: an error is set. */
+/* Read dtype, shape and strides. 0; 1: too many dims; -1: exception. */
 static int
 read_layout(PyObject *tensor, KlMeta *meta)
 {
@@ -220,7 +220,7 @@ kl_meta_read_device(PyObject *tensor, KlMeta *meta)
     return PyErr_Occurred() ? -1 : result;
 }
 
-/* A tensor with memory laid out by strides: not sparse, not nested, not a jagged subclass. */
+/* Whether a tensor is strided: not sparse, not nested, and no jagged subclass. */
 static int
 is_strided_layout(PyObject *tensor)
 {
@@ -316,7 +316,7 @@ kl_meta_strides(const KlMeta *meta)
     return kl_meta_ints(meta->strides, meta->n_dims);
 }
 
-/* Compare what a handle says of one tensor with what its attributes say. */
+/* Whether a handle and the attributes of one tensor agree. */
 static int
 handle_self_test(PyObject *torch)
 {
@@ -347,7 +347,7 @@ handle_self_test(PyObject *torch)
     return 1;
 }
 
-/* What the impl says of gradients must be what the attribute says; else the attribute is asked. */
+/* If the impl and the attribute disagree about requires_grad, the attribute is used. */
 static int
 gradient_self_test(PyObject *tensor)
 {
@@ -365,7 +365,7 @@ gradient_self_test(PyObject *tensor)
     return 0;
 }
 
-/* The impl pointer behind the header must be what torch itself calls the tensor's _cdata. */
+/* Whether the impl pointer behind the header is the tensor's _cdata. */
 static int
 layout_self_test(PyObject *torch)
 {
@@ -391,7 +391,7 @@ kl_meta_symbol(const char *name)
         return NULL;
     }
     void *symbol = dlsym(library, name);
-    (void)dlclose(library); /* it stays: torch is loaded, and is never unloaded */
+    (void)dlclose(library); /* torch stays loaded, so the symbols stay valid */
     return symbol;
 }
 

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_promise.c - what inference promised of a value when its call was recorded, held against what torch
- * gives when the call runs: sizes and dtype, of every output in every run, and strides that a meta kernel
- * told. What differs is a mistake of ours, and raises: from wrong sizes follow wrong numbers. */
+/* py_promise.c - compares what inference promised when a call was recorded with what torch returns when it runs:
+ * sizes and dtype of every output in every run, and strides that a meta kernel inferred. A difference is a mistake
+ * of koila's and raises, since wrong sizes would lead to wrong numbers. */
 #include "py.h"
 
-/* Sizes of the value on a chunk of `rows` rows; -1: whole. */
+/* The sizes of the value on a chunk of `rows` rows; -1: whole. */
 static KlMeta
 promised_to(const Tape *tape, KlValueId value, long long rows)
 {
@@ -44,8 +44,8 @@ kl_promise_break(const Tape *tape, KlNodeId id, KlValueId value, PyObject *resul
     return -1;
 }
 
-/* Whether the result of a call without a row lies in memory as its meta kernel said: what is a view of it, and
- * what a copy, was recorded by that. -1 with an exception where it does not. */
+/* Whether the result of a call without a row has the strides that its meta kernel inferred: later views and copies
+ * were recorded by them. -1 with an exception if not. */
 static int
 check_strides(const Tape *tape, KlNodeId id, const KlMeta *promised, PyObject *result)
 {
@@ -65,10 +65,11 @@ check_strides(const Tape *tape, KlNodeId id, const KlMeta *promised, PyObject *r
     }
     PyObject *where = kl_source_where(tape, id);
     if (where != NULL) {
-        PyErr_Format(kl_py.koila_error,
-                     "%R gave a tensor that lies in memory otherwise than its meta kernel says "
-                     "(%U): please report it; config.py(chunks=1) does not help, koila.off() does",
-                     tape->nodes[id].func, where);
+        PyErr_Format(
+            kl_py.koila_error,
+            "%R gave a tensor that lies in memory otherwise than its meta kernel says "
+            "(%U): please report it; koila.config(chunks=1) does not help, koila.off() does",
+            tape->nodes[id].func, where);
         Py_DECREF(where);
     }
     return -1;
@@ -81,7 +82,8 @@ kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *resul
         return kl_promise_break(tape, id, value, result, rows);
     }
     const KlMeta *promised = &tape->core.values[value].meta;
-    if (kl_lazy_check(result)) { /* its call is recorded on another tape, and is held to that */
+    if (kl_lazy_check(
+            result)) { /* its call is recorded on another tape, and checked when that runs */
         return 0;
     }
     int32_t dim = rows >= 0 && kl_place_is_rows(&promised->place) ? promised->place.dim : -1;
@@ -92,7 +94,6 @@ kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *resul
                           : check_strides(tape, id, promised, result);
 }
 
-/* check_result(node, value, tensor): raise where a value made outside of a run is not what was promised. */
 PyObject *
 kl_promise_check_result(PyObject *Py_UNUSED(module), PyObject *args)
 {

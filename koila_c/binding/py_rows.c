@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_rows.c - calls that have a row: bind the arguments, infer, append. It knows no op: what a call means
- * is in the row. */
+/* py_rows.c - records calls that have a row: binds the arguments, infers the results, appends the node. It knows no
+ * op by name: the row says what a call means. */
 #include "py.h"
 
 #include "alloc.h"
 
-/* -- what binding asks about torch's objects --------------------------------------------------------- */
+/* -- callbacks of the binder (py_args.h) --------------------------------------------------------------- */
 
 typedef struct MetaReader {
     Tape *tape;
-    bool is_unknown; /* a tensor was met that has no KlMeta */
+    bool is_unknown; /* a tensor has no value on the tape yet */
 } MetaReader;
 
 static KlPyTypes types; /* filled at import */
@@ -19,12 +19,14 @@ value_of(const Tape *tape, PyObject *tensor)
 {
     if (kl_lazy_check(tensor)) {
         const Value *value = kl_lazy_value(tensor);
-        return value->tape == tape ? value->id : KL_ID_NONE; /* another thread may record with it */
+        return value->tape == tape
+                   ? value->id
+                   : KL_ID_NONE; /* another thread may have recorded with it meanwhile */
     }
     return kl_tape_find(tape, tensor);
 }
 
-/* The value that a meta on the tape is the meta of. */
+/* The value whose meta this is; the meta must be a field of a value of the tape. */
 static KlValueId
 value_with(const Tape *tape, const KlMeta *meta)
 {
@@ -58,7 +60,7 @@ desk_device_of(void *Py_UNUSED(context), PyObject *object)
     return result;
 }
 
-/* Looked at in every recording: an index that counts the rows today may be a permutation tomorrow. */
+/* Asked for each call, since the numbers of an index tensor may have changed since the last one. */
 static bool
 desk_is_row_range(void *context, PyObject *object, const KlMeta *Py_UNUSED(meta))
 {
@@ -88,7 +90,7 @@ kl_rows_init(void)
 
 #define KL_ROW_INPUTS 64
 
-/* One call on its way to a node. */
+/* A call that is about to become a node. */
 typedef struct Recording {
     Tape *tape;
     const Function *function;
@@ -109,7 +111,7 @@ is_order(const Recording *recording, KlAxisId axis)
     return axis != KL_ID_NONE && core->orders[axis].of != KL_ID_NONE && core->axis_of[axis] == axis;
 }
 
-/* Of an assignment by what has to do with an order: whether what is written counts 0, 1, 2, ... */
+/* The bit of the value that an assignment in an order of rows (KlOrder) writes, if it counts 0, 1, 2, ...; else 0. */
 static uint64_t
 ranges_of(Recording *recording)
 {
@@ -151,7 +153,7 @@ infer_once(Recording *recording, KlError *error)
     return kl_context_infer(&call, recording->context, &tape->inferred, &recording->saves, error);
 }
 
-/* A call that does not keep an order that it reads breaks it, and is inferred anew. */
+/* Infer a call; if it does not keep an order of rows that it reads, break the order and infer again. */
 static KlStatus
 infer(Recording *recording, KlError *error)
 {
@@ -162,7 +164,7 @@ infer(Recording *recording, KlError *error)
         kl_tape_break_order(core, inferred->breaks);
         status = infer_once(recording, error);
     }
-    /* What is not sorted, written into a view of what is: the rest of that memory would be of neither. */
+    /* Unsorted rows are written into a view of sorted ones: the memory would then be neither, so the order is broken. */
     if (status == KL_OK && inferred->is_ordered &&
         recording->function->row->kind == KL_ROW_INPLACE &&
         core->values[recording->inputs[0]].view_of != KL_ID_NONE) {
@@ -175,8 +177,8 @@ infer(Recording *recording, KlError *error)
     return status;
 }
 
-/* Batches of equal size that meet in one call, where the row finds them aligned, are one batch: try it,
- * and keep it if the call then runs by rows. */
+/* Infer a call whose inputs have rows of several batches of equal size. If it then runs by rows, the row has found
+ * them aligned, and they become one batch; else they stay apart. */
 static KlStatus
 infer_merging_axes(Recording *recording, KlError *error)
 {
@@ -246,8 +248,8 @@ is_named(const Recording *recording, uint32_t input)
     return recording->bound.origins[arg].position >= PyTuple_GET_SIZE(recording->args);
 }
 
-/* Where the same value is given twice with different places, and by name, a slot could not tell which is meant:
- * positional arguments alone come in the order of the signature. */
+/* If one value is given twice with different places, and once by name, a slot could not tell which place is meant
+ * (only positional arguments come in the order of the signature): run the call once. */
 static void
 refuse_two_roles(Recording *recording)
 {
@@ -267,7 +269,7 @@ refuse_two_roles(Recording *recording)
     }
 }
 
-/* A reduction that nothing can combine runs on the whole. */
+/* Run a reduction once on the whole batch if Python cannot combine its parts. */
 static void
 refuse_unknown_reduction(Recording *recording)
 {
@@ -277,7 +279,7 @@ refuse_unknown_reduction(Recording *recording)
     }
 }
 
-/* Give each output of a call that took a part of the rows, or joined some, rows of a batch of its own. */
+/* Give each output of a call that took some rows of a batch, or joined batches, a new batch of its own. */
 static int
 find_own_rows(Recording *recording)
 {
@@ -297,8 +299,8 @@ find_own_rows(Recording *recording)
     return 0;
 }
 
-/* A result that is there whole can be cut again wherever it has a dim of the batch's size; and what was taken of a
- * batch, or joined of several, is one of its own. */
+/* A call runs once, so that its outputs are whole. An output with a dim of the batch's size gets rows there again, so
+ * that later calls can run in chunks. Outputs of part of a batch, or of joined batches, get a batch of their own. */
 static int
 find_rows_again(Recording *recording)
 {
@@ -324,8 +326,8 @@ find_rows_again(Recording *recording)
     return find_own_rows(recording);
 }
 
-/* Indices of the batch's rows are sorted: each chunk sorts its own, in an order, as long as all that reads it
- * lets it. */
+/* Record a sort of indices of the batch's rows so that each chunk sorts its own rows: its outputs are in an order
+ * of rows (KlOrder). The first call that reads them otherwise breaks the order. */
 static int
 begin_order(Recording *recording)
 {
@@ -341,7 +343,7 @@ begin_order(Recording *recording)
         !kl_tape_is_index(&tape->core, recording->inputs[0])) {
         return 0;
     }
-    KlPlace place = keys->place, own = place; /* the tape's axes may move */
+    KlPlace place = keys->place, own = place; /* copies, since the tape's arrays may move */
     if (kl_tape_new_axis(tape, tape->core.axis_rows[own.axis], &place.axis) < 0) {
         return -1;
     }
@@ -365,8 +367,7 @@ begin_order(Recording *recording)
     return 0;
 }
 
-/* Rows that are written into a view whose memory has none, or other rows, would have to be written by every chunk
- * into the same whole: the write runs once. */
+/* Rows written into a view of memory without rows, or with others: each chunk would write it all, so run once. */
 static void
 refuse_rows_into_whole(const Recording *recording, uint32_t writes)
 {
@@ -385,7 +386,7 @@ refuse_rows_into_whole(const Recording *recording, uint32_t writes)
     }
 }
 
-/* A call that keeps an order, and must run once after all, breaks it when it is appended. */
+/* Drop the order of the outputs of a call that must run once for another reason. */
 static void
 refuse_order(const Recording *recording)
 {
@@ -401,7 +402,7 @@ refuse_order(const Recording *recording)
     }
 }
 
-/* What is made by sizes alone gets its rows where the call reads them. */
+/* A value that was made from sizes alone has no rows yet: it gets them where this call reads it by rows. */
 static void
 settle_open(const Recording *recording)
 {
@@ -415,7 +416,7 @@ settle_open(const Recording *recording)
     }
 }
 
-/* From words of the signature to positions in the call. */
+/* Translate rewrites from words of the signature to positions in the call. */
 static void
 place_rewrites(Recording *recording)
 {
@@ -432,8 +433,8 @@ place_rewrites(Recording *recording)
     }
 }
 
-/* A storage whose detached view got a graph has two, of which a write that is recorded shows in one: it may
- * be of that view itself. Whatever else would write it, or begin a second graph, runs live. */
+/* A write gave a detached view of a storage a graph of its own, so that the storage has two. A recorded write shows
+ * in one of them only, so only that view may be written; other writes, and a second such graph, run live. */
 static bool
 is_of_two_graphs(Recording *recording, KlValueId value)
 {
@@ -452,7 +453,7 @@ is_of_two_graphs(Recording *recording, KlValueId value)
     return result;
 }
 
-/* The values the call writes, as bits; KL_ID_NONE-like -1 where it must run live. */
+/* The inputs that the call writes in place, as bits; -1: it must run live. */
 static int
 find_writes(Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
 {
@@ -470,12 +471,13 @@ find_writes(Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
         bool is_own = row->kind == KL_ROW_INPLACE && arg->input == 0;
         KlValueId base = core->storages[written->storage].base;
         if (row->kind != KL_ROW_INPLACE && written->node == KL_ID_NONE && !written->is_wanted) {
-            *leaf_writes |= 1u << arg->input; /* statistics: run on a copy, committed once */
+            *leaf_writes |=
+                1u << arg->input; /* statistics: chunks write a copy, the commit writes the leaf */
             continue;
         }
         if (!is_own || core->values[base].node == KL_ID_NONE ||
             core->storages[written->storage].is_uncertain) {
-            return -1; /* it is, or may be, memory of the user's */
+            return -1; /* it may be memory of the user's */
         }
         if (is_of_two_graphs(recording, value)) {
             return -1;
@@ -485,7 +487,7 @@ find_writes(Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
     return 0;
 }
 
-/* What stands for memory that a call wrote stands for it as it is now. */
+/* Move the LazyTensor that a call wrote to the new version of its value. */
 static void
 move_written(const Recording *recording, Value *written, KlValueId now)
 {
@@ -497,7 +499,7 @@ move_written(const Recording *recording, Value *written, KlValueId now)
     }
 }
 
-/* A write became node `id`. Returns what was written, a new reference. */
+/* After a write was recorded as node `id`. New reference: the LazyTensor that was written. */
 static PyObject *
 settle_write(const Recording *recording, KlNodeId id, bool is_detached)
 {
@@ -508,14 +510,14 @@ settle_write(const Recording *recording, KlNodeId id, bool is_detached)
     KlStorage *storage = &tape->core.storages[tape->core.values[node->first_out].storage];
     storage->is_hidden |= is_detached && kl_view_is_data(tape, recording->inputs[0]);
     move_written(recording, kl_lazy_value(written), node->first_out);
-    if (node->n_outs == 2) { /* the tensor of all the memory has another graph too */
+    if (node->n_outs == 2) { /* the LazyTensor of the whole memory has a new graph too */
         move_written(recording, tape->values[last].handle, node->first_out + 1);
     }
     return Py_NewRef(written);
 }
 
-/* A view of memory that koila stands for nowhere, and that no gradient is asked of (`plain.view_as(lazy)`). It is
- * taken at once: plain torch may write that memory, and the view must show it. */
+/* Whether the call is a view of a plain tensor that needs no gradient (`plain.view_as(lazy)`). It runs at once: plain
+ * code may write that memory, and the view must show the write. */
 static bool
 is_view_of_plain(const Recording *recording)
 {
@@ -541,7 +543,7 @@ append(Recording *recording, PyObject **results)
         (writes == 0 && is_view_of_plain(recording))) {
         return 0;
     }
-    if (inferred->alias == KL_ALIAS_SAME && writes == 0) { /* it makes no node */
+    if (inferred->alias == KL_ALIAS_SAME && writes == 0) { /* the call returns its input: no node */
         *results = Py_NewRef(recording->bound.input_origins[inferred->alias_input].object);
         return 1;
     }
@@ -602,7 +604,7 @@ find_inputs(Recording *recording)
     return 0;
 }
 
-/* 1, 0 or -1 as kl_rows_record; the slots are given back where the call does not become a node. */
+/* Bind, infer and append a call. Returns as kl_rows_record. */
 static int
 bind_and_append(Recording *recording, PyObject **results)
 {
@@ -636,7 +638,7 @@ int
 kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args,
                PyObject *kwargs, PyObject **results)
 {
-    Recording recording; /* its buffers are left unset: two kilobytes for each call */
+    Recording recording; /* not zeroed: its buffers are two kilobytes */
     recording.tape = tape;
     recording.function = function;
     recording.func = func;

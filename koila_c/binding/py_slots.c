@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_slots.c - calls on a lazy that go straight to the recorder: methods, and the operators + - * / @ and
- * unary minus. torch's own way there (parse the arguments, find who overrides, call back) is most of what
- * a record costs. It is only taken round where it would lead here anyway: no torch-function mode is
- * pushed, overriding is not switched off, and a lazy is the first to be asked. */
+/* py_slots.c - methods and operators (+ - * / @ and unary minus) of LazyTensor that go straight to the recorder.
+ * torch's own way there (parse the arguments, find who overrides the call, call back) is most of what recording a
+ * call costs. It is bypassed only where it would end here anyway: no torch-function mode is pushed, overriding is
+ * not disabled, and a LazyTensor is the first operand to be asked. */
 #include "py.h"
 
 #include <structmember.h>
 
-/* C++ functions of libtorch that say so; without them nothing is installed. */
+/* C++ functions of libtorch that tell so; without them nothing is installed. */
 static struct {
     int64_t (*n_modes)(void);
-    int (*disabled)(void); /* 0: overriding is on */
+    int (*disabled)(void); /* 0: overriding is enabled */
 } torch_state;
 
 static bool
@@ -24,7 +24,7 @@ is_direct(void)
 typedef struct LazyMethod {
     PyObject_HEAD vectorcallfunc call;
     PyObject *func;     /* torch's method descriptor */
-    Function *function; /* what the table says of it */
+    Function *function; /* its entry in the table of callables */
 } LazyMethod;
 
 static PyTypeObject *method_type;
@@ -81,7 +81,7 @@ LazyMethod_get(PyObject *self, PyObject *object, PyObject *Py_UNUSED(type))
     return object == NULL ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 
-/* Its name, documentation and signature are torch's. */
+/* torch's own name, documentation and signature. */
 static PyObject *
 LazyMethod_getattro(PyObject *self, PyObject *name)
 {
@@ -149,7 +149,7 @@ install_method(PyObject *name, PyObject *func, Function *function)
 
 typedef enum { ADD, SUBTRACT, MULTIPLY, DIVIDE, MATMUL, NEGATE, N_OPERATORS } Operator;
 
-/* Ops by name: under which name torch hands each operator over, and what it is called on either side. */
+/* Ops by name: the name under which torch dispatches each operator, and its methods on either side. */
 static const char *const operator_names[N_OPERATORS][3] = {
     {"add", "__add__", "__radd__"},          {"sub", "__sub__", "__rsub__"},
     {"mul", "__mul__", "__rmul__"},          {"div", "__truediv__", "__rtruediv__"},
@@ -168,14 +168,14 @@ is_number(PyObject *object)
     return PyFloat_CheckExact(object) || PyLong_CheckExact(object) || PyBool_Check(object);
 }
 
-/* A plain tensor, which overrides nothing; Parameter switches overriding off for itself. */
+/* A plain tensor, which overrides nothing; or a Parameter, which disables overriding for itself. */
 static bool
 is_plain(PyObject *object)
 {
     return Py_IS_TYPE(object, kl_py.tensor) || Py_IS_TYPE(object, kl_py.parameter);
 }
 
-/* What the interpreter does where a class has no slot of its own. */
+/* What the interpreter does for a class that has no slot of its own. */
 static PyObject *
 ask_torch(Operator which, PyObject *left, PyObject *right)
 {
@@ -228,7 +228,7 @@ install_operators(void)
         if (function == NULL || function->kind != KL_CALL_OP) {
             Py_XDECREF(func);
             PyErr_Clear();
-            return 0; /* not as this file expects torch to be: its own way stays */
+            return 0; /* this torch is built otherwise: keep its way */
         }
         operators[i].func = func;
         operators[i].function = function;
@@ -260,7 +260,7 @@ find_torch_state(void)
     return torch_state.n_modes != NULL && torch_state.disabled != NULL;
 }
 
-/* install_slots(names) -> bool: the methods of these names, where the table has them as ops. */
+/* install_slots(names): install the methods of these names that the table has as ops. */
 PyObject *
 kl_slots_install(PyObject *module, PyObject *names)
 {

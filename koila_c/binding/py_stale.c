@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_stale.c - whether a leaf is still what it was when it was recorded: its version, its memory, and its numbers
- * where its .data was handed out. A difference is an error that names the reader, never a stale read. */
+/* py_stale.c - finds leaves that were changed after they were recorded: by their version and address, and by a
+ * checksum if their .data was handed out. A change is an error that names the call that reads the leaf. */
 #include "py.h"
 #include "py_describe.h"
 
@@ -13,7 +13,7 @@ kl_stale_version(PyObject *tensor)
     PyObject *version = PyObject_GetAttrString(tensor, "_version");
     kl_py.is_looking = false;
     if (version == NULL) {
-        PyErr_Clear(); /* inference tensors do not track one: only the pointer guards them */
+        PyErr_Clear(); /* inference tensors count no versions: only the address tells */
         return -1;
     }
     int64_t result = PyLong_AsLongLong(version);
@@ -21,7 +21,6 @@ kl_stale_version(PyObject *tensor)
     return result;
 }
 
-/* New reference, or NULL without an exception where a tensor has no memory of its own to point to. */
 PyObject *
 kl_stale_pointer(PyObject *tensor)
 {
@@ -38,7 +37,7 @@ int
 kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta)
 {
     if (meta->dtype == KL_DTYPE_OTHER) {
-        return 1; /* it was not read of these, and all that use them run at once */
+        return 1; /* its flag was not recorded, and its readers run at once */
     }
     int requires_grad = kl_meta_requires_grad(tensor);
     return requires_grad < 0 ? -1 : (requires_grad != 0) == meta->requires_grad;
@@ -100,32 +99,32 @@ set_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
     Py_XDECREF(where);
 }
 
-/* A leaf was changed: what reads it has no value, and whoever asks for one is told. Nobody asks for what is
- * written on the side: that is told at once, with -1. */
+/* A leaf was changed: fail the calls that read it, so that whoever asks for their values gets a StaleError. If one
+ * of them is to write statistics, nobody may ever ask: then the error is raised at once (-1). */
 static int
 fail_changed(Tape *tape, KlValueId leaf)
 {
     KlTape *core = &tape->core;
     size_t n_aside = core->n_aside;
-    bool is_told = false;
+    bool is_raised = false;
     kl_live_draw_waiting();
-    for (size_t i = core->n_done; i < core->n_nodes && !is_told; i++) {
+    for (size_t i = core->n_done; i < core->n_nodes && !is_raised; i++) {
         if (is_read_by(core, &core->nodes[i], leaf)) {
             PyErr_Clear(); /* of the call before */
             set_stale(tape, leaf, (KlNodeId)i);
             kl_failure_keep(tape, (KlNodeId)i);
             kl_tape_set_failed(core, (KlNodeId)i);
-            is_told = core->n_aside < n_aside && !core->nodes[i].is_abandoned;
+            is_raised = core->n_aside < n_aside && !core->nodes[i].is_abandoned;
         }
     }
-    if (!is_told) {
+    if (!is_raised) {
         PyErr_Clear();
     }
-    return is_told ? -1 : 0;
+    return is_raised ? -1 : 0;
 }
 
-/* A tensor whose .data was handed out while calls that read it were pending: nothing but its numbers tells
- * whether it was written. 1: it was; 0: no, or it is not such a one. */
+/* Whether a leaf whose .data was handed out while calls that read it were pending was written since. Writes through
+ * .data do not count as versions, so a checksum of its numbers tells. 0 for other leaves; -1 on failure. */
 static int
 is_rewritten(const Tape *tape, KlValueId leaf)
 {
@@ -152,7 +151,7 @@ kl_stale_is_changed(const Tape *tape, KlValueId leaf)
     return changed != 0 ? changed : is_rewritten(tape, leaf);
 }
 
-/* Whether all that waits wrote a leaf on the side, in chunks, and reads no number of it: others may write it. */
+/* Whether all pending readers of a leaf only write it on the side, and did so in chunks: then others may write it. */
 static bool
 is_written_for_good(const Tape *tape, KlValueId leaf)
 {
@@ -199,7 +198,7 @@ kl_tape_refresh_leaf(Tape *tape, KlValueId id)
     Py_XSETREF(entry->pointer, kl_stale_pointer(entry->real));
 }
 
-/* Whether the tensor of a value that has one is no longer what the value says. */
+/* Whether the tensor of a value no longer has the recorded flag, version or address; -1 on failure. */
 static int
 is_another(const Tape *tape, KlValueId id)
 {
@@ -291,9 +290,10 @@ kl_stale_is_enough(const Tape *tape, KlValueId value)
            kl_stale_version(entry->result) == entry->version;
 }
 
-/* List the lazies that have their number and that no run can make again, for a leaf of theirs has changed, or that
- * were left by a step before the one that ends now. 0: some such lazy has no number; -1 on failure. Cutting: list
- * those whose number is enough for what reads them. */
+/* List the values that no run can compute again since a leaf of theirs was changed, or (is_over) that a step before
+ * the one that now ends has left. Without `is_cutting`: those that LazyTensors point at; returns 0 if one of them
+ * has no number. With it: those whose number is enough for their readers, and stop there. 1: done; -1 on failure.
+ * `lost`: scratch, [n_values]. */
 static int
 find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject *list, bool is_cutting)
 {
@@ -311,7 +311,7 @@ find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject *list, bool i
         for (uint32_t k = 0; k < node->n_outs && is_outdated; k++) {
             KlValueId out = node->first_out + k;
             if (core->values[out].node != i) {
-                continue; /* it was cut */
+                continue; /* it is a leaf by now */
             }
             bool is_known =
                 is_cutting ? kl_stale_is_enough(tape, out) : tape->values[out].result != NULL;
@@ -342,14 +342,14 @@ kl_stale_outdated(PyObject *Py_UNUSED(module), PyObject *is_over)
     if (!kl_tape_has_draw(&tape->core) && !kl_program_has_effect(tape)) {
         kl_tape_retire(&tape->core, false);
     }
-    /* Only a run in chunks gives numbers to what stays on the tape. */
+    /* Only a run in chunks gives a number to a value that stays on the tape. */
     bool *lost = tape->is_kept && tape->core.n_done < tape->core.n_nodes
                      ? kl_alloc_zeroed(tape->core.n_values, sizeof(*lost))
                      : NULL;
     if (lost != NULL) {
         status = find_outdated(tape, is_over == Py_True, lost, list, false);
     }
-    if (status == 0) { /* a new call reads one, or an old one has not run */
+    if (status == 0) { /* a pending call needs one of them: make leaves where numbers are enough */
         status = PyList_SetSlice(list, 0, PyList_GET_SIZE(list), NULL);
         status = status == 0 ? find_outdated(tape, is_over == Py_True, lost, cuts, true) : status;
     }

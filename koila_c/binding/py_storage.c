@@ -1,24 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_storage.c - the memory that tensors hold on the CPU, where torch's allocator counts nothing: each storage
- * that was met, by a weak reference, and the bytes of those that are still there.
+/* py_storage.c - the memory that tensors hold on the CPU, where torch's allocator counts nothing: a weak reference
+ * to each storage that was seen, and the bytes of those that still exist.
  *
- * Storages are found by their tensors' Python objects, which the garbage collector knows. An object is born
- * in the youngest generation and leaves it only in a collection: who looks at the young before each collection,
- * and when asked, sees every tensor that is made. A walk over all objects sees those that were there before,
- * and old ones that were given other memory since. */
+ * Storages are found through the Python objects of their tensors, which the garbage collector knows. An object is
+ * created in the youngest generation and leaves it only in a collection. So whoever looks at the young objects
+ * before each collection, and when asked, sees every new tensor. A walk over all objects finds the tensors that
+ * existed before, and old ones that were given other memory since. */
 #include "py.h"
 
 #include <stdlib.h>
 
 #include "alloc.h"
 
-/* So many collections that nobody asked between, and nothing is looked at any more. */
+/* After so many collections without a query, stop looking at young objects. */
 #define KL_IDLE_MAX 10000
-/* From so many bytes on it is asked whether memory is but a file's, which takes a millisecond. */
+/* From this size on, ask whether memory is a mapped file, which takes a millisecond. */
 #define KL_FILE_BYTES (16 << 20)
 #define KL_TYPES 1024
 
-/* How a StorageImpl begins, since torch 2.10. The strong count is the low half of the counts. */
+/* The first fields of a StorageImpl, since torch 2.10. The strong count is the low half of the counts. */
 typedef struct Storage {
     void *vtable;
     uint64_t counts;
@@ -26,22 +26,22 @@ typedef struct Storage {
     void *context, *deleter;
     int8_t device_type, device_index;
     int64_t n_bytes;
-    bool is_symbolic;  /* n_bytes is then no number */
-    bool is_resizable; /* torch's own memory: no other storage lies in it */
+    bool is_symbolic;  /* then n_bytes is no number */
+    bool is_resizable; /* torch's own memory: no other storage shares it */
 } Storage;
 
-/* How a TensorImpl begins. */
+/* The first fields of a TensorImpl. */
 typedef struct Impl {
     void *vtable;
     uint64_t counts;
     const Storage *storage; /* NULL: sparse, opaque, or undefined */
 } Impl;
 
-/* One storage; its weak reference is ours. */
+/* A storage that was seen; koila owns the weak reference. */
 typedef struct Known {
-    const Storage *storage; /* NULL: a free place */
-    bool is_unsettled;      /* it is large and not torch's own: it may be a file */
-    bool is_apart;          /* it is a file's, and does not count */
+    const Storage *storage; /* NULL: a free entry */
+    bool is_unsettled;      /* large and not torch's own: it may be a mapped file */
+    bool is_apart;          /* a mapped file, which does not count */
 } Known;
 
 typedef struct Range {
@@ -54,13 +54,13 @@ static struct {
     Range *ranges; /* [n_ranges_max] scratch */
     size_t n_ranges_max;
     const Impl *const *(*grad)(const Impl *tensor); /* c10::TensorImpl::grad */
-    const Impl *undefined;                          /* what that gives where there is none */
+    const Impl *undefined;                          /* what that returns if there is no gradient */
     PyObject *lock, *free_weak; /* UntypedStorage's _new_with_weak_ptr and _free_weak_ref */
     PyObject *get_objects;      /* gc's */
-    PyObject *parts;            /* storages.py: the tensors that make up one without storage */
-    int n_idle;                 /* collections since somebody asked */
-    bool works;                 /* the self-test found all of this so */
-    bool is_following;          /* the young are looked at before each collection */
+    PyObject *parts;   /* storages.py: the tensors that one without a storage consists of */
+    int n_idle;        /* collections since the last query */
+    bool works;        /* the self-test found that these layouts are right */
+    bool is_following; /* young objects are looked at before each collection */
 } state;
 
 static inline const Impl *
@@ -75,7 +75,7 @@ is_dead(const Storage *storage)
     return (uint32_t)storage->counts == 0;
 }
 
-/* The bytes of a storage that are there on the CPU; 0 for FakeTensors, which say so and have none. */
+/* The bytes of a storage on the CPU; 0 for FakeTensors, which claim bytes and have none. */
 static size_t
 bytes_of(const Storage *storage)
 {
@@ -101,7 +101,7 @@ is_known(const Storage *storage)
     return state.n_known_max > 0 && find(state.known, state.n_known_max, storage)->storage != NULL;
 }
 
-/* Give back the weak reference to a storage; an exception stays. */
+/* Release the weak reference to a storage. An exception stays set. */
 static void
 free_weak(const Storage *storage)
 {
@@ -117,7 +117,7 @@ free_weak(const Storage *storage)
     PyErr_Restore(type, value, traceback);
 }
 
-/* A table without the storages that are dead, or of none at all; `before` is emptied into it. */
+/* Build a table without the dead storages, or an empty one; `before` is emptied into it. */
 static int
 rebuild(bool is_empty)
 {
@@ -134,7 +134,7 @@ rebuild(bool is_empty)
         (void)PyErr_NoMemory();
         return -1;
     }
-    /* The new table is in force before anything is given back: that may run code which comes here. */
+    /* Install the new table before releasing anything, since that may run code that comes here. */
     size_t n_dead = 0;
     state.n_known = 0;
     for (size_t i = 0; i < n_before; i++) {
@@ -157,8 +157,8 @@ rebuild(bool is_empty)
     return 0;
 }
 
-/* Take a weak reference to a storage that somebody holds, by torch's own words. 1: taken; 0: it died
- * meanwhile; -1 on failure. */
+/* Take a weak reference to a storage that somebody holds, through torch. 1: taken; 0: it died meanwhile; -1 on
+ * failure. */
 static int
 take_weak(const Storage *storage)
 {
@@ -175,8 +175,8 @@ take_weak(const Storage *storage)
     return result;
 }
 
-/* Remember a storage that somebody holds. Asking torch may run a collection, which comes here too: so the
- * table is looked at anew after it. */
+/* Remember a storage that somebody holds. Asking torch may run a collection, which comes here too: so look into the
+ * table again after it. */
 static int
 keep(const Storage *storage)
 {
@@ -204,7 +204,7 @@ keep(const Storage *storage)
 
 /* -- tensors ------------------------------------------------------------------------------------- */
 
-/* Whether objects of a type are tensors, of whatever class; asked of each type once for a list. */
+/* Whether a type is a tensor class; for a list, each type is asked once. */
 typedef struct Types {
     PyTypeObject *types[KL_TYPES];
     bool are_tensors[KL_TYPES];
@@ -221,14 +221,14 @@ is_tensor(Types *seen, PyTypeObject *type)
     return seen->are_tensors[i];
 }
 
-/* Remember what a tensor holds, and its gradient, which may have no object yet. 1: one of them is made up of
- * others; -1 on failure. */
+/* Remember the storage of a tensor, and of its gradient, which may have no Python object yet. 1: one of them
+ * consists of other tensors; -1 on failure. */
 static int
 note_tensor(PyObject *tensor)
 {
     const Impl *impl = impl_of(tensor);
     if (impl == NULL) {
-        return 0; /* being made */
+        return 0; /* it is being created */
     }
     const Impl *grad = *state.grad(impl);
     const Impl *both[] = {impl, grad};
@@ -243,8 +243,8 @@ note_tensor(PyObject *tensor)
     return is_made_up;
 }
 
-/* Remember what the tensors of a list hold; those made up of others are put into `others`, or passed over
- * where that is NULL. */
+/* Remember the storages of the tensors in a list. Those that consist of other tensors are appended to `others`, or
+ * skipped if that is NULL. */
 static int
 note_list(PyObject *objects, PyObject *others)
 {
@@ -304,7 +304,7 @@ kl_storage_note_young(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return note_young() < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* In C, for what a Ctrl-C raises in a callback of the collector is lost. */
+/* In C, since an exception of Ctrl-C in a Python callback of the collector would be lost. */
 PyObject *
 kl_storage_collecting(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -321,7 +321,8 @@ kl_storage_collecting(PyObject *Py_UNUSED(module), PyObject *args)
         return rebuild(true) < 0 ? NULL : Py_NewRef(Py_None);
     }
     if (note_young() < 0) {
-        state.is_following = false; /* something was missed: the next to ask walks over all */
+        state.is_following =
+            false; /* something was missed: the next query walks over all objects */
         return NULL;
     }
     return Py_NewRef(Py_None);
@@ -349,7 +350,7 @@ compare_ranges(const void *left, const void *right)
     return (l > r) - (l < r);
 }
 
-/* The bytes in which at least one of some ranges lies. */
+/* The number of bytes that at least one of some ranges contains. */
 static size_t
 bytes_in(Range *ranges, size_t n)
 {
@@ -389,7 +390,7 @@ kl_storage_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
             state.ranges[n++] = (Range){start, start + n_bytes};
         }
     }
-    total += bytes_in(state.ranges, n); /* several may lie in one array of numpy's */
+    total += bytes_in(state.ranges, n); /* several may lie in one numpy array */
     return n_dead > 0 && rebuild(false) < 0 ? NULL : PyLong_FromSize_t(total);
 }
 
@@ -430,9 +431,9 @@ kl_storage_settle(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-/* -- whether all of that is where it should be ------------------------------------------------------ */
+/* -- self-test: are the fields where the structs above have them? ---------------------------------------- */
 
-/* New reference: what an expression in torch's words gives. */
+/* New reference: the value of an expression in torch's namespace. */
 static PyObject *
 evaluate(const char *text, PyObject *locals)
 {
@@ -443,8 +444,8 @@ evaluate(const char *text, PyObject *locals)
     return result;
 }
 
-/* 1: torch's word for the address of a tensor's storage, and what is read there, are what is expected of 60
- * bytes, and the strong count goes up when a view is taken; else 0. -1 on failure. */
+/* 1 if torch's own answer for the address of a tensor's storage, and the fields read there, fit a tensor of 60
+ * bytes, and the strong count rises when a view is taken; else 0. -1 on failure. */
 static int
 test_storage(PyObject *locals)
 {
@@ -476,7 +477,7 @@ error:
     return result;
 }
 
-/* The same of a gradient, of one that is not there, and of tensors that have no memory of that kind. */
+/* The same for a gradient, for a missing one, and for tensors without such memory. */
 static int
 test_others(PyObject *locals)
 {
@@ -540,7 +541,7 @@ kl_storage_init(void)
 {
     int works = self_test();
     if (works < 0) {
-        PyErr_Clear(); /* another torch */
+        PyErr_Clear(); /* this torch is built otherwise */
     }
     state.works = works == 1;
     return 0;

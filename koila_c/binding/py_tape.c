@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_tape.c - Tape: a KlTape, the Python call of each of its nodes and the real tensor of each value.
+/* py_tape.c - Tape: a KlTape, with the Python call of each node and the real tensor of each value
  *
- * A thread has one tape. It owns the leaves and whatever its nodes need; of the user's lazies it knows
- * only by borrowed pointers, cleared when a Value dies, so that a dropped lazy is a number nobody wants. */
+ * Each thread has one tape. It owns its leaves and what its nodes need. It knows the user's LazyTensors only by
+ * borrowed pointers to their Values, which a Value clears when it dies: then nobody needs that number. */
 #include "py.h"
 
 #include <string.h>
@@ -16,7 +16,7 @@ raise(const KlError *error)
     return -1;
 }
 
-/* -- leaves, found again by the identity of the tensor ----------------------------------------- */
+/* -- leaves, found by the identity of their tensor ---------------------------------------------------- */
 
 static size_t
 hash_pointer(const void *pointer, size_t n_max)
@@ -34,7 +34,7 @@ find_external(const Tape *tape, PyObject *tensor)
     return &tape->externals[i];
 }
 
-/* Keep the table at most half full. */
+/* Grow the table so that it is at most half full. 0 or -1. */
 static int
 reserve_externals(Tape *tape)
 {
@@ -84,8 +84,7 @@ kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values)
     return 0;
 }
 
-/* Whether the rows can be where `place` says: t_(), squeeze_() and their kin move the dims of a tensor
- * that a lazy stands for. */
+/* Whether a tensor can have its rows at `place`: t_(), squeeze_() and the like change its dims. */
 static bool
 is_place_of(const Tape *tape, const KlPlace *place, const KlMeta *meta)
 {
@@ -94,7 +93,7 @@ is_place_of(const Tape *tape, const KlPlace *place, const KlMeta *meta)
                place->outer * tape->core.axis_rows[place->axis] * place->inner;
 }
 
-/* A leaf for `tensor`, of which a reference is kept. It is whole if its rows are not at `place`. */
+/* Add a leaf for `tensor`. It has rows at `place` if its sizes allow that; else it is whole. 0 or -1. */
 static int
 new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
 {
@@ -144,9 +143,9 @@ kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value)
             return is_same < 0 ? -1 : 0;
         }
     }
-    /* Met for the first time, or again after all that read it is done: it may have changed since. Or its
-     * requires_grad was switched between two calls, and each is to see what it saw; or a weight took a step,
-     * and what still reads the old one has its number. */
+    /* A new leaf is needed if the tensor has not entered; if all readers of its leaf are done, since it may have
+     * changed; if its requires_grad was switched between two calls, each of which must see its own; or if an
+     * optimizer changed it, and the readers of the old numbers have run. */
     bool is_new = external->tensor == NULL;
     if (new_leaf(tape, tensor, NULL, value) < 0) {
         return -1;
@@ -166,7 +165,7 @@ kl_tape_find(const Tape *tape, PyObject *tensor)
     return external->tensor != NULL ? external->value : KL_ID_NONE;
 }
 
-/* The batch `key`, which is new to `tape`, as an axis of it. */
+/* Add an axis for batch `key`, which `tape` does not have yet. 0 or -1. */
 static int
 add_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
 {
@@ -186,7 +185,7 @@ kl_tape_new_axis(Tape *tape, int64_t rows, KlAxisId *axis)
     return add_axis(tape, ++kl_py.n_axis_keys, rows, axis);
 }
 
-/* The axis of `tape` that stands for the batch `key`. */
+/* Find, or add, the axis of batch `key`. 0 or -1. */
 static int
 find_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
 {
@@ -199,7 +198,7 @@ find_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
     return add_axis(tape, key, rows, axis);
 }
 
-/* A leaf of another thread's tape: its tensor stays there as one that the user no longer holds. */
+/* Detach a leaf from another thread's tape, which keeps the tensor. */
 static void
 take_over(Value *lazy)
 {
@@ -247,7 +246,7 @@ void
 kl_tape_forget(Tape *tape, KlValueId id)
 {
     if (id >= tape->core.n_values) {
-        return; /* the garbage collector cleared the tape before its values */
+        return; /* the garbage collector cleared the tape before the Value */
     }
     tape->values[id].handle = NULL;
     tape->core.values[id].is_wanted = false;
@@ -280,7 +279,7 @@ detach_handles(Tape *tape)
     }
 }
 
-/* What is taken off a tape while its objects are dropped. */
+/* The arrays of a tape while clear_tape() drops the objects in them. */
 typedef struct Arrays {
     KlPyNode *nodes;
     KlPyValue *values;
@@ -288,7 +287,8 @@ typedef struct Arrays {
     size_t n_nodes_max, n_values_max, n_slots_max;
 } Arrays;
 
-/* The next program finds the room that this one had: fresh pages cost more than what is written there. */
+/* Give the arrays back for the next program, zeroed: fresh pages would cost more. Free them if the program left
+ * them mostly unused, or if code that ran meanwhile has recorded into new ones. */
 static void
 give_back_room(Tape *tape, const Arrays *arrays, size_t n_nodes, size_t n_values)
 {
@@ -313,7 +313,7 @@ give_back_room(Tape *tape, const Arrays *arrays, size_t n_nodes, size_t n_values
     tape->n_slots_max = arrays->n_slots_max;
 }
 
-/* Dropping objects can run user code that records: everything is taken off the tape first. */
+/* Dropping an object can run user code that records calls, so the tape is emptied first. */
 static void
 clear_tape(Tape *tape)
 {
@@ -328,7 +328,7 @@ clear_tape(Tape *tape)
     tape->values = NULL;
     tape->slots = NULL;
     tape->n_nodes_max = tape->n_values_max = tape->n_slots = tape->n_slots_max = 0;
-    PyObject *memo = tape->memo; /* hooks, which may hold the last lazies */
+    PyObject *memo = tape->memo; /* it may hold hooks, and they the last LazyTensors */
     tape->memo = NULL;
     tape->is_kept = false;
     tape->n_externals = 0;
@@ -355,7 +355,7 @@ clear_tape(Tape *tape)
 void
 kl_tape_close(Tape *tape)
 {
-    Py_INCREF(tape); /* the last handle may hold the last reference */
+    Py_INCREF(tape); /* the last Value may hold the last reference */
     detach_handles(tape);
     clear_tape(tape);
     Py_DECREF(tape);
@@ -441,15 +441,14 @@ kl_tape_type_init(PyObject *module)
     return kl_py.tape_type == NULL ? -1 : 0;
 }
 
-/* The tape of the thread that was asked for last. A thread state's dict keeps its tape as long as it is
- * there, and ids of thread states are not used again. */
+/* Cache of the last look-up by kl_tape_open_or_null(). It stays valid: the dict of a thread state keeps the tape
+ * alive as long as it exists, and ids of thread states are not reused. */
 static struct {
     uint64_t thread; /* 0: none */
     PyObject *dict;
     Tape *tape; /* borrowed from the dict */
 } last;
 
-/* The tape lives in the interpreter's dict of this thread and goes with it. */
 Tape *
 kl_tape_open_or_null(void)
 {
@@ -496,7 +495,7 @@ kl_tape_open(void)
     if (tape == NULL) {
         return NULL;
     }
-    /* The collector may have run, and a finalizer that made one. */
+    /* a finalizer that ran meanwhile may have created one */
     PyObject *kept = PyDict_SetDefault(thread, (PyObject *)kl_py.tape_type, (PyObject *)tape);
     Py_DECREF(tape);
     return (Tape *)kept;

@@ -6,22 +6,22 @@
  * Another thread's program is run as its own thread would: while a turn lasts, that tape is this thread's. */
 #include "py.h"
 
-/* A thread that waits; each is on the stack of its own thread. */
+/* A waiting thread. Each is on the stack of its own thread. */
 typedef struct Waiter {
     KlLock *lock;
     uint64_t thread;
-    PyThread_type_lock gate; /* given when the lock is this thread's */
+    PyThread_type_lock gate; /* released once the lock is this thread's */
     struct Waiter *next;
 } Waiter;
 
-static Waiter *waiters; /* the first came first */
+static Waiter *waiters; /* in the order in which they came */
 
-/* Draws of several programs from one generator must not mix: each is put back where it was for every run of a chunk. */
+/* Held while a program draws: it resets the generator for each chunk, and others must not draw in between. */
 static KlLock draws;
 
 /* -- waiting ------------------------------------------------------------------------------------------ */
 
-/* What a thread waits for, or NULL. */
+/* The lock that a thread waits for, or NULL. */
 static const KlLock *
 awaited_by(uint64_t thread)
 {
@@ -32,7 +32,7 @@ awaited_by(uint64_t thread)
     return waiter != NULL ? waiter->lock : NULL;
 }
 
-/* Whether the holder of `lock` waits, over however many others, for `thread`. */
+/* Whether the holder of `lock` waits, perhaps through other threads, for `thread`. */
 static bool
 is_circle(const KlLock *lock, uint64_t thread)
 {
@@ -42,7 +42,7 @@ is_circle(const KlLock *lock, uint64_t thread)
     return lock != NULL;
 }
 
-/* Whether there is a thread with that id: fork() leaves only one. */
+/* Whether a thread with that id exists: after fork() only one does. */
 static bool
 is_alive(uint64_t thread)
 {
@@ -53,7 +53,7 @@ is_alive(uint64_t thread)
     return state != NULL;
 }
 
-/* Whether waiting would never end; -1 on failure. */
+/* Whether waiting would never end: then raises, and returns 1. -1 on failure. */
 static int
 is_hopeless(const KlLock *lock, uint64_t thread)
 {
@@ -70,7 +70,7 @@ is_hopeless(const KlLock *lock, uint64_t thread)
             "it never ends here");
         return 1;
     }
-    /* A thread of autograd's own runs hooks for one that waits until they are done. */
+    /* While autograd's own threads run hooks, the thread that called backward waits for them. */
     PyObject *module = PyImport_ImportModule("koila.basics.threads");
     PyObject *answer =
         module != NULL ? PyObject_CallMethod(module, "is_autograd_worker", NULL) : NULL;
@@ -106,8 +106,7 @@ leave(const Waiter *waiter)
     }
 }
 
-#define KL_WAIT_MICROSECONDS                                                                       \
-    50000 /* a signal may go to another thread than the one that must hear it */
+#define KL_WAIT_MICROSECONDS 50000 /* the main thread must wake up to handle signals */
 
 int
 kl_lock_wait(KlLock *lock)
@@ -116,7 +115,7 @@ kl_lock_wait(KlLock *lock)
     if (is_hopeless(lock, me) != 0) {
         return -1;
     }
-    if (lock->holder == 0) { /* asking that took a while */
+    if (lock->holder == 0) { /* is_hopeless() may have given up the GIL */
         return kl_lock_take(lock);
     }
     Waiter waiter = {.lock = lock, .thread = me, .gate = PyThread_allocate_lock()};
@@ -138,7 +137,7 @@ kl_lock_wait(KlLock *lock)
     }
     leave(&waiter);
     PyThread_free_lock(waiter.gate);
-    if (result < 0 && lock->holder == me) { /* it came too late */
+    if (result < 0 && lock->holder == me) { /* the lock came after the interrupt */
         kl_lock_give(lock);
     }
     return result;
@@ -189,11 +188,11 @@ kl_turn_end(KlTurn *turn)
     if (turn->is_visit) {
         PyObject *type = NULL, *value = NULL, *traceback = NULL;
         PyErr_Fetch(&type, &value, &traceback);
-        (void)kl_tape_use(turn->own); /* it was there before: there is room for it */
+        (void)kl_tape_use(turn->own); /* cannot fail: the key is in the dict */
         PyErr_Restore(type, value, traceback);
     }
     turn->tape->is_running =
-        turn->was_running; /* an interrupt can come before a finally has begun */
+        turn->was_running; /* an interrupt may have come before Python's `finally` */
     kl_lock_give(&turn->tape->lock);
     Py_CLEAR(turn->own);
     Py_CLEAR(turn->tape);
@@ -201,7 +200,7 @@ kl_turn_end(KlTurn *turn)
 
 /* -- for Python ---------------------------------------------------------------------------------------------- */
 
-/* An interrupt says nothing of the program: it waits until somebody asks for it by name, its draws made. */
+/* After Ctrl-C: advance the generators past the program's draws, and abandon its calls until one is asked for. */
 static void
 stop(Tape *tape)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_view.c - takes views again after a write, so that no node reads an old version: staging could not
- * order such a read and the write. */
+/* py_view.c - takes views again after a write, so that no node reads an old version of a storage: staging could not
+ * order such a read and the write */
 #include "py.h"
 
 #include <string.h>
@@ -9,7 +9,7 @@
 
 #define KL_VIEW_INPUTS 64
 
-/* The call of `node` again, on later versions of what it reads: now[k] is what its input k is now. */
+/* Copy the call of `node`, with now[k] in place of its input k. 0 or -1. */
 static int
 copy_call(Tape *tape, KlNodeId node, const KlValueId *now, KlPyNode *call)
 {
@@ -53,8 +53,8 @@ kl_view_origin(const Tape *tape, KlValueId value)
     return value;
 }
 
-/* What the inputs of a view's node are now, and where a chunk reads them: `source` for what it views; what
- * lends its sizes has these in every version. -1 on failure. */
+/* Find the current versions of the inputs of a view's node, and their places; `source` replaces what it views.
+ * Other inputs only lend their sizes, which no write changes. 0 or -1. */
 static int
 find_inputs(Tape *tape, const KlNode *node, KlValueId viewed, KlValueId source, KlValueId *now,
             KlPlace *places)
@@ -75,7 +75,7 @@ find_inputs(Tape *tape, const KlNode *node, KlValueId viewed, KlValueId source, 
     return 0;
 }
 
-/* Which input the outputs of a view's node are views of. */
+/* The input of which the outputs of a view's node are views. */
 static uint32_t
 alias_input_of(const Tape *tape, const KlNode *node)
 {
@@ -88,7 +88,7 @@ alias_input_of(const Tape *tape, const KlNode *node)
     return k;
 }
 
-/* What a value is a view of without a graph, or itself. */
+/* Move `*value` to what a detached view was taken of, and return the function that detached it; NULL if none did. */
 static const Function *
 detached_by(const Tape *tape, KlValueId *value)
 {
@@ -118,7 +118,7 @@ kl_view_is_data(const Tape *tape, KlValueId value)
     return function != NULL;
 }
 
-/* What inference found of a view's node, of `source` as it is now. */
+/* Fill in what inference would find for a view's node on `source`. 0 or -1. */
 static int
 infer_again(Tape *tape, const KlNode *node, const KlValue *old, KlValueId source, KlPlace *places,
             KlInferred *inferred)
@@ -128,14 +128,14 @@ infer_again(Tape *tape, const KlNode *node, const KlValue *old, KlValueId source
         (void)kl_py_raise(&error);
         return -1;
     }
-    /* A write can bring a gradient to what had none; a view that was detached from one stays so. */
+    /* A write can give memory without a gradient a graph. A detached view of it still has none. */
     bool is_newly = tape->core.values[source].meta.requires_grad &&
                     !tape->core.values[old->view_of].meta.requires_grad &&
                     !kl_ops_is_detached(node->row);
     for (uint32_t i = 0; i < node->n_outs; i++) {
         inferred->outs[i] = tape->core.values[node->first_out + i].meta;
         inferred->outs[i].requires_grad = inferred->outs[i].requires_grad || is_newly;
-        inferred->outs[i].role = KL_ROLE_NONE; /* it was written */
+        inferred->outs[i].role = KL_ROLE_NONE; /* its numbers were written */
     }
     inferred->is_ordered = node->mode != KL_MODE_ONCE;
     inferred->alias = KL_ALIAS_VIEW;
@@ -152,7 +152,7 @@ infer_again(Tape *tape, const KlNode *node, const KlValue *old, KlValueId source
     return 0;
 }
 
-/* What was sorted was written with what is not, or the other way round: its views are of neither. */
+/* If a write mixed sorted rows with unsorted ones, views of the memory are neither: break the order. */
 static void
 break_orders(KlTape *core, const KlMeta *was, const KlMeta *now)
 {
@@ -164,7 +164,7 @@ break_orders(KlTape *core, const KlMeta *was, const KlMeta *now)
     }
 }
 
-/* Append the view `value` again, on `source`, the current version of what it views. */
+/* Append the view `value` again, as a view of `source`, the current version of what it views. 0 or -1. */
 static int
 take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
 {
@@ -177,7 +177,7 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
     const KlNode node = tape->core.nodes[old.node];
     KlPyNode call = {0};
     KlNodeId id = KL_ID_NONE;
-    KlInferred inferred = {0}; /* the tape's own may be that of a call which reads this view */
+    KlInferred inferred = {0}; /* the tape's own may be that of a call that reads this view */
     if (find_inputs(tape, &node, old.view_of, source, now, again) < 0) {
         return -1;
     }
@@ -201,7 +201,7 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
             kl_call_truncate(tape, call.first_slot);
         }
     }
-    inferred.split.places = NULL; /* they are not its own */
+    inferred.split.places = NULL; /* `again` is not its memory */
     kl_infer_fini(&inferred);
     if (result == 0) {
         *current = tape->core.nodes[id].first_out + record.refresh_out;
@@ -234,7 +234,7 @@ kl_view_refresh(Tape *tape)
         bool is_abandoned = maker != KL_ID_NONE && tape->core.nodes[maker].is_abandoned;
         KlValueId current = KL_ID_NONE;
         if (handle == NULL || is_abandoned || !kl_tape_is_stale(&tape->core, (KlValueId)i)) {
-            continue; /* what nobody has asked for since a run raised waits until somebody does */
+            continue; /* a value that a failed run abandoned waits until somebody asks for it */
         }
         if (kl_view_current(tape, (KlValueId)i, &current) < 0) {
             return -1;
@@ -257,12 +257,12 @@ kl_view_current(Tape *tape, KlValueId value, KlValueId *current)
         return 0;
     }
     if (core->node == KL_ID_NONE) {
-        *current = value; /* it was cut, and its tensor shows the memory as it is */
+        *current = value; /* it was cut, and its tensor shows the memory as it is now */
         return 0;
     }
     KlValueId apart = tape->core.storages[core->storage].apart;
     if (apart != KL_ID_NONE && kl_view_origin(tape, apart) == kl_view_origin(tape, value)) {
-        *current = apart; /* taken again it would lose the graph that is its own */
+        *current = apart; /* a new view would lose the graph that a write gave this one */
         return 0;
     }
     KlValueId source = KL_ID_NONE;
