@@ -1,24 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_args.c - binds the arguments of a Python call to the words of a signature. It knows no op: it tells
- * ints from floats from tensors and leaves the meaning to the rules. */
+/* py_args.c - binds the arguments of a Python call to the words of a signature. It knows no op: it tells ints,
+ * floats and tensors apart, and leaves their meaning to the rules. */
 #include "py_args.h"
 
 #include <string.h>
 
 #include "alloc.h"
 
-/* Memory that did not fit into the fixed buffers of a KlPyBound. */
+/* Memory for what does not fit into the fixed buffers of a KlPyBound. */
 struct KlPyBlock {
     KlPyBlock *next;
     int64_t room[]; /* of any of the kinds below */
 };
 
-/* A call under binding. */
+/* A call while it is bound. */
 typedef struct {
     KlPyBound *bound;
     const KlPyTypes *types;
     void *context;         /* for the callbacks of types */
-    PyObject *const *args; /* positional, then keyword values */
+    PyObject *const *args; /* positional arguments, then the values of keywords */
 } Binder;
 
 void
@@ -121,8 +121,8 @@ is_numpy_scalar(PyObject *object, const char *prefix)
     return name[0] == prefix[0] && strncmp(name, prefix, strlen(prefix)) == 0;
 }
 
-/* A Python or numpy int that fits; bools are none. Tensors have an __index__ too: it would read them, so
- * only numpy's own is ever called. */
+/* A Python or numpy int that fits; bools are none. Tensors have an __index__ too, but it would read them, so only
+ * numpy's is called. */
 static bool
 get_int(PyObject *object, int64_t *value)
 {
@@ -197,7 +197,7 @@ convert_floats(const Binder *binder, PyObject *const *entries, Py_ssize_t n, KlA
     return 0;
 }
 
-/* A sequence of ints, of numbers or of tensors; anything else, and a mixture, is OTHER. */
+/* A sequence of ints, of numbers or of tensors; anything else, or a mixture, is OTHER. */
 static int
 convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, uint32_t slot,
                  KlArg *arg)
@@ -300,7 +300,7 @@ convert(const Binder *binder, const KlPyWord *word, PyObject *object, uint32_t s
     return 0;
 }
 
-/* One bound of a slice; false: not an int, so the slice is OTHER. */
+/* One bound of a slice. False: it is not an int, so the slice is OTHER. */
 static bool
 get_bound(PyObject *object, bool *has, int64_t *value)
 {
@@ -308,7 +308,7 @@ get_bound(PyObject *object, bool *has, int64_t *value)
     return !*has || get_int(object, value);
 }
 
-/* torch takes the number of a tensor of ints without dims, and selects: it is one only when read. */
+/* torch reads the number of an int tensor of no dims, and selects by it; before it is read it is no int. */
 static bool
 is_selecting(const KlMeta *meta)
 {
@@ -379,7 +379,7 @@ convert_index(const Binder *binder, PyObject *object, uint32_t slot, KlArg *arg)
     return 0;
 }
 
-/* The positional arguments from `first` on, gathered by *word. */
+/* The positional arguments from `first` on, which *word gathers. */
 static int
 convert_variadic(const Binder *binder, const KlPyWord *word, Py_ssize_t first, Py_ssize_t n,
                  uint32_t slot, KlArg *arg)
@@ -397,7 +397,7 @@ convert_variadic(const Binder *binder, const KlPyWord *word, Py_ssize_t first, P
     return convert_sequence(binder, entries, n, slot, arg);
 }
 
-/* The word a keyword stands for: first among torch's own names, then among the others. */
+/* The word that a keyword names: by torch's own names first, then by the others. */
 static int
 find_word(const KlPySignature *signature, PyObject *name, PyObject *const *found)
 {
@@ -418,7 +418,8 @@ bind(KlPyBound *bound, const KlPySignature *signature, const Binder *binder, Py_
      PyObject *const *names, Py_ssize_t n_names)
 {
     PyObject *found[KL_PY_WORDS_MAX] = {NULL};
-    Py_ssize_t n_variadic = -1; /* positional arguments taken by *word, the last positional word */
+    Py_ssize_t n_variadic =
+        -1; /* positional arguments that *word gathers, the last positional word */
     uint32_t n_positional = signature->n_positional;
     for (uint32_t i = 0; i < signature->n_words; i++) {
         bound->origins[i] = (KlPyOrigin){.position = -1};

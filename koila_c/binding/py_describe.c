@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_describe.c - what inference found, as Python objects. For infer() and its tests. */
+/* py_describe.c - results of inference as Python objects, for infer() and its tests */
 #include "py_describe.h"
 
 #include "py.h"
@@ -24,8 +24,7 @@ out_object(const KlMeta *out)
                          PyBool_FromLong(out->requires_grad), place_object(&out->place));
 }
 
-/* Where entry `entry` of an argument is in the Python call: the number of a positional argument or the
- * name of a keyword. */
+/* Where entry `entry` of an argument is in the Python call: the position of an argument or the name of a keyword. */
 static PyObject *
 where_object(const KlPyBound *bound, uint32_t arg, uint32_t entry, Py_ssize_t n_args,
              PyObject *kwargs)
@@ -41,7 +40,7 @@ where_object(const KlPyBound *bound, uint32_t arg, uint32_t entry, Py_ssize_t n_
     return where;
 }
 
-/* The item of the sequence there, or None. */
+/* The index within the sequence there, or None. */
 static PyObject *
 entry_object(const KlPyBound *bound, uint32_t arg, uint32_t entry)
 {

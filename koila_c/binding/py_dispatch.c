@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_dispatch.c - what torch's dispatch finds on a lazy: its __torch_function__. torch looks that up twice
- * for each call, and its __self__ once, by strings it makes anew and that no cache knows: each time every
- * dict on the way is searched. So both are answered before anything is searched. */
+/* py_dispatch.c - the __torch_function__ that torch finds on a LazyTensor. torch looks it up twice for each call,
+ * and its __self__ once, by strings that it creates anew and no cache knows, so that each dict of the class
+ * hierarchy is searched. Here both are answered before any search. */
 #include "py.h"
 
 #include <structmember.h>
@@ -12,7 +12,7 @@ typedef struct TorchFunction {
     PyObject_HEAD vectorcallfunc call;
 } TorchFunction;
 
-static PyObject *torch_function; /* the one there is */
+static PyObject *torch_function; /* LazyTensor's only one */
 
 static bool
 is_named(PyObject *name, const char *text, Py_ssize_t n)
@@ -31,7 +31,7 @@ TorchFunction_call(PyObject *Py_UNUSED(self), PyObject *const *args, size_t n_fl
     return kl_record_torch_function(args, PyVectorcall_NARGS(n_flagged));
 }
 
-/* It is bound to nothing: torch warns where it finds a method of the very tensor. */
+/* It is bound to nothing: torch warns if it is a method of the tensor itself. */
 static PyObject *
 TorchFunction_getattro(PyObject *self, PyObject *name)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_function.c - what is known of torch's callables: a dict from the callable itself, filled at import. */
+/* py_function.c - the table of torch's callables: a dict from the callable itself to a Function, filled at import */
 #include "py.h"
 
 #include <string.h>
@@ -56,8 +56,8 @@ kl_function_init(PyObject *module)
     return kl_py.function_type == NULL || kl_py.functions == NULL ? -1 : 0;
 }
 
-/* Attribute access arrives as a method-wrapper made anew for each call: what stays the same is the
- * descriptor it is bound to. Reading and writing are told apart by a tuple key for writing. */
+/* Attribute access arrives as a method-wrapper that is created for each call; only the descriptor to which it is
+ * bound stays the same. Writing an attribute is told from reading it by a tuple as the key. */
 static Function *
 find_accessor(PyObject *func)
 {
@@ -86,7 +86,7 @@ kl_function_is_in_place(const Function *function)
            (name != NULL && n > 1 && name[n - 1] == '_' && name[n - 2] != '_');
 }
 
-/* Functions found recent, by the address of their callable, which they keep alive. */
+/* A cache by the address of the callable, which the entry keeps alive. */
 #define KL_N_RECENT 256
 
 static Function *recent[KL_N_RECENT]; /* borrowed from the table */
@@ -99,13 +99,13 @@ kl_function_find(PyObject *func)
         return recent[slot];
     }
     PyObject *found = PyDict_GetItemWithError(kl_py.functions, func);
-    if (found != NULL && ((Function *)found)->func == func) { /* not only equal to it */
+    if (found != NULL && ((Function *)found)->func == func) { /* identical, not only equal */
         recent[slot] = (Function *)found;
     }
     if (found == NULL && !PyErr_Occurred() && Py_IS_TYPE(func, kl_py.method_wrapper)) {
         found = (PyObject *)find_accessor(func);
     }
-    PyErr_Clear(); /* an unhashable callable is one never heard of */
+    PyErr_Clear(); /* an unhashable callable has no entry */
     return (Function *)found;
 }
 
@@ -143,7 +143,7 @@ kl_function_register(PyObject *Py_UNUSED(module), PyObject *args)
     function->container = Py_NewRef(container);
     function->row = row;
     int result = 0;
-    PyObject *before = NULL; /* what was known of it: alive until nothing points to it any more */
+    PyObject *before = NULL; /* the old entry must live until nothing points to it */
     if (function->row != NULL) {
         function->signature = kl_py_signature_new(function->row->call);
         result = function->signature == NULL ? -1 : 0;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_gradient.c - who gets a gradient, and which calls cannot give theirs. */
+/* py_gradient.c - which leaves get a gradient, and which calls cannot compute theirs */
 #include "py.h"
 #include "py_describe.h"
 
@@ -21,8 +21,6 @@ kl_gradient_find_unwanted(const Tape *tape, PyObject *gets, bool *is_unwanted)
     return 0;
 }
 
-/* writer_from(node, value) -> (the first node from that one on, in a program or not, that writes the memory of a
- * value, the node's region) or None */
 PyObject *
 kl_gradient_writer_from(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -41,8 +39,7 @@ kl_gradient_writer_from(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-/* overwritten(program, before) -> (node, [value]) or None: the last node before `before`
- * whose backward needs what is not there any more. */
+/* `overwritten` returns (node, [value]): the backward of that node needs saved values that were overwritten. */
 PyObject *
 kl_gradient_overwritten(PyObject *Py_UNUSED(module), PyObject *args)
 {

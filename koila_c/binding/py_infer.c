@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_infer.c - infer() and op_table(): the core's rules seen from Python. Made for tests: it reads real
- * tensors through their attributes and keeps nothing between calls. */
+/* py_infer.c - infer() and op_table(): the core's rules seen from Python, for tests. It reads real tensors through
+ * their attributes, and keeps nothing between calls. */
 #include "py_args.h"
 
 #include <string.h>
@@ -12,7 +12,7 @@
 
 enum { METAS_MAX = 64, AXES_MAX = 16 };
 
-/* Metas of the tensors met while binding; stable until the call is inferred. */
+/* Metas of the tensors met while binding; they stay until the call is inferred. */
 typedef struct {
     KlMeta metas[METAS_MAX];
     uint32_t n_metas;
@@ -41,7 +41,7 @@ read_true(PyObject *object, const char *name)
     return is_true == 1;
 }
 
-/* Neither sparse nor packed. */
+/* A strided tensor: neither sparse nor packed. */
 static bool
 is_strided(PyObject *object)
 {
@@ -107,7 +107,7 @@ desk_device_of(void *Py_UNUSED(context), PyObject *object)
     return device;
 }
 
-/* A 1-dim int64 index, or one with further dims of 1, that counts 0, 1, 2, ... */
+/* Whether an int64 index of one dim (or with further dims of size 1) counts 0, 1, 2, ... */
 static bool
 desk_is_row_range(void *Py_UNUSED(context), PyObject *object, const KlMeta *meta)
 {
@@ -127,7 +127,7 @@ desk_is_row_range(void *Py_UNUSED(context), PyObject *object, const KlMeta *meta
     return is_range;
 }
 
-/* The places of the inputs, and from them the rows of the axes that `rows` does not give. */
+/* Read the places of the inputs, and derive the rows of the axes that `rows` does not give. */
 static int
 set_places(const KlPyBound *bound, MetaReader *reader, PyObject *places, int64_t *rows,
            uint32_t *n_axes)
@@ -187,7 +187,7 @@ status_name(KlStatus status)
     return "ERROR_INTERNAL";
 }
 
-/* torch's default dtype and grad mode, as the call finds them. */
+/* torch's default dtype and grad mode at the time of the call. */
 static int
 set_context(KlCall *call, const MetaReader *reader)
 {

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_measure.c - asks the core for the bytes of a program, and torch for what only tensors tell of them. */
+/* py_measure.c - asks the core for the bytes of a program, and torch for what only tensors can tell */
 #include "py.h"
 
 #include "alloc.h"
 #include "measure.h"
 
-/* What is found for a KlOutside. */
+/* What the core cannot know: the arrays of a KlOutside. */
 typedef struct Found {
     bool *is_cut_in_place; /* [n_imports] */
     bool *has_grad;        /* [n_values] */
     bool *is_cloned;       /* [n_nodes] */
     int64_t *bytes_noise;  /* [n_nodes] */
-    PyObject *graphs;      /* tensors that entered with a graph of their own */
+    PyObject *graphs;      /* list of the tensors that entered with a graph of their own */
 } Found;
 
 static int
@@ -22,7 +22,7 @@ find_cuts(const Tape *tape, const KlStages *stages, Found *found)
         const KlPyValue *value = &tape->values[import->value];
         PyObject *tensor = value->real != NULL ? value->real : value->result;
         KlMeta meta = tape->core.values[import->value].meta;
-        meta.is_strided = false; /* of what is not there yet */
+        meta.is_strided = false; /* strides of a tensor that does not exist yet are not known */
         int result =
             kl_place_is_rows(&import->place) && tensor != NULL ? kl_meta_read(tensor, &meta) : 0;
         if (result < 0) {
@@ -34,7 +34,7 @@ find_cuts(const Tape *tape, const KlStages *stages, Found *found)
     return 0;
 }
 
-/* Whether an attribute of a tensor is true, or there: not False, and not None. */
+/* Whether an attribute of a tensor is neither False nor None. */
 static int
 has(PyObject *tensor, const char *name)
 {
@@ -43,7 +43,7 @@ has(PyObject *tensor, const char *name)
     return value == NULL ? -1 : value != Py_None && value != Py_False;
 }
 
-/* Gradients from before, and graphs, of what enters and is differentiated. */
+/* Find the gradients and graphs that the leaves to be differentiated have from before. */
 static int
 find_leaves(const Tape *tape, const KlStages *stages, Found *found)
 {
@@ -184,7 +184,7 @@ error:
     return result;
 }
 
-/* Arguments (moments, rows of all, rows of a chunk) by a format: what measure() gave for a program. */
+/* Parse (moments, rows of the batch, rows of a chunk) by `format`: moments as measure() returned them. */
 static int
 read_measured(PyObject *args, const char *format, KlMeasured *measured, long long *more)
 {
@@ -204,7 +204,6 @@ read_measured(PyObject *args, const char *format, KlMeasured *measured, long lon
     return 0;
 }
 
-/* peak(moments, rows of all, rows of a chunk) -> (bytes, of these fixed, node) */
 PyObject *
 kl_measure_peak_of(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -218,8 +217,6 @@ kl_measure_peak_of(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_BuildValue("(ddI)", bytes, worst.fixed, worst.node);
 }
 
-/* moments(moments, rows of all, rows of a chunk) -> [(step of the schedule, node, is back, bytes, of these
- * gradients, of these temporary), ...] in the order of the step */
 PyObject *
 kl_measure_moments_of(PyObject *Py_UNUSED(module), PyObject *args)
 {

@@ -1,27 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_recycle.c - dead LazyTensors are kept and used again: making one through torch costs 350 ns, taking
- * one from here 8. Only where a self-test at import finds torch's object laid out as expected. */
+/* py_recycle.c - keeps dead LazyTensors and uses them again: torch takes 350 ns to create one, this 8. Only if a
+ * self-test at import finds that torch's objects have the expected layout. */
 #include "py.h"
 
 #include <string.h>
 
 #define KL_FREE_MAX 256
 
-/* torch >= 2.10: the object owns its TensorImpl, and these follow the object's header. */
+/* Since torch 2.10 the object owns its TensorImpl, and these fields follow the object's header. */
 typedef struct TensorObject {
     PyObject_HEAD void *impl;
     PyObject *backward_hooks;
     PyObject *post_accumulate_grad_hooks;
 } TensorObject;
 
-/* A TensorImpl begins with its vtable; the counts follow, the strong one in the low half. In the high half, below
- * one bit, are the weak ones, of which all strong ones have one. */
+/* A TensorImpl begins with its vtable and its reference counts: the strong count is the low half; the high half,
+ * below one bit, is the weak count, of which all strong references together hold one. */
 typedef struct Impl {
     void *vtable;
     uint64_t counts;
 } Impl;
 
-/* Dead objects with one kind of placeholder. */
+/* Dead objects whose placeholders are of one kind. */
 typedef struct Dead {
     PyObject
         *objects[KL_FREE_MAX]; /* [n] untracked, without references to anything but their type */
@@ -30,9 +30,10 @@ typedef struct Dead {
 
 static struct {
     Dead dead[KL_N_PLACEHOLDERS];
-    PyObject *options[KL_N_PLACEHOLDERS]; /* how torch makes one: {"dtype": ...}; EMPTY: NULL */
+    PyObject
+        *options[KL_N_PLACEHOLDERS]; /* torch's arguments for one: {"dtype": ...}; EMPTY: NULL */
     bool works;
-    destructor dealloc; /* what the class's dealloc was before */
+    destructor dealloc; /* tp_dealloc of the class before */
 } state;
 
 static uint32_t
@@ -41,7 +42,7 @@ n_strong(PyObject *tensor)
     return (uint32_t)((const Impl *)((TensorObject *)tensor)->impl)->counts;
 }
 
-/* Whether C++ has a weak reference to a tensor, which would never expire if that were used again. */
+/* Whether C++ holds a weak reference to a tensor, which would never expire if the tensor were used again. */
 static bool
 has_weak(PyObject *tensor)
 {
@@ -55,7 +56,7 @@ clear_dict(PyObject *object)
 #if PY_VERSION_HEX >= 0x030D0000
     PyObject_ClearManagedDict(object);
 #elif PY_VERSION_HEX >= 0x030C0000
-    _PyObject_ClearManagedDict(object); /* the same, before it got a public name */
+    _PyObject_ClearManagedDict(object); /* its name before it became public */
 #else
     PyObject **dict = _PyObject_GetDictPtr(object);
     if (dict != NULL) {
@@ -109,7 +110,7 @@ make_number(KlPlaceholder kind)
     return made;
 }
 
-/* Under a dispatch mode the mode would see the placeholder being made, and keep it. */
+/* A dispatch mode would see the placeholder being created, and could keep it. */
 static PyObject *
 make_empty(void)
 {
@@ -126,7 +127,7 @@ make_empty(void)
                                0);
 }
 
-/* A placeholder made in inference mode would be an inference tensor, here and wherever it is used again. */
+/* A placeholder created in inference mode would stay an inference tensor when it is used again. */
 static PyObject *
 make(KlPlaceholder kind)
 {
@@ -172,7 +173,7 @@ find_options(void)
     return result;
 }
 
-/* Whether a tensor's impl is where it should be: torch's own word for its address is _cdata. */
+/* Whether a tensor's impl is where the layout says: its _cdata is the impl's address. */
 static int
 layout_test(void)
 {
@@ -188,7 +189,7 @@ layout_test(void)
     return PyErr_Occurred() ? -1 : result;
 }
 
-/* Whether the strong count goes up when C++ takes a reference. */
+/* Whether the strong count rises when C++ takes a reference. */
 static int
 count_test(void)
 {
@@ -226,7 +227,7 @@ kl_recycle_init(void)
     int works = layout_test();
     works = works == 1 ? count_test() : works;
     if (works < 0) {
-        PyErr_Clear(); /* another torch: lazies are made anew each time */
+        PyErr_Clear(); /* this torch is built otherwise: each LazyTensor is created anew */
     }
     if (works == 1) {
         state.works = true;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_schedule.c - tells replay.py what to run, step by step: the schedule comes from the core. */
+/* py_schedule.c - hands the core's schedule to replay.py as Python objects */
 #include "py.h"
 
 #include "schedule.h"
@@ -31,7 +31,7 @@ kl_schedule_homes(PyObject *object, void *homes)
     return 1;
 }
 
-/* What of a schedule is light: {value: (run, needs)}. */
+/* {value: (run, needs)}: the values that cheap calls recompute. */
 static PyObject *
 lights_of(const KlSchedule *schedule)
 {
@@ -50,8 +50,6 @@ lights_of(const KlSchedule *schedule)
     return lights;
 }
 
-/* schedule(program, homes) -> ([(op, graph, first run, runs, values, others)], of these going forward,
- * {value: (run, needs)}), see KlStep and KlLight. */
 PyObject *
 kl_schedule_of(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -84,7 +82,7 @@ kl_schedule_of(PyObject *Py_UNUSED(module), PyObject *args)
         }
         PyList_SET_ITEM(list, (Py_ssize_t)i, item);
     }
-    /* N takes a reference also where it fails, and NULL as an error. */
+    /* "N" steals its references also on failure, and treats NULL as an error. */
     PyObject *result = list != NULL ? Py_BuildValue("(NnN)", list, (Py_ssize_t)schedule.n_forward,
                                                     lights_of(&schedule))
                                     : NULL;

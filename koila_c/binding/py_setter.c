@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_setter.c - attributes of tensors that are set to a lazy (`p.grad = lazy`), and calls of custom functions
- * (`Function.apply`). torch asks the class of the tensor, never that of the value, or no class at all, and would take
- * the placeholder. So the C function is replaced, in the structure that CPython keeps for it: to get the attribute
- * costs what it did, for all who ask the descriptor is the same, and so is a method that was taken before. */
+/* py_setter.c - lets koila see attributes of tensors that are set to a LazyTensor (`p.grad = lazy`), and calls of
+ * custom functions (`Function.apply`). For these torch asks the class of the tensor, not that of the value, or no
+ * class at all, and would take the placeholder. So the C function in the structure that CPython keeps for the
+ * descriptor is replaced: reading the attribute costs no more, and the descriptor stays the same object, also where
+ * a method was taken from it before. */
 #include "py.h"
 
 typedef struct Setter {
@@ -11,7 +12,7 @@ typedef struct Setter {
     PyObject *put; /* put(tensor, lazy) */
 } Setter;
 
-/* As many as there are attributes of a tensor that take tensors, and some. */
+/* More than the number of tensor attributes that take tensors. */
 static Setter setters[8];
 
 static int
@@ -24,8 +25,6 @@ set_attribute(PyObject *tensor, PyObject *value, void *closure)
     return kl_py_done(PyObject_CallFunctionObjArgs(entry->put, tensor, value, NULL));
 }
 
-/* set_attribute_by(descriptor, put): from now on put(tensor, lazy) sets the attribute to a lazy; None gives
- * torch its own way back. False where the descriptor is not as this needs it. */
 PyObject *
 core_set_attribute_by(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -53,7 +52,7 @@ core_set_attribute_by(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_NewRef(Py_True);
 }
 
-static PyMethodDef called;       /* the class method as torch made it */
+static PyMethodDef called;       /* torch's own class method */
 static PyObject *called_instead; /* called_instead(class, args, kwargs) */
 
 static PyObject *
@@ -69,8 +68,7 @@ call_without_words(PyObject *type, PyObject *args)
     return call_with_words(type, args, NULL);
 }
 
-/* call_class_method_by(descriptor, instead): from now on instead(class, args, kwargs or None) is called for that class
- * method, of which there is one; None gives torch its own back. Returns a descriptor of torch's own. */
+/* There is one such class method. Returns a descriptor of torch's own method. */
 PyObject *
 core_call_class_method_by(PyObject *Py_UNUSED(module), PyObject *args)
 {

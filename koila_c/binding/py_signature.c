@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_signature.c - reads the `call` text of a row into words, and looks up the torch objects binding must
- * recognise. Both happen once. */
+/* py_signature.c - parses the `call` text of a row into words, and looks up the torch objects that the binder must
+ * recognise; both once */
 #include "py_args.h"
 
 #include <string.h>
 
 #include "alloc.h"
 
-/* Names that torch takes for another, numpy's (torch/csrc/utils/python_arg_parser.cpp). */
+/* numpy's names for arguments, which torch accepts too (torch/csrc/utils/python_arg_parser.cpp). */
 static const struct {
     const char *name;
     const char *other;
@@ -75,7 +75,7 @@ set_annotation(KlPyWord *word, const char *text, size_t length)
     return 0;
 }
 
-/* "*shape|size:size=None" */
+/* Parse one word, such as "*shape|size:size=None". */
 static int
 parse_word(KlPyWord *word, const char *text, size_t length)
 {
@@ -133,7 +133,7 @@ kl_py_signature_new(const char *call)
     return signature;
 error:
     if (signature->n_words < KL_PY_WORDS_MAX) {
-        signature->n_words++; /* the word that failed may hold names already */
+        signature->n_words++; /* the word that failed may hold names to free */
     }
     kl_py_signature_free(signature);
     return NULL;

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_source.c - where in the user's program a call was recorded. Two words are kept of a frame, its code
- * and the instruction; they become a file and a line only when a message needs them. */
+/* py_source.c - where in the user's program a call was recorded. Only the code object and the instruction of a
+ * frame are kept; they become a file and a line when a message needs them. */
 #include "py.h"
 
 #include <string.h>
 
-/* A cache by the identity of a code object's file name: a program has few files, and asks for them often. */
+/* A cache by the identity of a code object's file name: programs have few files. */
 #define KL_N_FILES 256
 
 static struct {
     PyObject *name;
-    PyObject *shown; /* what the user knows it by; NULL: nobody has asked */
-    bool is_inside;  /* it belongs to torch or koila */
+    PyObject *shown; /* the file name that the user knows; NULL: not asked for yet */
+    bool is_inside;  /* a file of torch's or koila's */
 } files[KL_N_FILES];
 
 static PyObject *folders; /* tuple of str: where torch and koila are installed */
@@ -70,7 +70,7 @@ kl_source_note(KlPyNode *call)
     Py_DECREF(frame);
 }
 
-/* What the user knows a file by, borrowed; its name where that cannot be told. */
+/* Borrowed: the file name that the user knows; the plain name if that fails. */
 static PyObject *
 shown(PyObject *name)
 {

@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_twister.c - states of torch's generator on the CPU, a Mersenne Twister, moved past draws. How a state lies
- * in memory is torch's affair: what does not look like one is refused, and who relies on this compares first. */
+/* py_twister.c - advances states of torch's CPU generator, a Mersenne Twister, past draws. Their layout is torch's
+ * own: bytes that do not look like a state are refused, and callers compare with torch once. */
 #include "py.h"
 
 #include "twister.h"
 
-/* How the state that torch.Generator.get_state() gives begins. */
+/* The first fields of the state that torch.Generator.get_state() returns. */
 typedef struct State {
     uint64_t seed;
-    int32_t n_left; /* words until new ones are made, with the first of those */
+    int32_t n_left; /* words until the next KL_TWISTER_N are made, counting the first of those */
     int32_t is_seeded;
     uint64_t n_used;
     uint64_t words[KL_TWISTER_N];
 } State;
 
-/* Whether it is a state: of a fresh one no word was made, so that none was used. */
+/* Whether the fields are those of a state. A fresh state has made no words, so it has used none. */
 static bool
 is_legal(const State *state)
 {
@@ -25,7 +25,6 @@ is_legal(const State *state)
            (state->n_left == 1 && state->n_used == 0);
 }
 
-/* skip_words(state, n) -> the state after n words more */
 PyObject *
 kl_twister_skip_words(PyObject *Py_UNUSED(module), PyObject *args)
 {
