@@ -77,3 +77,9 @@ def test_the_picture_can_be_drawn(tmp_path: Path) -> None:
     assert found is not None
     assert 3 * int(found[2]) <= int(found[1])
     assert (tmp_path / "docs/memory.svg").read_text().startswith("<svg ")
+
+
+def test_the_line_of_an_op_is_that_of_the_table() -> None:
+    (line,) = re.findall(r"^(?:BOTH|OP) .*$", TEXT, re.MULTILINE)
+    table = (ROOT / "koila_c" / "core" / "ops.def").read_text()
+    assert "".join(line.split()) in {"".join(row.split()) for row in table.splitlines()}
