@@ -102,6 +102,45 @@ def test_reentrant_checkpoints(text: str, is_after: bool) -> None:
                 assert_seen(got, want, "hooks", exact_bits=False)
 
 
+#: In its body a plain call reads `v`, which no call that ran live was given.
+UNSEEN_LIVE = "s(r(t, h)) + s(h) * v"
+
+
+@pytest.mark.parametrize("text", [text for text in ONCE + OFTENER if text != UNSEEN_LIVE])
+def test_reentrant_checkpoints_before_a_call_that_runs_whole(text: str) -> None:
+    """A value has a hook, so the program is not cut before a call that cannot be recorded: all
+    calls before it run on the whole batch, and their graph has no passes of its own."""
+
+    def story(lazy: Lazy) -> Any:
+        torch.manual_seed(0)
+        w, v = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in ([4, 4], [4]))
+        told: list[Tensor] = []
+
+        def hook(gradient: Tensor) -> Tensor:
+            told.append(gradient.sum())
+            return gradient.clamp(-1, 1)
+
+        v.register_hook(hook)
+        env = dict(checkpoint=checkpoint, f=lambda h: (h * v).tanh(), g=torch.sin)
+        env |= dict(t=lambda h: (h * v.exp()).tanh(), s=Square.apply, v=v, m=torch.mul)
+        env["r"], env["c"] = (partial(checkpoint, use_reentrant=flag) for flag in (True, False))
+        h = lazy(rows(4)) @ w
+        h.register_hook(lambda gradient: gradient * 0.5)
+        eval(text, {**env, "h": h}).T.cov().pow(2).sum().backward()
+        return told, w.grad, v.grad
+
+    want, _ = tell(story, eager)
+    for chunks in (1, 2, 3):
+        with koila.config(chunks=chunks):
+            if text in OFTENER and chunks > 1:
+                with pytest.raises(koila.KoilaError, match="torch calls the hook with the grad"):
+                    story(koila.lazy)
+                koila._core.forget()
+            else:
+                got, _ = tell(story, koila.lazy)
+                assert_seen(got, want, "hooks", exact_bits=False)
+
+
 @pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook"])
 @each_split_further
 def test_hooks_of_modules_in_reentrant_checkpoints(chunks: int | None, kind: str) -> None:

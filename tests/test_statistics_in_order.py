@@ -218,3 +218,31 @@ def test_a_checkpoint_behind_a_cut_moves_them_again_after_later_calls(
     with koila.config(chunks=chunks):
         got, _ = tell(story, koila.lazy)
     assert_seen(got, want, name, exact_bits=False)
+
+
+@pytest.mark.parametrize("kind", ["block", "read", "no rows"])
+@each_split_further
+def test_a_checkpoint_moves_statistics_again_of_what_has_its_numbers(
+    chunks: int | None, kind: str
+) -> None:
+    """A frozen model before it: when the function of the checkpoint is recorded, its argument has
+    been computed, and needs no gradient."""
+
+    def story(lazy: Lazy) -> Any:
+        head = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4)).double()
+        x = lazy(rows(4))
+        if kind == "block":
+            with torch.no_grad():
+                h = x * 2
+        else:
+            h = x * 2 if kind == "read" else x.sum(0).sin() + torch.ones(8, 1).double()
+            told = float(h.sum())
+            assert told == told
+        made = checkpoint(lambda h: head(h).tanh(), h, use_reentrant=False)
+        made.square().mean().backward()
+        return [*head.buffers()], [p.grad for p in head.parameters()]
+
+    want, _ = tell(story, eager)
+    with koila.config(chunks=chunks):
+        got, _ = tell(story, koila.lazy)
+    assert_seen(got, want, "statistics", exact_bits=False)

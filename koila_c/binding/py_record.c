@@ -53,8 +53,7 @@ inspect_lazy(PyObject *lazy, void *context)
     }
     if (value->tape != NULL && value->tape != found->tape &&
         value->tape->core.values[value->id].node != KL_ID_NONE) {
-        found->is_any_foreign =
-            true; /* another thread's leaf is a real tensor, which this tape can enter */
+        found->is_any_foreign = true; /* another thread's leaf is real: this tape can enter it */
     }
     if (!is_settled(value)) {
         found->is_any_lazy = true;
@@ -701,8 +700,7 @@ record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyO
     return recorded;
 }
 
-/* Whether torch's engine, or a replay, is calling a hook or a custom backward: code there must get tensors. -1 on
- * failure. */
+/* Whether torch's engine, or a replay, calls a hook or a custom backward, which must get tensors; -1: failure. */
 static int
 is_in_hook(const Tape *tape)
 {
@@ -758,7 +756,9 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         bool is_ready = is_hook > 0 && draw_pending_first(function) >= 0;
         return is_ready ? kl_live_call(func, args, kwargs, KL_LIVE_READ) : NULL;
     }
-    bool is_writing = !found.is_any_lazy && may_write(function, out_of(kwargs));
+    /* In a checkpoint's body a normalization is recorded: backward updates its statistics once more. */
+    bool is_again = kl_record_region != 0 && function->row != NULL && function->row->is_batch_norm;
+    bool is_writing = !found.is_any_lazy && !is_again && may_write(function, out_of(kwargs));
     bool is_detach = function->row != NULL && kl_ops_is_detached(function->row);
     /* A settled value with rows is recorded with, as the batch is: what reads it can then run in chunks. */
     if (!found.is_any_lazy && (is_writing || is_detach || !found.is_any_of_rows)) {

@@ -32,7 +32,7 @@ from koila.random import generators
 from koila.recording.cut import Copy, Cut
 from koila.recording.handed_out import Group, HandedOut, OfLeaves, Root, apply, note_view
 from koila.reporting import reports
-from koila.running import replay, unwritten, views
+from koila.running import checkpoints, replay, unwritten, views
 from koila.staged import hooks, meta
 from koila.staged.facts import Info, is_data
 from koila.staged.program import Program
@@ -95,6 +95,7 @@ def call(
     if is_light:
         reports.give_reason("its graph keeps no more than a part that reads its inputs again")
     elif has_graph and not is_cut:
+        checkpoints.check_live()
         unsplit.check(func, surroundings.of_call())
     if not is_cut and any(map(_core.leaves_of, _tensors_in((args, kwargs), False))):
         _core.flush()  # pending calls read a plain tensor that this call may write

@@ -33,7 +33,7 @@ from koila.messages.errors import KoilaError
 from koila.planning import explain, planner
 from koila.reductions import norms
 from koila.running import checkpoint_bodies, recomputed, unwritten
-from koila.staged.facts import Node
+from koila.staged.facts import Info, Node
 from koila.staged.program import Program
 
 
@@ -77,8 +77,10 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, *words: Any) -> Any:
     needs = any(one is not None and one.requires_grad for one in (x, weight, bias))
     if not (needs and torch.is_grad_enabled()):
         recomputed.refuse("moves the statistics of a normalization of which no gradient is asked")
-    if type(x) is not _core.LazyTensor:  # record it too, for the program to update it in backward
-        x = _core.input(x, -1, _core.new_axis(), 0)
+    real = _core.real(x) if type(x) is _core.LazyTensor else x
+    if real is not None and _core.rows_dim(x) < 0:
+        # Record the call all the same, for the program to update the statistics in backward.
+        x = _core.input(real, -1, _core.new_axis(), 0)
     module = _norm_calling(mean)
     again = norms.Again(words[2])
     again.groups, again.running = _state.groups, (mean, words[0])
@@ -287,16 +289,32 @@ def _pass_to(value: int, real: Tensor | None, region: int) -> int:
     return 0
 
 
+def _memory_of(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _live_passes() -> dict[int, set[int]]:
+    """Return, by the memory of a leaf, the reentrant checkpoints that have run live and read it."""
+    found: dict[int, set[int]] = defaultdict(set)
+    for region, body in list(recomputed.alive.items()) if _state.has_reentrant else ():
+        for entered in body.entered.values():
+            if region % 2 and isinstance(entered.tensor, Tensor):
+                found[_memory_of(entered.tensor)].add(region)
+    return found
+
+
 def passes(program: Program) -> Passes:
     """Return, by id, the tensors that entered a program, or are leaves behind such tensors, and the
     passes of torch's engine that send a gradient to them: the pass of backward (0), and one for
-    each reentrant checkpoint."""
+    each reentrant checkpoint. Of a program without roots, take all that requires a gradient."""
     by_value: dict[int, set[int]] = defaultdict(set)
     for node in program.nodes.values():
-        if any(map(program.needs_gradient, node.outs)):
+        outs = node.outs
+        if any(map(program.needs_gradient, outs) if program.roots else map(_is_on_graph, outs)):
             for value in (program.imports[i].value for i in node.imports if i >= 0):
                 by_value[value].add(_pass_to(value, program.info(value).real, node.region))
     found: Passes = {}
+    live = _live_passes()
 
     def note(one: Any, own: set[int]) -> None:
         found.setdefault(id(one), (one, set()))[1].update(own)
@@ -308,11 +326,21 @@ def passes(program: Program) -> Passes:
         note(real, own)
         for end in outside.ends(real):
             if isinstance(end, Tensor):
-                note(end, own)
+                note(end, live[_memory_of(end)] or own)
             else:  # a part that was cut off has passes of its own
                 for one, its in end.leaf_passes().values():
                     note(one, its)
     return found
+
+
+def _is_on_graph(value: int) -> bool:
+    return Info.of(value).requires_grad
+
+
+def check_live() -> None:
+    """Do what `check` does for hooks, before pending calls run on the whole batch, with a graph."""
+    if _state.has_reentrant:
+        _check_hooks(Program([]))
 
 
 def _check_hooks(program: Program) -> None:

@@ -399,15 +399,15 @@ def _making(calls: list[_Call]) -> Iterator[None]:
 
 # Live calls ---------------------------------------------------------------------------------------
 
-_bodies: weakref.WeakValueDictionary[int, _Body] = weakref.WeakValueDictionary()
+alive: weakref.WeakValueDictionary[int, _Body] = weakref.WeakValueDictionary()
 
 
 def _body_of(region: int) -> _Body:
-    body = _bodies.get(region)
+    body = alive.get(region)
     if body is None:
         around = _core.memo().get("around", {}).get(region, ())  # regions that began on this tape
         outer = _body_of(around[-2]) if len(around) > 1 else None
-        body = _bodies[region] = _Body(region, outer)
+        body = alive[region] = _Body(region, outer)
     _core.memo().setdefault("live", {})[region] = body  # keep it: more calls of it may follow
     return body
 
