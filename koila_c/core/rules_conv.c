@@ -214,8 +214,8 @@ typedef struct {
     const KlMeta *from, *to, *weight;
     const Conv *conv;
     int64_t width;                    /* channels that lie side by side */
-    bool is_strided, is_back_blocked; /* there are strides; the gradient is laid out in blocks */
-    bool is_few;                      /* so few channels are taken as they lie, but for gradients */
+    bool is_strided, is_back_blocked; /* a stride is not 1; the gradient has a blocked layout */
+    bool is_few; /* so few channels that only the backward may lay them in blocks */
 } Sides;
 
 static int64_t
@@ -331,7 +331,7 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_
     bool is_one = n_kernel == 1 && (n_stride == 1 || (!is_transposed && conv->n < 3));
     if (!kl_meta_is_contiguous(input) && is_taken_as_it_lies(call, true)) {
         saves->bytes_workspace = saves->bytes_backward =
-            kl_meta_n_bytes(weight); /* their own layout */
+            kl_meta_n_bytes(weight); /* copies in the kernel's layout */
         return;
     }
     bool is_own = is_depthwise(&sides) && out->dtype == KL_DTYPE_BFLOAT16; /* a kernel in blocks */
@@ -341,7 +341,7 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_
     }
     sides.is_strided = n_stride > 1;
     sides.is_few = conv->groups == 1 && !is_one && n_from < sides.width;
-    /* As measured: of one channel or two by a large kernel, in rows not too wide; by one of one with a dilation. */
+    /* With strides the gradient has blocks only with groups, a large kernel, or a dilated 1x1 kernel, as measured. */
     int64_t n_least = channels_of(&sides, sides.to) < 8 ? 56 : 72;
     bool is_large = n_kernel >= n_least * n_squared &&
                     (124 - n_kernel / n_squared) * sides.from->shape[sides.from->n_dims - 1] <= 720;
@@ -363,9 +363,9 @@ work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, bool is
                 KlSaves *saves)
 {
     const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
-    const KlMeta *wide = is_transposed ? input : out; /* a patch for each of its places */
+    const KlMeta *wide = is_transposed ? input : out; /* it has a patch for each position */
     const bool is_volume = conv->n == 3, is_batched = input->n_dims == weight->n_dims;
-    bool is_plain = true, is_dilated = false; /* a product as it is; places between a patch's own */
+    bool is_plain = true, is_dilated = false; /* a 1x1 kernel with stride 1; dilation over 1 */
     int64_t n_places = 1, n_patch = weight->shape[1];
     for (int32_t dim = 0; dim < wide->n_dims; dim++) {
         n_places *= dim == wide->n_dims - conv->n - 1 ? 1 : wide->shape[dim];

@@ -177,7 +177,7 @@ saves_embedding_bag(const KlCall *call, const KlInferred *result, KlSaves *saves
         saves->bytes_backward =
             (is_fast ? 4 : 3) * n_all + (each != NULL ? kl_meta_n_bytes(each) : 0);
     }
-    int64_t n_sums = 2 * n_all + n_bags - n_kept; /* while it finds the bag of each index */
+    int64_t n_sums = 2 * n_all + n_bags - n_kept; /* temporary, to find the bag of each index */
     int64_t n_more = mode == 's' ? 0 : mode == 'm' ? 3 * n_bags : n_bags;
     saves->bytes_workspace = is_fast ? 0 : n_sums > n_more ? n_sums : n_more;
     if (!kl_meta_is_contiguous(input)) {
