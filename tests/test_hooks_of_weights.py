@@ -162,3 +162,32 @@ def test_hooks_of_modules_in_reentrant_checkpoints(chunks: int | None, kind: str
     with koila.config(chunks=chunks):
         got, _ = tell(story, koila.lazy)
     assert_seen(got, want, "hooks", exact_bits=False)
+
+
+@pytest.mark.parametrize("is_reached", [False, True])
+@each_split_further
+def test_a_value_that_leads_to_no_input_behind_a_graph_that_is_gone(
+    chunks: int | None, is_reached: bool
+) -> None:
+    """Torch's engine visits only what leads to the inputs of autograd.grad, so the hook of another
+    value is not called; the graph of the value before was freed by a backward."""
+
+    def story(lazy: Lazy) -> Any:
+        net, head = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        told: list[Tensor] = []
+
+        def hook(gradient: Tensor) -> Tensor:
+            told.append(gradient.sum())
+            return gradient * 0.5
+
+        h = net(lazy(rows(4)))
+        h.pow(2).mean().backward()
+        last = (head(h) if is_reached else h) * 2
+        last.register_hook(hook)
+        loss = last.pow(2).mean()
+        return told, torch.autograd.grad(loss, list(head.parameters()), allow_unused=True)
+
+    want, _ = tell(story, eager)
+    with koila.config(chunks=chunks):
+        got, _ = tell(story, koila.lazy)
+    assert_seen(got, want, "hooks", exact_bits=False)
