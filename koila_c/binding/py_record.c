@@ -72,7 +72,7 @@ is_watched(PyObject *type)
     return PyObject_HasAttrString(type, "_koila_own_class");
 }
 
-/* Tensors of the user's own classes, and objects with a __torch_function__. */
+/* Whether an object is a tensor of the user's own class, or has a __torch_function__. */
 bool
 kl_record_has_own_class(PyObject *object)
 {

@@ -433,10 +433,10 @@ place_rewrites(Recording *recording)
     }
 }
 
-/* A write gave a detached view of a storage a graph of its own, so that the storage has two. A recorded write shows
- * in one of them only, so only that view may be written; other writes, and a second such graph, run live. */
+/* A write that gives a detached view a graph of its own leaves the storage with two. It is recorded only on what
+ * the detaching call returned; after it, only that view may be written. Return whether a write must run live. */
 static bool
-is_of_two_graphs(Recording *recording, KlValueId value)
+must_run_live(Recording *recording, KlValueId value)
 {
     KlTape *core = &recording->tape->core;
     KlStorage *storage = &core->storages[core->values[value].storage];
@@ -445,8 +445,8 @@ is_of_two_graphs(Recording *recording, KlValueId value)
     }
     KlValueId origin = kl_view_origin(recording->tape, value);
     const KlNode *maker = &core->nodes[core->values[origin].node];
-    bool is_first = maker->row == NULL || !kl_ops_is_detached(maker->row);
-    bool is_begun = recording->tape->inferred.outs[0].requires_grad && is_first &&
+    bool is_view_of_it = maker->row == NULL || !kl_ops_is_detached(maker->row);
+    bool is_begun = recording->tape->inferred.outs[0].requires_grad && is_view_of_it &&
                     kl_view_is_detached(recording->tape, value);
     bool result = storage->apart != KL_ID_NONE || is_begun;
     storage->is_uncertain = storage->is_uncertain || result;
@@ -479,7 +479,7 @@ find_writes(Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
             core->storages[written->storage].is_uncertain) {
             return -1; /* it may be memory of the user's */
         }
-        if (is_of_two_graphs(recording, value)) {
+        if (must_run_live(recording, value)) {
             return -1;
         }
         *writes |= 1u << arg->input;

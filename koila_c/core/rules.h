@@ -150,8 +150,8 @@ const char *kl_rules_follow(const KlCall *call, KlInferred *result, uint32_t inp
 const char *kl_rules_match(const KlCall *call, KlInferred *result, uint32_t input,
                            const KlPlace *want);
 
-/* Find the digit `place` of a value of shape `from` in a value of shape `to` with the same elements in row-major
- * order; false: the digit is split over two dims. */
+/* Find where the rows, which lie at `place` in a value of shape `from`, lie in a value of shape `to` with the same
+ * elements in row-major order; false: they are split over two dims, or the value is empty. */
 bool kl_rules_factor(const KlMeta *from, const KlPlace *place, int64_t rows, const KlMeta *to,
                      KlPlace *found);
 

@@ -216,7 +216,7 @@ dtype_type(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 
 /* --- new values ------------------------------------------------------------------------------------------ */
 
-/* Read dtype, layout, device, pin_memory and requires_grad, in args[first] to args[first + 4]. */
+/* Check args[first] to args[first + 4]: dtype, layout, device, pin_memory, requires_grad. Set only the device. */
 static KlStatus
 read_options(const KlCall *call, KlInferred *result, uint32_t first)
 {

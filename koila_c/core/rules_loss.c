@@ -259,7 +259,7 @@ shape_loss_triplet(const KlCall *call, KlInferred *result, KlError *error)
     return shape_vectors(call, 3, result, error);
 }
 
-/* input (n, c), target (n) of one class or (n, c) of several */
+/* Make the loss of input (n, c) and a target of n_dims dims: (n) of one class, or (n, c) of several. */
 static KlStatus
 make_margins(const KlCall *call, int32_t n_dims, KlInferred *result, KlError *error)
 {

@@ -237,8 +237,8 @@ def reached_by_gradients(
 def leaves_behind(program: Program, values: Collection[int]) -> dict[int, set[int]] | None:
     """Find the leaves that torch's graphs of values lead to.
 
-    Those of the recorded calls would be too many: a recorded derivative reads values and weights
-    that it does not depend on.
+    Those of the recorded calls would be too many: a recorded derivative may read values and weights
+    to which it sends no gradient.
 
     Returns:
         By value: the ids of the leaves' real tensors. None: the calls cannot be run on meta
@@ -263,8 +263,8 @@ def leaves_behind(program: Program, values: Collection[int]) -> dict[int, set[in
 def gone_through(program: Program) -> set[int] | None:
     """Return the ids of the calls that torch's backward of a program reaches.
 
-    A recorded derivative reads results of calls that it does not depend on, so the recorded program
-    does not tell. None: the calls cannot be run on meta tensors.
+    A recorded derivative may read the result of a call and yet send no gradient to it, so the
+    recorded program does not tell. None: the calls cannot be run on meta tensors.
     """
     calls_of: dict[Any, int] = {}
     try:

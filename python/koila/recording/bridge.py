@@ -124,10 +124,11 @@ def after_write(kept: list[tuple[Cut, dict[int, Copy]]]) -> None:
 
 
 def watch_handed_out(lazy: _core.LazyTensor) -> None:
-    """Watch a lazy for uncounted writes, if it shares memory with a value that a part handed out.
+    """Watch for writes through .data, which torch's version counter misses, if a lazy shares memory
+    with a value that a part handed out.
 
-    In backward the part recomputes the value, where eager's calls would have saved the tensor and
-    use the written numbers.
+    After such a write, eager's backward uses the written numbers of the saved tensor. The part
+    recomputes the value, and gets the old ones.
     """
     value, tensor = _core.id(lazy), _core.real(lazy)
     if value is not None and tensor is None:

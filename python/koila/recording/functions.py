@@ -178,7 +178,8 @@ def _accessors() -> Iterable[tuple[str, Any]]:
 
 
 def _blocked_halves() -> Iterator[torch.dtype]:
-    """Yield the 16-bit dtypes that oneDNN convolves on this CPU; others are unfolded."""
+    """Yield the 16-bit dtypes whose convolutions oneDNN runs on this CPU, in its blocked layout;
+    torch unfolds the inputs of others."""
     names = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
         torch.float16: "_is_mkldnn_fp16_supported",

@@ -351,8 +351,8 @@ _over: set[str] = set()  # the lines for which a warning was logged
 
 
 def measure(n_bytes: float) -> None:
-    """Begin to measure the process, under a limit, before a program that may need `n_bytes`
-    runs."""
+    """Begin to measure the peak memory of the process before a program that may need `n_bytes`
+    runs, if there is a limit."""
     is_wanted = _state.asked is not None and _state.peak is None
     if not is_wanted or n_bytes < _LEAST_MEASURED or not budget.is_limited():
         return

@@ -104,8 +104,8 @@ _numbers, _ends = itertools.count(1), itertools.count(1)
 def _region(is_reentrant: bool) -> Iterator[int]:
     """Give the calls recorded in a block the number of a new region, which is yielded.
 
-    Without gradients nothing has to be recomputed: the calls stay in the region around them, and 0
-    is yielded.
+    The number is odd if the checkpoint is reentrant. Without gradients nothing has to be
+    recomputed: the calls stay in the region around them, and 0 is yielded.
     """
     if not torch.is_grad_enabled():
         yield 0
@@ -279,8 +279,8 @@ Passes = dict[int, tuple[Tensor, set[int]]]
 
 def _pass_to(value: int, real: Tensor | None, region: int) -> int:
     """Return the pass of torch's engine that brings the gradient of a value which a call in a
-    region reads: the region of the innermost reentrant checkpoint whose function captures it. 0 is
-    the pass of the user's backward, which also brings the gradients of a checkpoint's arguments."""
+    region reads. 0: that of the user's backward. Else the region (odd) of the innermost reentrant
+    checkpoint whose function reads the value but does not get it as an argument."""
     for one in reversed(around(region)):
         if one % 2:
             values, plain = _given(one)
