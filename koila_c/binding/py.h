@@ -481,7 +481,7 @@ kl_failure_check(const Tape *tape, KlValueId value)
 int kl_context_init(void);
 /* Whether libtorch's own symbols tell which context is in force. */
 bool kl_context_is_direct(void);
-/* The id of the context in force, or -1 with an exception. */
+/* The id of the context in force, or -1 with an exception. Also sets *is_grad_enabled, if that is not NULL. */
 int64_t kl_context_now(bool *is_grad_enabled);
 #define KL_N_DEVICES 2 /* device types whose autocast state is tracked */
 

@@ -117,7 +117,7 @@ encode_dict(Tape *tape, PyObject *object, Inputs *inputs)
     return result;
 }
 
-/* The user can write a numpy array before the call runs: keep a copy. */
+/* Append a slot for no tensor and no container. Of a numpy array keep a copy, as the user can write it. 0 or -1. */
 static int
 encode_other(Tape *tape, PyObject *object)
 {

@@ -54,7 +54,7 @@ has_saved_tensors_hooks(void)
     return deque[2] != deque[6]; /* iterators to its start and its end */
 }
 
-/* Whether the deque has the layout that has_saved_tensors_hooks() assumes. */
+/* Enter saved-tensor hooks: does has_saved_tensors_hooks() see them? False also if that cannot be tried. */
 static bool
 around_self_test(void)
 {

@@ -44,8 +44,8 @@ kl_promise_break(const Tape *tape, KlNodeId id, KlValueId value, PyObject *resul
     return -1;
 }
 
-/* Whether the result of a call without a row has the strides that its meta kernel inferred: later views and copies
- * were recorded by them. -1 with an exception if not. */
+/* Check that the result of a call without a row has the strides that its meta kernel inferred, since later views
+ * and copies were recorded with them. 0, or -1 with an exception if it has others. */
 static int
 check_strides(const Tape *tape, KlNodeId id, const KlMeta *promised, PyObject *result)
 {

@@ -169,7 +169,7 @@ settle_grads(const KlCall *call, KlInferred *result)
     return KL_OK;
 }
 
-/* Set the state from which a place rule starts: mode ROWS along `axis`, each input at its own place. */
+/* Set the state from which a place rule starts: mode ROWS along `axis`, inputs at their places, outputs WHOLE. */
 static void
 begin_split(const KlCall *call, KlAxisId axis, KlInferred *result)
 {

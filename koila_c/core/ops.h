@@ -111,8 +111,8 @@ typedef struct KlSplit {
 
 /* Byte counts of a recurrent layer over a packed sequence, in which each step holds only the rows that are long enough.
  * Its padded input and output are counted elsewhere; koila/memory/uneven.py computes these numbers. From KEPT on they are
- * pairs: bytes for one step of one row, and bytes for each *turn*, a step at which the reverse direction starts on
- * more rows. */
+ * pairs: bytes for one step of one row, and for each *turn*: the state of one row, copied at a step where the
+ * reverse direction starts on more rows. */
 typedef enum {
     KL_UNEVEN_STEPS,       /* the number of steps of all rows; 0: it is no such layer */
     KL_UNEVEN_TURNS,       /* the number of turns */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* sweep.c - simulates the memory of one run: what each call allocates, saves for backward and frees. */ \
+/* sweep.c - simulates the memory of one run: what each call allocates, saves for backward and frees. */
 #include "sweep.h"
 
 #include <string.h>
@@ -416,7 +416,7 @@ drop_copies(KlSweep *sweep)
     }
 }
 
-/* Return the extra memory of a reduced loss, whose result lies in the memory of its terms; 0 for other nodes. */
+/* Return the size of a reduced loss's largest input, its terms, in whose memory its result lies; else 0. */
 static KlBytes
 terms_of(const KlSweep *sweep, const KlSweepNode *node)
 {
@@ -637,7 +637,7 @@ wide_gradients(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held
 
 /* Return the workspace of a node's backward formulas, besides the gradients that they return. */
 static KlBytes
-in_flight(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held)
+backward_workspace(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held)
 {
     KlBytes more = zero;
     for (uint32_t k = 0; k < node->n_inputs; k++) {
@@ -828,7 +828,7 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
          k++) {
         (void)put(sweep, node->first_out + k, KL_ID_NONE);
     }
-    KlBytes more = held != NULL ? in_flight(sweep, node, held) : zero, second = zero;
+    KlBytes more = held != NULL ? backward_workspace(sweep, node, held) : zero, second = zero;
     const KlRow *row = sweep->tape->nodes[id].row;
     if (state_of(sweep, node->first_out)->is_broadcast && row != NULL && row->copies_expanded) {
         more = plus(more, size_of(sweep, node->first_out));

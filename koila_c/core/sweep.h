@@ -57,7 +57,7 @@ typedef struct KlSize {
     double per_row;     /* bytes; 0: it has no rows */
     KlStorageId storage;
     uint32_t gathered_in; /* the last run (serial) whose chunks read it whole, though it has rows */
-    uint32_t cut_in;      /* the last run whose chunks read rows of it, though it is whole */
+    uint32_t cut_in;      /* the last run whose chunks read rows of it where it has none */
     uint8_t itemsize;
     bool needs_gradient;
     /* measure.c sets these three. */
@@ -114,7 +114,7 @@ KlStatus kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *prog
                        const KlKnown *known, KlError *error);
 void kl_sweep_fini(KlSweep *sweep);
 
-/* sweep_known.c: fill in the sizes of all values; then one staged node after the other. */
+/* sweep_known.c: set `sizes`; node by node, `nodes`, `inputs` and, where gradients turn, has_other_layout. */
 void kl_sweep_known_sizes(KlSweep *sweep);
 void kl_sweep_known_node(KlSweep *sweep, KlNodeId id);
 

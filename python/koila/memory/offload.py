@@ -39,7 +39,8 @@ def put(tensor: torch.Tensor) -> torch.Tensor:
     the process.
 
     Returns:
-        A tensor of the same numbers, dtype and strides, on the CPU.
+        A dense tensor of the same numbers and dtype on the CPU, with the strides of empty_like().
+        The copy of a tensor on a GPU may still be under way: pass it to `get` and nothing else.
 
     Raises:
         MemoryError: the disk is full, or there is no folder for it.

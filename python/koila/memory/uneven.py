@@ -42,8 +42,8 @@ def needs(
     is_first: bool,
     is_sorted: bool,
 ) -> tuple[int, ...]:
-    """Compute the fields of a KlUneven (ops.h): what a recurrent layer needs for each step and
-    turn.
+    """Compute the fields of a KlUneven (ops.h): how many steps and turns (see `turns`) the rows of
+    a recurrent layer have, two totals, and the bytes that it needs for each step and turn.
 
     They follow torch's loop over the steps (RNN.cpp). packed.py gathers the steps from padded rows
     and scatters the results back by indices. If rows are sorted by length and batch_first, the
@@ -60,12 +60,12 @@ def needs(
         is_sorted: rows are sorted by length.
     """
     size, n_both, n_steps = x.element_size(), 1 + is_both, int(lengths.sum())
-    is_turned = is_first and is_sorted
+    is_transposed = is_first and is_sorted
     copied = sum(one.numel() * size for one in states) + 16 * lengths.numel()
     # Bytes a step: of the cell's state, of the output and of the input.
     cell, out, entered = (size * one.shape[-1] for one in (states[-1], states[0], x))
     # Of the gates, and of the int64 indices by which a step is gathered and scattered.
-    gates, index = n_gates * cell, (16 if is_turned else 8)
+    gates, index = n_gates * cell, (16 if is_transposed else 8)
     # What one direction keeps: gates and states, or copies of them, and the result.
     state = (7 if out != cell else 6) * cell + out if n_gates > 1 else out
     below = n_both * out if n_layers > 1 else 0  # the output of the layer before
@@ -91,7 +91,7 @@ def needs(
         "second": (second, -out if n_gates == 1 and is_both else 0),
         "weights": (back - gates, 0),
     }
-    numbers = (n_steps, turns(lengths), 2 * gates * out // size, int(is_turned))
+    numbers = (n_steps, turns(lengths), 2 * gates * out // size, int(is_transposed))
     return *numbers, *(number for pair in amounts.values() for number in pair)
 
 

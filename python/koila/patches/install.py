@@ -276,7 +276,8 @@ def _patch_generator() -> None:
 
 
 def _patch_switches() -> None:
-    """Note torch's switches when they are set: a call runs with those it was recorded with."""
+    """Let calls run with the switches they were recorded with: note torch's switches when they are
+    set, and run what was recorded before a setting changes that koila does not note."""
 
     def noting(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -295,7 +296,7 @@ def _patch_switches() -> None:
     patching.replace(prop, "__set__", noting(prop.__set__))
     for name in ("set_num_threads", "set_flush_denormal"):  # for a thread; they change last bits
         patching.replace(torch, name, patching.flush_first(getattr(torch, name)))
-    with contextlib.suppress(ImportError):  # it selects kernels that are written in Python
+    with contextlib.suppress(ImportError):  # the module selects kernels written in Python
         native: Any = type(importlib.import_module("torch.backends.python_native"))
         for name in ("dispatch_keys", "operations"):
             for verb in ("enable", "disable"):

@@ -148,6 +148,8 @@ def _register(func: Any, name: str) -> None:
 
 
 def _overridable() -> Iterable[tuple[str, Any]]:
+    """Yield the name and the value of each attribute of `NAMESPACES`, callable or not. Of a static
+    or class method, yield the function."""
     for namespace in NAMESPACES:
         for name in dir(namespace):
             func = inspect.getattr_static(namespace, name, None)
@@ -207,8 +209,8 @@ def _tiled_halves() -> Iterator[torch.dtype]:
 def _block_width() -> int:
     """Return the number of channels in a block of oneDNN's layouts on this CPU.
 
-    Do not run a kernel to find out: the first kernel fixes how many kernels oneDNN caches, and a
-    memory limit that changes this number may still be set.
+    Do not run a kernel to find out: at its first kernel oneDNN reads from the environment how many
+    kernels to cache, and the user may still set that.
     """
     is_narrow = _most() == "AVX" or _most().startswith(("SSE", "AVX2"))
     return 16 if torch.cpu._is_avx512_supported() and not is_narrow else 8

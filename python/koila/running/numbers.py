@@ -29,8 +29,8 @@ def as_new(tensor: torch.Tensor) -> torch.Tensor:
 
 def _in_memory_of(number: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     """Return a tensor with the shape and strides of `made` in the memory of `number`, which a user
-    has read and which an earlier run took as a view of that memory. Return `made` itself where the
-    memory is too small for it."""
+    has read. No number is copied: an earlier run left them in that memory. Return `made` itself if
+    the memory is too small for it."""
     memory = number.untyped_storage()
     if memory.nbytes() < made.untyped_storage().nbytes():
         return made
@@ -91,6 +91,11 @@ class Numbers:
         return spent(result, _core.behind(value)) if is_new else result
 
     def _of_kept(self, value: int) -> torch.Tensor:
+        """Return the number of a value that the run kept whole; the same tensor at each call.
+
+        It is the tensor that the user may hold already. Else it is read from the run, or taken
+        from the memory of a number of the same storage that the user has read.
+        """
         if value not in self.made:
             result = self.program.info(value).result  # the user may hold this tensor already
             if result is None:

@@ -87,16 +87,19 @@ class _Outdated(_Refusing):
 
 
 def _hung_on(function: Any, number: torch.Tensor, leaves: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return a tensor in the memory of `number` that requires a gradient: behind it is a node of
+    `function`, a subclass of _Refusing, whose inputs are `leaves` (none: a new leaf)."""
     with torch._C._InferenceMode(False), torch.enable_grad():
         inputs = list({id(leaf): leaf for leaf in leaves}.values())
         if not inputs:
             inputs.append(torch.ones((), device="cpu").requires_grad_())
         with engine.as_recorded(inputs):
             root = function.apply(number.dtype, number.device, *inputs)
+        # To torch the result of expand() is a view of the root; that of _unsafe_view is none.
         hung: torch.Tensor = torch.ops.aten._unsafe_view.default(
             root.expand(number.shape), number.shape
         )
-        _DATA.__set__(hung, number.detach())  # so that to torch it is no view of the root
+        _DATA.__set__(hung, number.detach())  # the memory of `number` in place of the root's
     return hung
 
 

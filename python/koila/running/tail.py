@@ -233,13 +233,14 @@ def _maker(stages: Stages, value: int) -> int:
 def _compare(
     stages: Stages, value: int, found: torch.Tensor | None, sent: torch.Tensor | None
 ) -> None:
+    """Raise if two gradients of a value differ by more than rounding; None stands for zeros."""
     if found is None or sent is None:
         one = found if sent is None else sent
         if one is None:
             return
         found, sent = one, without_memory(one.shape, one.dtype, one.device)
-    is_waited_for = found.device.type != "cpu"
-    if found.numel() == 0 or (not is_waited_for and torch.equal(found, sent)):
+    is_asynchronous = found.device.type != "cpu"
+    if found.numel() == 0 or (not is_asynchronous and torch.equal(found, sent)):
         return
     share = min(_FAR, _PRECISIONS * torch.finfo(sent.dtype).eps)
     size = torch.where(sent.isfinite(), sent, 0).abs().amax()
@@ -251,7 +252,7 @@ def _compare(
         f"linear, and is not ({detail[3]}): a mistake in koila's table of what torch keeps for "
         "backward, please report it"
     )
-    if is_waited_for:
+    if is_asynchronous:
         torch._assert_async(is_same, text)  # does not wait for the device, and still raises
     elif not is_same:
         raise KoilaError(text)
