@@ -46,7 +46,6 @@ OFF: dict[str, tuple[str, float, float]] = {
     "hard_triplet": (CUT, 0.07, 0.0),
     "sparse_mixture": (OUTSIDE, 0.18, 0.3),
     "reused": (CUT, 0.0, 0.09),
-    "quantise": (OUTSIDE, 0.0, 0.42),
     "critic": ("the second backward is predicted from above", 0.05, 0.0),
 }
 
