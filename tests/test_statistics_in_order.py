@@ -220,7 +220,7 @@ def test_a_checkpoint_behind_a_cut_moves_them_again_after_later_calls(
     assert_seen(got, want, name, exact_bits=False)
 
 
-@pytest.mark.parametrize("kind", ["block", "read", "no rows"])
+@pytest.mark.parametrize("kind", ["block", "read", "no rows", "plain"])
 @each_split_further
 def test_a_checkpoint_moves_statistics_again_of_what_has_its_numbers(
     chunks: int | None, kind: str
@@ -235,10 +235,16 @@ def test_a_checkpoint_moves_statistics_again_of_what_has_its_numbers(
             with torch.no_grad():
                 h = x * 2
         else:
-            h = x * 2 if kind == "read" else x.sum(0).sin() + torch.ones(8, 1).double()
+            h = (
+                x * 2
+                if kind == "read"
+                else x.sum(0).sin() * torch.linspace(-1, 1, len(x)).double()[:, None]
+            )
             told = float(h.sum())
             assert told == told
-        made = checkpoint(lambda h: head(h).tanh(), h, use_reentrant=False)
+        if kind == "plain":
+            h = torch.linspace(-1, 1, 4 * len(x)).view(-1, 4).double()
+        made = checkpoint(lambda h, x: head(h).tanh() * x, h, x, use_reentrant=False)
         made.square().mean().backward()
         return [*head.buffers()], [p.grad for p in head.parameters()]
 

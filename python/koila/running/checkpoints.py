@@ -77,8 +77,9 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, *words: Any) -> Any:
     needs = any(one is not None and one.requires_grad for one in (x, weight, bias))
     if not (needs and torch.is_grad_enabled()):
         recomputed.refuse("moves the statistics of a normalization of which no gradient is asked")
-    real = _core.real(x) if type(x) is _core.LazyTensor else x
-    if real is not None and _core.rows_dim(x) < 0:
+    is_lazy = type(x) is _core.LazyTensor
+    real = _core.real(x) if is_lazy else x
+    if real is not None and not (is_lazy and _core.rows_dim(x) >= 0):
         # Record the call all the same, for the program to update the statistics in backward.
         x = _core.input(real, -1, _core.new_axis(), 0)
     module = _norm_calling(mean)
