@@ -57,7 +57,7 @@ kl_function_init(PyObject *module)
 }
 
 /* Attribute access arrives as a method-wrapper that is created for each call; only the descriptor to which it is
- * bound stays the same. Writing an attribute is told from reading it by a tuple as the key. */
+ * bound stays the same. The key of a write is a tuple, so that it differs from the key of a read. */
 static Function *
 find_accessor(PyObject *func)
 {

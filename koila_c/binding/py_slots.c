@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_slots.c - methods and operators (+ - * / @ and unary minus) of LazyTensor that go straight to the recorder.
- * torch's own way there (parse the arguments, find who overrides the call, call back) is most of what recording a
- * call costs. It is bypassed only where it would end here anyway: no torch-function mode is pushed, overriding is
- * not disabled, and a LazyTensor is the first operand to be asked. */
+ * Most of the cost of recording a call would be torch's dispatch: parse the arguments, find the class that overrides
+ * the call, call that back. koila bypasses it only where it would get here anyway: no torch-function mode is pushed,
+ * overriding is not disabled, and a LazyTensor is the first operand to be asked. */
 #include "py.h"
 
 #include <structmember.h>

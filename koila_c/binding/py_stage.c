@@ -23,7 +23,7 @@ typedef struct Run {
     PyObject *cloned;   /* set of the nodes that write a clone instead */
     PyObject *clone;    /* callable(value, its storage) -> both as copies in new memory */
     PyObject *forked;   /* what clone() returned for the node that runs, or NULL */
-    PyObject *saved;    /* list of what autograd saved for the node that runs, or NULL */
+    PyObject *saved;    /* list of the tensors that autograd saved for the running node, or NULL */
     PyObject *settle;   /* callable(node): decides what of `saved` is kept */
     uint8_t *marks;     /* [n_values], marks: only nodes that make marked values run; NULL: all */
     Tape *aside;        /* borrowed, or NULL: the tape on which the calls are recorded instead */

@@ -118,7 +118,7 @@ kl_view_is_data(const Tape *tape, KlValueId value)
     return function != NULL;
 }
 
-/* Fill in what inference would find for a view's node on `source`. 0 or -1. */
+/* Set `inferred` as shape inference would for the node of a view, if that were a view of `source`. 0 or -1. */
 static int
 infer_again(Tape *tape, const KlNode *node, const KlValue *old, KlValueId source, KlPlace *places,
             KlInferred *inferred)
@@ -164,7 +164,7 @@ break_orders(KlTape *core, const KlMeta *was, const KlMeta *now)
     }
 }
 
-/* Append the view `value` again, as a view of `source`, the current version of what it views. 0 or -1. */
+/* Record the view `value` once more, as a view of `source`: the latest version of the value it views. 0 or -1. */
 static int
 take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
 {

@@ -3,8 +3,8 @@
  *
  * NOTE [digits]: write the row-major index of an element as a number of mixed radix. The row is one digit of it: in
  * dim `dim` of size outer * rows * inner, the index is (o * rows + row) * inner + i. Merging dims (view, flatten)
- * joins digits to a larger number, and splitting dims separates them again. So it is enough to know the size of
- * what is left of the row's digit (outer, and the dims before) and right of it (inner, and the dims after). Two
+ * joins digits to a larger number, and splitting dims separates them again. So two sizes are
+ * enough: left of the row's digit (outer, and the dims before) and right of it (inner, and the dims after). Two
  * values can be combined element by element in a chunk only if the digit is at the same place in both. */
 #include "rules.h"
 

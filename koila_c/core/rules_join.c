@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* rules_join.c - ops that join values or take them apart along a dim: cat, stack, split. Along the rows' dim they change
- * what is left or right of the row's digit (NOTE [digits] in rules_digits.c). */
+ * the size left or right of the row's digit (NOTE [digits] in rules_digits.c). */
 #include "rules.h"
 
 #include <string.h>

@@ -184,7 +184,7 @@ node_at(const KlWaiting *waiting, const KlRun *run, uint32_t i)
     return &waiting->tape->nodes[waiting->program->nodes.ids[run->nodes.first + i]];
 }
 
-/* Clear the bits of what a run made: to other runs these are values from outside. */
+/* Clear the bits of the values that a run made: other runs read these values as inputs from outside. */
 static void
 forget_made(const KlWaiting *waiting, const KlRun *run)
 {

@@ -81,7 +81,7 @@ def _all_lazy() -> Iterator[None]:
 @contextlib.contextmanager
 def lazy_loaders() -> Iterator[Summary]:
     """Make the batches of all loaders lazy in a block, and noise with as many rows. Yield a summary
-    of what runs in it. Blocks may be nested."""
+    of the steps that run in it. Blocks may be nested."""
     summary = Summary()
     try:
         with _all_lazy(), reports.observed_by(summary):

@@ -35,13 +35,13 @@ _KERNELS_SHARE, _LEAST_KERNELS = 1 / 16, 8
 _threshold: int | None = None
 
 
-#: A fragmented heap may take several times the bytes of its tensors. If this multiple of what a
-#: step needs is left, malloc may keep freed memory: new pages would cost a twentieth of a step or
-#: more.
+#: A fragmented heap can be several times as large as its tensors. If this multiple of a step's
+#: bytes is free, malloc may keep freed memory: getting new pages would take a twentieth of the
+#: step's time or more.
 _HEAP_SHARE = 4
 #: Freed blocks below the threshold stay on the heap, where they leave holes of about their size.
-#: The threshold is a share of what is left to the process, within bounds: at the lower one each
-#: call pays for new pages, at the upper one almost none does.
+#: The threshold is a share of the memory that the process may still take, between two bounds: at
+#: the lower bound each call pays for new pages, at the upper one almost none does.
 _BLOCK_SHARE, _LEAST_BLOCK, _MOST_BLOCK = 1 / 256, 2**16, 2**22
 
 
@@ -80,8 +80,8 @@ def _left_to_process() -> Iterator[int]:
 
 
 def _kept_back(left: int) -> int:
-    """Return the bytes to keep back for libraries of what a limit of the process leaves: SLACK, but
-    at most half."""
+    """Return how many of the bytes that a limit of the process leaves koila keeps free for
+    libraries: SLACK, but at most half."""
     return min(SLACK, max(0, left) // 2)
 
 
