@@ -7,13 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import koila
-from allocations import Allocations
-from koila.memory.estimates import estimate
-from koila.staged.program import Program
-from oracle import Lazy, eager
+from predictions import predicted_and_taken
 
 ROWS, WIDTH, GROUPS = 2048, 48, 50
 
@@ -36,21 +32,6 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_it_takes_what_is_predicted(name: str) -> None:
     """With its backward: what is kept for that, and what a formula makes on its way."""
-
-    net = nn.Linear(4, WIDTH).double()
-    x = torch.randn(ROWS, 4, dtype=torch.float64)
-
-    def loss_of(lazy: Lazy) -> Tensor:
-        return CALLS[name](net(lazy(x)).tanh()).sin().sum()
-
-    loss_of(eager).backward()
-    net.zero_grad()
-    memory = Allocations()
-    with memory:
-        pass
-    with memory:
-        loss_of(eager).backward()
-    with koila.config(memory_limit=2**40):
-        predicted = estimate(Program([loss_of(koila.lazy)]), True).whole
-    share = predicted / memory.peak
-    assert 0.9 <= share <= 1.5, f"{share:.2f} of {memory.peak} bytes"
+    predicted, taken = predicted_and_taken(CALLS[name], ROWS, WIDTH, torch.float64)
+    share = predicted / taken
+    assert 0.9 <= share <= 1.5, f"{share:.2f} of {taken} bytes"

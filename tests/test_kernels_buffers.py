@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import koila
 from allocations import Allocations
@@ -17,6 +17,7 @@ from koila import _core
 from koila.memory.estimates import estimate
 from koila.staged.program import Program
 from oracle import Lazy, eager
+from predictions import predicted_and_taken
 
 ROWS, STEPS, CLASSES, LABELS = 1024, 20, 12, 6
 WIDTH = STEPS * CLASSES
@@ -54,25 +55,9 @@ APART = {"matrix_exp": (0.95, 1.06), "mul": (0.92, 1.05)}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", CALLS)
 def test_it_takes_what_is_predicted(name: str, dtype: torch.dtype) -> None:
-    net = nn.Linear(4, WIDTH).to(dtype)
-    x = torch.randn(ROWS, 4, dtype=dtype)
-
-    def loss_of(lazy: Lazy) -> Tensor:
-        return CALLS[name](net(lazy(x)).tanh()).sin().sum()
-
-    loss_of(eager).backward()
-    net.zero_grad()
-    memory = Allocations()
-    with memory:
-        pass
-    with memory:
-        loss_of(eager).backward()
-    net.zero_grad()
-    with koila.config(memory_limit=2**40):
-        predicted = estimate(Program([loss_of(koila.lazy)]), True).whole
-        _core.forget()
-    share, (least, most) = predicted / memory.peak, APART.get(name, (0.95, 1.05))
-    assert least <= share <= most, f"{share:.3f} of {memory.peak} bytes"
+    predicted, taken = predicted_and_taken(CALLS[name], ROWS, WIDTH, dtype)
+    share, (least, most) = predicted / taken, APART.get(name, (0.95, 1.05))
+    assert least <= share <= most, f"{share:.3f} of {taken} bytes"
 
 
 @pytest.mark.parametrize("name", ["add", "mul", "add_", "eq", "maximum"])
