@@ -180,3 +180,44 @@ def test_other_pairs_of_a_batch_are_selected_by_rows() -> None:
         for given, want in zip([loss, *got], [wanted[0], *wanted[1]], strict=True):
             assert_close(given, want, f"{chunks} chunks")
         assert memory.peak <= (0.7 if chunks == 2 else 0.4) * n_bytes
+
+
+class Encoder(nn.Module):
+    """Activations of 3 MiB, and pairs of the batch of 7 KiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 16, 3, padding=1, dtype=torch.float64)
+        self.head = nn.Linear(64, 8, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        vectors = self.head(F.adaptive_avg_pool2d(self.conv(x).relu(), 2).flatten(1))
+        return (vectors[:, None] - vectors).square().sum(-1)
+
+
+@pytest.mark.parametrize("is_even", [True, False], ids=["as many of each row", "others"])
+def test_pairs_written_where_a_mask_is_true_take_a_third(is_even: bool) -> None:
+    """As ranked list loss does: the pairs under a limit are written into zeros like them. Of each
+    row as many may be under it, so that they are cut with the rows."""
+    torch.manual_seed(0)
+    encoder, images = Encoder(), torch.randn(30, 1, 20, 20, dtype=torch.float64)
+    least = float("inf") if is_even else float(encoder(images).detach().median())
+
+    def peak(lazy: Lazy) -> int:
+        encoder.zero_grad()
+        memory = Allocations()
+        with memory:
+            x = lazy(images)
+        with memory:
+            pairs = encoder(x)
+            near = torch.zeros_like(pairs)
+            near[pairs < least] = pairs[pairs < least]
+            near.square().sum().backward()
+        return memory.peak
+
+    expected = peak(eager)
+    gradients = [p.grad for p in encoder.parameters()]
+    with split(6):
+        assert peak(koila.lazy) < expected / 3
+    for p, gradient in zip(encoder.parameters(), gradients, strict=True):
+        assert_close(p.grad, gradient, "a gradient", largest=float(gradients[0].abs().max()))

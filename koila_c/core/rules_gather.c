@@ -69,18 +69,25 @@ match_but(const KlCall *call, KlInferred *result, uint32_t other, const KlPlace 
 }
 
 KlStatus
-place_gather(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+place_scatter(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
     int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
+    return want.dim == dim ? kl_rules_once(result, index_couples)
+                           : match_but(call, result, KL_ID_NONE, &want);
+}
+
+KlStatus
+place_gather(const KlCall *call, KlInferred *result, KlError *error)
+{
+    int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     const KlPlace *of_index = &call->inputs[1]->place;
     if (kl_place_is_rows(of_index) && of_index->dim == dim &&
         !kl_place_is_rows(&call->inputs[0]->place)) {
         result->outs[0].place = *of_index; /* each row of the index reads the whole value */
         return KL_OK;
     }
-    return want.dim == dim ? kl_rules_once(result, index_couples)
-                           : match_but(call, result, KL_ID_NONE, &want);
+    return place_scatter(call, result, error);
 }
 
 /* scatter(x, dim, index, src or value), scatter_add: the result has x's shape */
@@ -107,15 +114,6 @@ shape_scatter(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 KlStatus
-place_scatter(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
-{
-    int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
-    KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
-    return want.dim == dim ? kl_rules_once(result, index_couples)
-                           : match_but(call, result, KL_ID_NONE, &want);
-}
-
-KlStatus
 shape_index_select(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
@@ -136,8 +134,7 @@ shape_index_select(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 place_index_select(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
-    const KlPlace *of_value = &call->inputs[0]->place;
-    const KlPlace *of_index = &call->inputs[1]->place;
+    const KlPlace *of_value = &call->inputs[0]->place, *of_index = &call->inputs[1]->place;
     int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     if (kl_place_is_rows(of_value) && (kl_place_is_rows(of_index) || of_value->dim == dim)) {
         return kl_rules_once_again(result, index_couples, dim);
@@ -170,7 +167,11 @@ shape_select_masked(const KlCall *call, KlInferred *result, KlError *error)
             return kl_error_set(error, KL_ERROR_SHAPE, "the mask does not have the value's shape");
         }
     }
-    return kl_rules_out_shape(result, shape, input->n_dims - mask->n_dims + 1, error);
+    status = kl_rules_out_shape(result, shape, input->n_dims - mask->n_dims + 1, error);
+    if (status == KL_OK && (kl_meta_is_contiguous(input) || mask->n_dims == input->n_dims)) {
+        kl_meta_set_contiguous(&result->outs[0]);
+    }
+    return status;
 }
 
 KlStatus
@@ -197,11 +198,10 @@ place_select_masked(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(e
 void
 saves_select_masked(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
-    const KlMeta *mask = call->inputs[1];
-    int64_t n_chosen = result->outs[0].shape[0];
+    int64_t n_indices = result->outs[0].shape[0] * call->inputs[1]->n_dims;
     saves->inputs |= kl_rules_needs_grad(call, 0) ? UINT64_C(1) << 1 : 0;
     saves->bytes_workspace = saves->bytes_backward =
-        n_chosen * mask->n_dims * (int64_t)kl_meta_dtype_bytes(KL_DTYPE_INT64);
+        n_indices * (int64_t)kl_meta_dtype_bytes(KL_DTYPE_INT64);
 }
 
 /* index_add(x, dim, index, source), index_copy: slices of source are written at the indices */

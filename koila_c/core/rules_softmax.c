@@ -153,7 +153,7 @@ shape_cross(const KlCall *call, KlInferred *result, KlError *error)
     KlMeta full;
     int32_t dim = 0;
     KlStatus status = read_cross(call, &full, &dim, error);
-    return status == KL_OK ? kl_rules_out_plain(call, result, &full, error) : status;
+    return status == KL_OK ? kl_rules_out_contiguous(result, &full, error) : status;
 }
 
 KlStatus

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The losses of pytorch-metric-learning on a small network, and its miners with their losses."""
+"""The losses of pytorch-metric-learning on a small encoder, and its miners with their losses."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ MINED = {
 
 
 def _network() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(20, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, WIDTH)
-    )
+    """Return an encoder of images: activations of some MiB, and parameters of a few KiB."""
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AvgPool2d(4), nn.Flatten(), nn.Linear(16 * 16, WIDTH))
 
 
 def _labels(rows: int) -> Tensor:
@@ -79,7 +79,7 @@ def _labels(rows: int) -> Tensor:
 def _step(model: nn.Module, criterion: nn.Module, loss: Callable[..., Tensor]) -> Step:
     def batch(rows: int) -> dict[str, Tensor]:
         # The two smooth average precisions want the samples of a class side by side.
-        return {"x": torch.randn(rows, 20), "y": _labels(rows).sort().values}
+        return {"x": torch.randn(rows, 1, 16, 16), "y": _labels(rows).sort().values}
 
     return Step([model, criterion], batch, loss)
 
