@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as checkpoints
 
+from koila.patches import patching
+from koila.reductions import norms
 from small import Smalls
 
 SMALLS = Smalls()
@@ -232,3 +234,14 @@ def test_apply_captured_before_koila_is_imported() -> None:
         assert torch.equal(x.grad, torch.full((4, 2), 6.0)), x.grad
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+
+
+def test_only_functions_of_others_are_searched_for_lazies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk runs koila's own functions, and never on lazies."""
+    searched: list[Any] = []
+    monkeypatch.setattr(patching, "holds_lazy", searched.append)
+    x = torch.ones(4, 2, requires_grad=True)
+    norms._Moments.apply(x, None)
+    assert not searched
+    Straight.apply(x)
+    assert searched == [(x,), {}]

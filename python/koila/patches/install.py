@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from koila import _core
-from koila.basics import surroundings, switches
+from koila.basics import engine, surroundings, switches
 from koila.basics.threads import in_turn
 from koila.memory import budget
 from koila.patches import patching
@@ -51,6 +51,7 @@ def _patch_function_apply() -> None:
         return original(*args, **kwargs)
 
     own = _core.call_class_method_by(_OF_FUNCTIONS, apply)
+    patching.replace(engine.Function, "apply", own)
 
 
 def _patch_node_hooks() -> None:

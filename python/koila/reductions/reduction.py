@@ -23,6 +23,8 @@ import torch
 
 from koila.basics.table import bind, parse
 
+_tensor = torch.tensor  # taken at import: koila's patch of it looks for lazies
+
 
 class Call:
     """One call of a torch function: a recorded one, or the same on a chunk.
@@ -96,7 +98,7 @@ def total(parts: list[torch.Tensor]) -> torch.Tensor:
 def count(n: int) -> torch.Tensor:
     """Return a number of terms as a part: without dims and on the CPU, it combines with tensors of
     any device."""
-    return torch.tensor(n, dtype=torch.float64, device="cpu")
+    return _tensor(n, dtype=torch.float64, device="cpu")
 
 
 class _Counted(threading.local):

@@ -9,6 +9,7 @@ and torch is asked on meta tensors whether the backward of the call really needs
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
@@ -34,10 +35,11 @@ _ELSEWHERE = "a call that is not recorded"
 
 def check(program: Program) -> None:
     """Raise what eager's backward of a program raises for tensors written since they were saved."""
+    uncounted = _Uncounted(program)
     for body in checkpoints.bodies(program):
         for value in body.given:
             written = _core.writer_from(body.nodes[0].id, value)  # in the program or not
-            if written is not None and not _is_uncounted(program, value):
+            if written is not None and value not in uncounted:
                 _refuse(program, value, "the checkpoint", written[0])
         for value in body.read:
             _check_read_again(program, value, body)
@@ -49,7 +51,7 @@ def check(program: Program) -> None:
             # Without a later writer it is the call itself that writes what it saves.
             writer, region = _core.writer_from(before + 1, value) or (before, node.region)
             is_again = checkpoints.is_made_again(program, value, node.region, region)
-            if is_again or _is_uncounted(program, value):
+            if is_again or value in uncounted:
                 continue
             if _needs_as_before(program, node, value) and _is_gone_through(program, node):
                 _refuse(program, value, _call(node.id), writer, _is_hidden(node, region))
@@ -162,15 +164,25 @@ def _moved_by(program: Program, node: Node) -> set[int]:
     }
 
 
-def _is_uncounted(program: Program, value: int) -> bool:
-    """Return whether x.data was taken of a value's storage: torch does not count writes to it."""
-    storage = program.info(value).storage
-    with contextlib.suppress(IndexError):  # after the last call
-        for i in itertools.count():
-            func, *_, reads, _ = _core.node(i)
-            if is_data(func) and program.info(reads[0]).storage == storage:
-                return True
-    return False
+class _Uncounted:
+    """The storages whose `.data` was taken: torch does not count writes to them."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def __contains__(self, value: int) -> bool:
+        """Return whether `.data` was taken of a value's storage."""
+        return self.program.info(value).storage in self._storages
+
+    @functools.cached_property
+    def _storages(self) -> set[int]:
+        found = set()
+        with contextlib.suppress(IndexError):  # after the last call
+            for i in itertools.count():
+                func, *_, reads, _ = _core.node(i)
+                if is_data(func):
+                    found.add(self.program.info(reads[0]).storage)
+        return found
 
 
 #: Results of `_needs` by all that is known of a call, since each step asks for the same calls.

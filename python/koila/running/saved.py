@@ -113,10 +113,12 @@ class Look:
 
     def settle(self, node: Node, env: Sequence[Any]) -> None:
         """After a call, replace its saved tensors by references where they will be available."""
+        if not self.pending:
+            return
         imports = self.program.imports
         read = (imports[import_id].value for import_id in node.imports if import_id >= 0)
         made = [
-            (value, env[value])
+            (value, env[value], env[value].untyped_storage()._cdata)
             for value in (*node.outs, *read)
             if value in self.values and isinstance(env[value], torch.Tensor)
         ]
@@ -128,11 +130,14 @@ class Look:
             copies[0].refer_to(self.found, written)
         self.pending.clear()
 
-    def _settle(self, saved: _Saved, made: list[tuple[int, torch.Tensor]]) -> None:
+    def _settle(self, saved: _Saved, made: list[tuple[int, torch.Tensor, int]]) -> None:
         tensor = saved.tensor
         assert tensor is not None
-        storage, layout = tensor.untyped_storage()._cdata, _layout(tensor)
-        of_it = [(v, _layout(of)) for v, of in made if of.untyped_storage()._cdata == storage]
+        storage = tensor.untyped_storage()._cdata
+        of_it = [(v, _layout(of)) for v, of, its in made if its == storage]
+        if not of_it:
+            return
+        layout = _layout(tensor)
         same = [(value, None) for value, of in of_it if of == layout]
         views = [(value, (of, layout)) for value, of in of_it if value in self.light]
         for value, view in (*same, *views)[:1]:

@@ -447,10 +447,12 @@ class Stages:
         """After a chunk's backward, add the gradients of the rows that it read to the gradients of
         the whole values."""
         for import_id in run.imports:
-            value = self.program.imports[import_id].value
-            place, grid = self._place_of(import_id, run)
+            value, place, _ = self.program.imports[import_id]
             cross = stand_ins.get(value) or self.cross.get(value)
-            if cross is not None and place is not None:
+            if cross is None or (place is None and value not in self.by_chunk):
+                continue
+            place, grid = self._place_of(import_id, run)
+            if place is not None:
                 self.forget(cross.take_rows(place, grid, chunk))
 
     def forget(self, aliases: Iterable[torch.Tensor]) -> None:
