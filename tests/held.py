@@ -65,7 +65,7 @@ ROWS = {row["name"]: _held(row["held"]) for row in _core.op_table()}
 #: In the order of KlReduce, and last the statistics of batch_norm, which only chunks need.
 PARTS = [
     Parts(left, combined, seeds, keeps and Amount(*keeps), held and _held(held), of_row)
-    for _, _, left, combined, seeds, keeps, held, of_row in _core.parts_table()
+    for _, _, left, combined, seeds, keeps, held, of_row, _ in _core.parts_table()
 ]
 
 

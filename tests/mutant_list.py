@@ -208,8 +208,8 @@ MUTANTS = [
     Mutant(
         "measure: parts of a reduction get no gradients",
         "koila_c/core/measure.c",
-        "*seeds += parts->seeds * result_of",
-        "*seeds += 0 * parts->seeds * result_of",
+        "parts->seeds * seeds);",
+        "0 * parts->seeds * seeds);",
         MEASURE,
     ),
     Mutant(
@@ -355,8 +355,8 @@ MUTANTS = [
     Mutant(
         "cross: each chunk has as many terms as the first",
         "python/koila/running/cross.py",
-        "tensor * ((stop - start) / first) if chunk else tensor",
-        "tensor.clone() if chunk else tensor",
+        "else tensor * (n_rows / first)",
+        "else tensor.clone()",
         CROSS,
     ),
     Mutant(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import koila
 from chunked import split
-from koila.running import cross
+from koila.basics import holders
 from oracle import assert_seen, eager
 
 N_ROWS = 6
@@ -115,18 +115,18 @@ def test_gradients_lie_as_their_values_do(
 
 def test_a_torch_that_counts_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who holds the memory of a gradient is a private number of torch's."""
-    assert cross.counts_holders()
+    assert holders.counts_holders()
     count = torch._C._storage_Use_Count
     for wrong in (lambda at: count(at) - 1, lambda at: count(at) + 1, lambda at: 2, lambda at: 3):
         monkeypatch.setattr(torch._C, "_storage_Use_Count", wrong)
-        assert not cross.counts_holders.__wrapped__()
+        assert not holders.counts_holders.__wrapped__()
 
 
 def test_gradients_where_nobody_counts_who_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then each first gradient is copied, and chunks add to what is theirs."""
     monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda at: 1)
-    monkeypatch.setattr(cross, "counts_holders", lambda: False)
-    assert cross.is_shared(torch.ones(2))
+    monkeypatch.setattr(holders, "counts_holders", lambda: False)
+    assert holders.is_shared(torch.ones(2))
 
     def story(lazy: Any) -> list[Tensor | None]:
         torch.manual_seed(1)

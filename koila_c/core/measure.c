@@ -181,6 +181,14 @@ has_own_memory(const Step *step, KlValueId value)
     return step->sweep.sizes[value].is_put_together || whole(step, value) < whole(step, of);
 }
 
+/* Hold `n` partial results of a reduction: for each chunk, or once if they are added up. */
+static void
+hold_parts(Step *step, KlValueId value, double n)
+{
+    double *held = parts_of(step, value)->added ? &step->held : &step->held_per_chunk;
+    *held += n * result_of(step, value);
+}
+
 /* Hold a result of a body, all chunks of it; each storage counts once. */
 static void
 hold(Step *step, KlValueId value)
@@ -192,7 +200,7 @@ hold(Step *step, KlValueId value)
     }
     step->values[value].is_held = true;
     if (parts != NULL) {
-        step->held_per_chunk += parts->left * result_of(step, value) * n_parts_of(step);
+        hold_parts(step, value, parts->left);
     } else if (has_own_memory(step, value)) {
         step->held += whole(step, value);
     } else if (storage->n_held++ == 0) {
@@ -214,7 +222,7 @@ free_value(Step *step, KlValueId value)
     step->held -= step->values[value].is_beside ? whole(step, value) : 0;
     step->values[value].is_beside = false;
     if (parts != NULL) {
-        step->held_per_chunk -= parts->left * result_of(step, value) * n_parts_of(step);
+        hold_parts(step, value, -parts->left);
     } else if (has_own_memory(step, value)) {
         step->held -= whole(step, value);
     } else if (--storage->n_held == 0) {
@@ -222,19 +230,17 @@ free_value(Step *step, KlValueId value)
     }
 }
 
-/* Of the reductions that a joint combines, find the bytes for each chunk that its graph saves (`*kept`) and that the
- * gradients of the partial results take (`*seeds`). */
+/* Of the partial results that a joint combines, hold what its graph saves, `kept` times, and their gradients, `seeds`
+ * times. */
 static void
-find_combined(const Step *step, const KlRun *run, double *kept, double *seeds)
+hold_combined(Step *step, const KlRun *run, int kept, int seeds)
 {
-    *kept = *seeds = 0;
     for (uint32_t i = 0; i < run->combined.n && step->homes->is_graph; i++) {
         KlNodeId id = step->program->combined.ids[run->combined.first + i];
         KlValueId value = step->tape->nodes[id].first_out;
         const KlParts *parts = parts_of(step, value);
         if (parts != NULL && needs_gradient(step, value)) {
-            *kept += parts->combined * result_of(step, value) * n_parts_of(step);
-            *seeds += parts->seeds * result_of(step, value) * n_parts_of(step);
+            hold_parts(step, value, parts->combined * kept + parts->seeds * seeds);
         }
     }
 }
@@ -274,9 +280,7 @@ static void
 run_joint(Step *step, const KlStep *of)
 {
     uint32_t i = of->run;
-    double kept, seeds;
-    find_combined(step, &step->program->runs[i], &kept, &seeds);
-    step->held_per_chunk += kept;
+    hold_combined(step, &step->program->runs[i], 1, 0);
     sweep_forward(step, &step->program->runs[i], step->homes->is_graph);
     step->live[i] = kl_sweep_live(&step->sweep).fixed;
     step->held += step->live[i];
@@ -365,7 +369,8 @@ find_stand_ins(Step *step, const KlStep *of)
                 continue;
             }
             if (parts != NULL) {
-                found.parts += parts->left * result_of(step, value) * n_parts_of(step);
+                double *of_parts = parts->added ? &found.values : &found.parts;
+                *of_parts += parts->left * result_of(step, value);
                 continue;
             }
             bool is_read = step->values[value].is_read_by_tail;
@@ -534,12 +539,9 @@ go_back_joint(Step *step, const KlStep *of)
 {
     uint32_t i = of->run;
     const KlRun *run = &step->program->runs[i];
-    double kept, seeds;
     (void)gather_gradients(step, run, UINT32_MAX);
-    find_combined(step, run, &kept, &seeds);
-    if (!(is_joint_after(step, run) && step->stages->is_tail_linear)) {
-        step->held_per_chunk += seeds; /* else they are only compared: CHECK */
-    }
+    /* The gradients of a linear tail are only compared: CHECK. */
+    hold_combined(step, run, 0, !(is_joint_after(step, run) && step->stages->is_tail_linear));
     step->held -= step->live[i]; /* the sweep below counts it */
     sweep_again(step, run);
     for (uint32_t k = 0; k < run->exports.n; k++) {
@@ -559,7 +561,7 @@ go_back_joint(Step *step, const KlStep *of)
     }
     /* The graph is freed, and with it the combined values that only it kept. */
     step->held += fmin(step->live[i] - step->sweep.freed, bytes_left(step, run));
-    step->held_per_chunk -= kept;
+    hold_combined(step, run, -1, 0);
 }
 
 /* Return the bytes of gradients accumulated for a body's results: those by chunk, or (`is_whole`) those of results that

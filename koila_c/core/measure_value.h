@@ -109,15 +109,18 @@ parts_of(const Step *step, KlValueId value)
                                         : NULL;
 }
 
-/* Return the bytes that KlParts counts in: of a reduction's result (0: a single number), or of a row of its input. */
+/* Return the bytes that KlParts counts in: of a reduction's result (0: a single number), or of a row of its input; for
+ * each chunk or, if partial results are not added up, for each of its pieces. */
 static inline double
 result_of(const Step *step, KlValueId value)
 {
     const KlSweepNode *node = &step->sweep.nodes[step->tape->values[value].node];
+    bool is_for_each = step->homes->n_pieces > 1 && step->homes->n_across == 0;
+    double n = is_for_each && !parts_of(step, value)->added ? step->homes->n_pieces : 1;
     if (node->parts != NULL && node->parts->of_row) {
-        return step->sweep.sizes[step->sweep.inputs[node->first_input]].per_row;
+        return n * step->sweep.sizes[step->sweep.inputs[node->first_input]].per_row;
     }
-    return step->sweep.sizes[value].n_elements > 1 ? whole(step, value) : 0;
+    return step->sweep.sizes[value].n_elements > 1 ? n * whole(step, value) : 0;
 }
 
 /* Return the number of rows of a body's axis. */
@@ -145,14 +148,6 @@ is_joint_after(const Step *step, const KlRun *run)
 {
     return !kl_program_is_body(run) && step->stages->last_body != KL_STAGE_NONE &&
            run->stage > step->stages->last_body;
-}
-
-/* Return how many sets of partial results a reduction makes for each chunk, at most: one for each piece. */
-static inline double
-n_parts_of(const Step *step)
-{
-    bool is_for_each = step->homes->n_pieces > 1 && step->homes->n_across == 0;
-    return is_for_each ? (double)step->homes->n_pieces : 1;
 }
 
 static inline KlValueId

@@ -271,6 +271,7 @@ typedef struct KlParts {
     const KlAmount *keeps;
     const KlHeld *held;
     bool of_row;
+    uint32_t added; /* bit p: partial results p of all chunks are added up as chunks finish */
 } KlParts;
 
 /* Sets of kinds of dtypes. */

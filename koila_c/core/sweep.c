@@ -503,8 +503,8 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     bool is_parts = parts_of(sweep, node) != NULL;
     KlBytes terms = is_parts || sweep->span.is_live ? terms_of(sweep, node) : zero;
     if (is_parts) {
-        /* With a graph, the partial results live until the backward has run; else measure.c counts them. */
-        double left = sweep->span.has_graph ? node->parts->left : 0;
+        /* With a graph, they live until its backward has run, and added up until the run ends; else see measure.c. */
+        double left = sweep->span.has_graph || node->parts->added ? node->parts->left : 0;
         sweep->made = plus(sweep->made, plus(terms, times(left, size_of(sweep, node->first_out))));
     }
     for (uint32_t k = 0; k < node->n_outs && !is_parts; k++) {

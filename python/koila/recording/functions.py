@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from koila import _core
-from koila.basics import devices, engine, enter, lines, surroundings, switches, table
+from koila.basics import devices, engine, enter, holders, lines, surroundings, switches, table
 from koila.messages.errors import KoilaError, StaleError, is_out_of_memory
 from koila.planning import explain
 from koila.random import draws, generators, plain
@@ -29,7 +29,7 @@ from koila.recording import (
 )
 from koila.reductions import batch_softmax, calls, norms, scans
 from koila.reporting import reports, versions
-from koila.running import cross, derived, numbers, recomputed, replay, unwritten
+from koila.running import derived, numbers, recomputed, replay, unwritten
 from koila.staged import hooks, meta
 
 OP, LIVE, READ, ENTER, HANDLER = range(5)
@@ -339,6 +339,6 @@ def register_all() -> None:
             "tensors are read by their attributes": ways["handles"],
             "torch's modes are asked for in Python": ways["contexts"],
             "other tensors are looked for seldom": _core.sees_storages(),
-            "gradients are copied only where others hold them": cross.counts_holders(),
+            "gradients are copied only where others hold them": holders.counts_holders(),
         }
     )

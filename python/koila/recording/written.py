@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from koila import _core
+from koila.basics import holders
 from koila.planning import planner
-from koila.running import cross
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -28,7 +28,7 @@ def _is_own(lazy: Any) -> bool:
         return False
     if torch.is_inference_mode_enabled():  # the copy would be an inference tensor
         return False
-    is_private = not real.is_inference() and not cross.is_shared(real)
+    is_private = not real.is_inference() and not holders.is_shared(real)
     del real  # release the reference before the lazy's own count is checked
     return is_private and _core.keep_lazy(lazy)
 

@@ -12,13 +12,21 @@ from koila import _core
 from koila.basics import rows, table
 from koila.reductions.partials import OF_CALLS, REDUCTIONS
 from koila.reductions.reduction import Call, Reduction
+from koila.staged.facts import ADDED, REDUCE, Node
 from koila.staged.facts import REDUCTION_NAMES as NAMES
-from koila.staged.facts import Node
 from koila.staged.program import Program
 
 
 def reduction_of(node: Node) -> Reduction:
     return OF_CALLS.get(_core.node(node.id)[0]) or REDUCTIONS[NAMES[node.reduce]]
+
+
+def added_by_maker(program: Program, value: int) -> frozenset[int]:
+    """Return which partials of the reduction that makes a value are added up as chunks finish."""
+    node = program.node_of(value)
+    if node is None or node.mode != REDUCE:
+        return frozenset()
+    return ADDED[-1 if is_of_chunks(node) else node.reduce]
 
 
 def is_of_chunks(node: Node) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from koila.basics import engine, table
-from koila.running.cross import owned
+from koila.basics.holders import owned
 from koila.staged.facts import ROWS, Node
 from koila.staged.program import Program
 

@@ -10,7 +10,6 @@ of torch's backwards (batch_norm's on the CPU) are wrong where gradient and inpu
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from koila.basics import engine, rows
+from koila.basics.holders import is_part, is_shared, owned
 from koila.basics.rows import Bounds, Place, alias_of
 from koila.memory import offload
 from koila.running.watched import GATHERED, Key
@@ -34,42 +34,15 @@ def _to_keep(tensor: torch.Tensor) -> torch.Tensor:
     Even a result can be one: torch's mse_loss returns one number in the storage of all its terms.
     """
     tensor = tensor.detach()
-    return tensor.clone() if _is_part(tensor) else tensor
+    return tensor.clone() if is_part(tensor) else tensor
 
 
-def _is_part(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's storage is larger than the tensor."""
-    return tensor.untyped_storage().nbytes() > tensor.nbytes
-
-
-def is_shared(tensor: torch.Tensor) -> bool:
-    """Return whether something else holds the storage of a tensor: more than the two references
-    that the tensor and the query itself hold."""
-    if tensor.layout != torch.strided:  # a sparse gradient has no storage to ask
-        return True
-    return not counts_holders() or n_holders(tensor) > 2
-
-
-def n_holders(tensor: torch.Tensor) -> int:
-    """Return the reference count of a tensor's storage, with that of the query itself."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
-
-
-@functools.cache
-def counts_holders() -> bool:
-    """Return whether this torch counts references to a storage as `is_shared` expects. If not,
-    every gradient is taken to be shared, and copied."""
-    alone, shared = (torch.empty(2, dtype=torch.float32, device="cpu") for _ in range(2))
-    others = shared.detach(), shared[:1]
-    counts = n_holders(alone), n_holders(shared)
-    del others
-    return (*counts, n_holders(shared)) == (2, 4, 2)
-
-
-def owned(grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient that may be added to in place: a copy of `grad` if its memory is shared."""
-    is_free = not (grad._is_zerotensor() or is_shared(grad) or _is_part(grad))
-    return grad if is_free else grad.clone()
+def _sum(total: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+    """Add a partial of a chunk to the sum of those before, in place if nothing else has its
+    memory."""
+    if total is None:
+        return _to_keep(tensor)
+    return total + tensor.detach() if is_shared(total) else total.add_(tensor.detach())
 
 
 def has_way_back(tensor: torch.Tensor) -> bool:
@@ -120,7 +93,8 @@ class Cross:
     It is `whole` (a leaf, a result of a joint), in `chunks` (of a body; they may be views of one
     tensor, `gathered`), or in `parts` (partials of a reduction, not yet combined). `aliases` and
     `seeds` have its gradients, by what was read: ("whole",), GATHERED, ("chunk", chunk), ("rows",
-    place, bounds) or ("part", chunk, part).
+    place, bounds) or ("part", chunk, part). A partial in `added` is one sum, that of all chunks so
+    far, in the place of the first chunk's.
     """
 
     def __init__(
@@ -130,6 +104,7 @@ class Cross:
         fresh: Fresh,
         whole: torch.Tensor | None = None,
         is_graph: bool = False,
+        added: frozenset[int] = frozenset(),
     ) -> None:
         self.info = info
         self.needs_gradient = needs_gradient
@@ -138,6 +113,8 @@ class Cross:
         self.is_graph = is_graph
         self.chunks: dict[int, torch.Tensor] = {}
         self.parts: dict[int, dict[int, torch.Tensor]] = {}
+        self.added = added
+        self.n_added: dict[int, int] = {}  # the chunks that were added up, by partial
         self.results: tuple[torch.Tensor, ...] | None = None  # of a reduction over one chunk
         self.aliases: dict[Key, torch.Tensor] = {}  # leaves that accumulate gradients
         self.seeds: dict[Key, torch.Tensor | None] = {}  # gradients without an alias
@@ -181,10 +158,15 @@ class Cross:
     def add_parts(
         self, chunk: int, part_ids: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Keep the partials of a reduction on a chunk."""
+        """Keep the partials of a reduction on a chunk, or add them up, chunk after chunk."""
+        self.parts.setdefault(0, {})
         parts = self.parts.setdefault(chunk, {})
         for part, tensor in zip(part_ids, tensors, strict=True):
-            parts[part] = _to_keep(tensor)
+            if part not in self.added:
+                parts[part] = _to_keep(tensor)
+            elif self.n_added.get(part, 0) == chunk:  # not when the chunk runs again
+                self.n_added[part] = chunk + 1
+                self.parts[0][part] = _sum(self.parts[0].get(part), tensor)
 
     # -- recomputing chunks -----------------------------------------------------------------------
 
@@ -322,9 +304,10 @@ class Cross:
         return torch.split(self.whole.detach(), sizes, dim)
 
     def read_parts(self, is_graph: bool) -> list[list[torch.Tensor]]:
-        """Return aliases of the partials of a reduction, as parts[part][chunk]."""
+        """Return aliases of the partials of a reduction, as parts[part][chunk]; of those that are
+        added up, only their sum."""
         chunks, n_parts = sorted(self.parts), len(self.parts[0])
-        keys = [[("part", c, p) for c in chunks] for p in range(n_parts)]
+        keys = [[("part", c, p) for c in chunks if p in self.parts[c]] for p in range(n_parts)]
         given = self._alias_all({k: self.parts[k[1]][k[2]] for of in keys for k in of}, is_graph)
         return [[given[key] for key in of] for of in keys]
 
@@ -419,7 +402,7 @@ class Cross:
         """Return pairs of a partial of a reduction on a chunk (`left`) and its gradient."""
         pairs = []
         for part, of_part in zip(part_ids, left, strict=True):
-            key = ("part", chunk, part)
+            key = ("part", 0 if part in self.added else chunk, part)
             alias = self.aliases.get(key)
             seed = add(self.seeds.get(key), alias.grad if alias is not None else None)
             pairs.append((of_part, seed))
@@ -481,11 +464,15 @@ class Cross:
             parts = self.parts.setdefault(chunk, {})
             parts.update(early.get(chunk, {}))
             for part, tensor in zip(part_ids, tensors, strict=True):
+                is_sum = part in self.added
+                if is_sum and chunk > 0:
+                    continue
+                n_rows = grid[-1][1] if is_sum else stop - start
                 if tensor.requires_grad:
                     parts[part] = torch.zeros_like(tensor).requires_grad_()
                     leaves.append((self, ("part", chunk, part), parts[part]))
                 else:
-                    parts[part] = tensor * ((stop - start) / first) if chunk else tensor
+                    parts[part] = tensor if n_rows == first else tensor * (n_rows / first)
         self.aliases = {
             ("part", c, p): t for c, parts in self.parts.items() for p, t in parts.items()
         }

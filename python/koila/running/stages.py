@@ -390,7 +390,10 @@ class Stages:
         """Return the `Cross` of an output of a body; make it at the first chunk."""
         if value not in self.cross:
             info = self.program.info(value)
-            self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh)
+            added = calls.added_by_maker(self.program, value)
+            self.cross[value] = Cross(
+                info, self.program.needs_gradient(value), self.fresh, added=added
+            )
         return self.cross[value]
 
     def run_joint(self, run: Run, is_graph: bool) -> dict[int, GradientEdge]:
@@ -408,7 +411,7 @@ class Stages:
             parts = self.cross.get(value)
             whole = Cross(info, self.program.needs_gradient(value), self.fresh, tensor.detach())
             if parts is not None:
-                whole.parts, whole.aliases = parts.parts, parts.aliases
+                whole.parts, whole.aliases, whole.added = parts.parts, parts.aliases, parts.added
             self.cross[value] = whole
             if is_graph and tensor.requires_grad and has_way_back(tensor):
                 graph[value] = get_gradient_edge(tensor)

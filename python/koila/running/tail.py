@@ -101,7 +101,9 @@ def seed(
     for value in filter(read.union(program.roots).__contains__, program.left_by(runs)):
         node = program.node_of(value)
         assert node is not None
-        cross = Cross(program.info(value), program.needs_gradient(value), stages.fresh)
+        added = calls.added_by_maker(program, value)
+        info, needs_gradient = program.info(value), program.needs_gradient(value)
+        cross = Cross(info, needs_gradient, stages.fresh, added=added)
         if node.id in parts:
             early = stages.cross[value].parts
             numbers, run = parts[node.id]
@@ -109,7 +111,8 @@ def seed(
         else:
             leaves += cross.zero_whole(value in read)
         stand_ins[value] = cross
-    with reduction.counting(_counts(program, stages, stand_ins)) as counts:
+    of_body = {i: numbers for i, (numbers, _) in parts.items()}
+    with reduction.counting(_counts(program, stand_ins, of_body)) as counts:
         kept = _Kept(lambda: _storages(stages, counts.values()))
         with kept.look():
             outputs = _run(stages, stand_ins, kept)
@@ -149,18 +152,18 @@ def _read_by_tail(program: Program) -> set[int]:
 
 
 def _counts(
-    program: Program, stages: Stages, stand_ins: Mapping[int, Cross]
+    program: Program, stand_ins: Mapping[int, Cross], of_body: Mapping[int, Sequence[int]]
 ) -> Iterator[torch.Tensor]:
     """Yield the partials of reductions that are numbers of terms: those that sizes determine, and
-    those of labels that were counted before the body."""
+    those of labels that were counted before the body, which computes the partials `of_body`."""
     for value, cross in stand_ins.items():
         node = program.node_of(value)
         if node is None or node.mode != REDUCE:
             continue
         by_sizes = calls.reduction_of(node).counts
-        for chunk, parts in cross.parts.items():
-            early = stages.cross[value].parts.get(chunk, {})
-            yield from (t for part, t in parts.items() if part in by_sizes or part in early)
+        late = set(of_body[node.id]) - by_sizes
+        for parts in cross.parts.values():
+            yield from (t for part, t in parts.items() if part not in late)
 
 
 def _storages(stages: Stages, counts: Iterable[torch.Tensor]) -> set[int]:

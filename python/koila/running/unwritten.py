@@ -24,7 +24,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from koila import _core
-from koila.running import cross
+from koila.basics import holders
 
 #: The key of a tape's memo for its writes, by node.
 _KEY = "unwritten"
@@ -266,10 +266,10 @@ _N_OTHERS = 4096
 def _others_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the other tensors that share memory with `tensors`."""
     with torch._C.DisableTorchFunctionSubclass():
-        shared = [tensor for tensor in tensors if cross.is_shared(tensor)]
+        shared = [tensor for tensor in tensors if holders.is_shared(tensor)]
         known = (_others.get(id(tensor)) for tensor in shared)
         if not all(
-            others is not None and others.are_all(tensor, cross.n_holders(tensor))
+            others is not None and others.are_all(tensor, holders.n_holders(tensor))
             for tensor, others in zip(shared, known, strict=True)
         ):
             _look_for(shared)
@@ -285,7 +285,7 @@ def _look_for(tensors: list[torch.Tensor]) -> None:
     by_storage: dict[int, list[weakref.ref[torch.Tensor]]] = {}
     for tensor in tensors:
         found = by_storage.setdefault(tensor.untyped_storage()._cdata, [])
-        _others[id(tensor)] = _Others(weakref.ref(tensor), cross.n_holders(tensor), found)
+        _others[id(tensor)] = _Others(weakref.ref(tensor), holders.n_holders(tensor), found)
     for one in gc.get_objects():
         kind = type(one)  # not isinstance(): __class__ may be a property with side effects
         if not issubclass(kind, torch.Tensor) or kind is _core.LazyTensor:

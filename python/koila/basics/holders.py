@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find out whether something else holds the memory of a tensor, so that it must not be written."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+def is_part(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's storage is larger than the tensor."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Return whether something else holds the storage of a tensor: more than the two references
+    that the tensor and the query itself hold."""
+    if tensor.layout != torch.strided:  # a sparse gradient has no storage to ask
+        return True
+    return not counts_holders() or n_holders(tensor) > 2
+
+
+def n_holders(tensor: torch.Tensor) -> int:
+    """Return the reference count of a tensor's storage, with that of the query itself."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+@functools.cache
+def counts_holders() -> bool:
+    """Return whether this torch counts references to a storage as `is_shared` expects. If not,
+    every gradient is taken to be shared, and copied."""
+    alone, shared = (torch.empty(2, dtype=torch.float32, device="cpu") for _ in range(2))
+    others = shared.detach(), shared[:1]
+    counts = n_holders(alone), n_holders(shared)
+    del others
+    return (*counts, n_holders(shared)) == (2, 4, 2)
+
+
+def owned(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient that may be added to in place: a copy of `grad` if its memory is shared."""
+    is_free = not (grad._is_zerotensor() or is_shared(grad) or is_part(grad))
+    return grad if is_free else grad.clone()
