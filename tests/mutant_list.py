@@ -159,8 +159,8 @@ MUTANTS = [
     Mutant(
         "statistics: committed twice",
         "python/koila/running/replay.py",
-        "without_version(real).copy_(copy)",
-        "without_version(real).copy_(2 * copy - real)",
+        "as_new(real).copy_(copy)",
+        "as_new(real).copy_(2 * copy - real)",
         f"{PROGRAMS} -k cnn_bn",
     ),
     Mutant(

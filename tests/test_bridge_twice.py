@@ -13,6 +13,8 @@ from torch import Tensor
 
 import koila
 from koila.planning import unsplit
+from koila.recording import bridge
+from oracle import Lazy, assert_seen, eager, tell
 from test_bridge import Model, Square, batch, each_split, model, told
 
 
@@ -124,3 +126,37 @@ def test_no_gradient_comes_to_what_a_backward_went_through(chunks: int) -> None:
         return h.detach()
 
     told(ask, chunks)
+
+
+@pytest.mark.parametrize("how", ["hook", "retain", "input"])
+@pytest.mark.parametrize("chunks", [2, 3, 7])
+def test_a_value_whose_gradient_comes_through_a_part_that_ran_whole(chunks: int, how: str) -> None:
+    """A hook gets the whole gradient; where only a share of it would come, koila refuses. Calls
+    recorded later, on another tape, are none of the part's."""
+
+    def story(lazy: Lazy) -> Any:
+        m, (x, _) = model(), batch(lazy)
+        a = torch.tanh(m.a(x))
+        loss = Square.apply(torch.tanh(m.b(a))).tanh().sum()
+        (found,) = torch.autograd.grad(loss, [m.a.weight], create_graph=True)
+        found.pow(2).sum().backward(retain_graph=True)
+        told_hook: list[Tensor] = []
+        later = m.a(x)
+        assert lazy is eager or not bridge.parts_that_read(m.a.weight)
+        if how == "hook":
+            a.register_hook(lambda gradient: told_hook.append(gradient.sum()))
+        elif how == "retain":
+            a.retain_grad()
+        else:
+            torch.autograd.grad(loss, a, retain_graph=True)
+        loss.backward()
+        return told_hook, later.detach(), [p.grad for p in m.parameters()]
+
+    want, _ = tell(story, eager)
+    with koila.config(chunks=chunks):
+        if how == "hook":
+            got, _ = tell(story, koila.lazy)
+            assert_seen(got, want, "hooks", exact_bits=False)
+        else:
+            with pytest.raises(koila.KoilaError, match="only a part of its gradient comes here"):
+                story(koila.lazy)

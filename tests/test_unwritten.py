@@ -30,7 +30,7 @@ from torch.utils import dlpack
 import koila
 from chunked import split
 from koila.running import unwritten
-from oracle import Lazy, assert_seen, eager, is_whole
+from oracle import Lazy, assert_seen, eager, is_whole, tell
 
 ROWS = 7
 CHUNKS = [None, 1, 2, 3, ROWS]
@@ -500,6 +500,31 @@ def test_a_norm_in_evaluation_keeps_the_statistics_that_it_saw(chunks: int | Non
         except koila.StaleError:
             return
     assert_seen(got, want, "in evaluation", exact_bits=is_whole(chunks))
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_data_of_statistics_that_a_later_call_will_write(chunks: int | None) -> None:
+    """To see whether they were written through .data, koila reads them as they are: as plain torch
+    would read them, it would have to run the pending calls, before which it looks at them. And it
+    does not take its own writes for the user's."""
+
+    def story(lazy: Lazy) -> Any:
+        step = Step()
+        step.net(lazy(step.x)).square().mean().backward()
+        norm = nn.BatchNorm1d(4).double()
+        x = lazy(torch.randn(ROWS, 4, dtype=torch.float64))
+        norm(x).pow(2).sum().backward()
+        before = norm(x * 3)
+        of_data = norm.running_mean.data
+        after = norm(x * 2)
+        seen = before.std().item() + after.std().item()
+        kept = copy.deepcopy(norm)
+        return seen, of_data, kept.running_mean, norm.running_mean, norm.weight.grad
+
+    want, _ = tell(story, eager)
+    with split(chunks):
+        got, _ = tell(story, koila.lazy)
+    assert_seen(got, want, "statistics", exact_bits=False)
 
 
 def test_collectives_see_them_written(tmp_path: Path) -> None:

@@ -8,11 +8,14 @@ outer * rows * inner entries, and entry (o * rows + row) * inner + i belongs to 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 Place = tuple[int, int, int, int]
 Bounds = tuple[int, int]  # the first row of a chunk, and the first row after it
+
+_data: Any = torch._C.TensorBase.data
 
 #: Kernels are fastest on multiples of this many rows, and matrix products round the same in a first
 #: and a second run.
@@ -206,6 +209,14 @@ def chunk_shape(shape: Sequence[int], place: Place, rows: int) -> tuple[int, ...
     """Return the shape of a value on a chunk of `rows` rows."""
     _, dim, outer, inner = place
     return (*shape[:dim], outer * rows * inner, *shape[dim + 1 :])
+
+
+def as_new(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with the same memory that autograd takes for a new one: not a view, version
+    0, without a graph. Graphs that saved `tensor` allow writes through it."""
+    with torch._C.DisableTorchFunctionSubclass():  # a watched tensor would run pending calls
+        made: torch.Tensor = _data.__get__(tensor)
+    return made
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:

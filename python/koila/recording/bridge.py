@@ -154,7 +154,7 @@ def parts_that_read(tensor: torch.Tensor) -> dict[Cut, list[int]]:
     """Return the parts that have not run backward yet and read this memory, with their leaves in
     it."""
     found: dict[Cut, list[int]] = {}
-    for cut, roots in [(cut, cut.roots) for cut in _state.cuts]:
+    for cut, roots in [(cut, cut.waiting) for cut in _state.cuts]:
         leaves = _core.held(roots[0], _core.leaves_of, (tensor,), {}) if roots else ()
         if leaves:
             found[cut] = leaves
@@ -165,7 +165,7 @@ def watch(tensor: torch.Tensor) -> None:
     """Note that x.data was taken of a tensor: writes through it change no version. Checksums of
     what the parts of this thread read and handed out detect them."""
     _watch_roots(tensor)
-    for roots in [cut.roots for cut in _state.cuts]:
+    for roots in [cut.waiting for cut in _state.cuts]:
         if roots:
             _core.held(roots[0], watch_here, (tensor,), {})
 

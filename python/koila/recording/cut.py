@@ -341,6 +341,11 @@ class Cut:
         found: frozenset[int] = _core.held(roots[0], self._inner, (roots,), {})
         return found
 
+    def _note_inner(self) -> None:
+        """Compute `inner` while the part's tape is there."""
+        if len(self.handed) > 1:
+            _ = self.inner
+
     @staticmethod
     def _inner(roots: tuple[Any, ...]) -> frozenset[int]:
         program = Program(list(roots), unwanted=roots)
@@ -354,8 +359,7 @@ class Cut:
 
     def _free(self, over: Sequence[Root]) -> None:
         """Free what the backward of these roots, and of the values before them, needed."""
-        if len(self.handed) > 1:
-            _ = self.inner  # compute it while the program is there: it is cached
+        self._note_inner()
         outputs, _ = self.__dict__.get("whole", ({}, {}))
         for root in filter(None, [handed() for handed in self.handed]):
             if root in over or (root.lazy is not None and _core.is_spent(root.lazy)):
@@ -386,6 +390,7 @@ class Cut:
                 same: torch.Tensor = apply(Same, leaf.detach(), made[key])
             return same
 
+        self._note_inner()
         roots = self.roots
         _core.replace_leaves(roots[0], stand_in)
         return {id(root): _core.force(root) for root in roots}, made

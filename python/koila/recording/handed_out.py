@@ -15,9 +15,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import _core
-from koila.basics.rows import without_memory
+from koila.basics.rows import as_new, without_memory
 from koila.messages.errors import KoilaError
-from koila.running.numbers import as_new
 from koila.staged import meta
 
 _data: Any = torch._C.TensorBase.data  # torch's own attribute

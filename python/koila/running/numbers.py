@@ -5,26 +5,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
 from koila import _core
+from koila.basics.rows import as_new
 from koila.basics.threads import in_turn
 from koila.running import views
 from koila.running.cross import Cross
 from koila.running.spent import outdated, spent
 from koila.staged import hooks
 from koila.staged.program import Program
-
-_data: Any = torch._C.TensorBase.data
-
-
-def as_new(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the same memory that autograd takes for a new one: not a view, version
-    0, without a graph."""
-    made: torch.Tensor = _data.__get__(tensor)
-    return made
 
 
 def _in_memory_of(number: torch.Tensor, made: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from koila import _core
 from koila.basics import config, engine, surroundings
+from koila.basics.rows import as_new
 from koila.basics.threads import in_turn
 from koila.memory import estimates
 from koila.messages.errors import MemoryLimitError, StaleError
@@ -23,7 +24,6 @@ from koila.running import checkpoints, deliver, interpret, overwritten, spent, u
 from koila.running.attempt import attempt
 from koila.running.numbers import Numbers, settle_outdated
 from koila.running.stages import Stages, outside_inference
-from koila.running.tracked import without_version
 from koila.staged import hooks
 from koila.staged.program import Program
 
@@ -128,14 +128,15 @@ class Replay(Stages):
         done: set[int] = _core.memo().setdefault("effects", set())
         nodes = self.program.nodes.values() if self.program.has_effects else ()
         fresh = [n for n in nodes if n.leaf_writes and n.id not in done]
-        written = {self.program.imports[i].value for n in fresh for i in n.imports if i >= 0}
+        written = set[int]().union(*map(self.tracked.moved_by, fresh))
         unwritten.note_written({n.id for n in fresh})
         self.tracked.write(done)
-        for value, (real, copy) in self.scratch.items():
-            if value in written:
+        for value in written:
+            if value in self.scratch:
+                real, copy = self.scratch[value]
                 with torch.no_grad():
-                    without_version(real).copy_(copy)
-                _core.refresh_leaf(value)
+                    as_new(real).copy_(copy)
+            _core.refresh_leaf(value)
         done.update(n.id for n in fresh)
 
     def _commit(self) -> None:

@@ -14,19 +14,12 @@ import torch
 from torch import Tensor
 
 from koila import _core
+from koila.basics.rows import as_new
 from koila.messages.errors import NotInChunksError
 from koila.reductions import norms
 from koila.running import checkpoints
 from koila.staged.facts import ROWS, Node
 from koila.staged.program import Program
-
-
-def without_version(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same memory with a version counter of its own. Writes through it do
-    not make graphs raise that saved `tensor`, as in torch's own batch_norm."""
-    data: Any = torch._C.TensorBase.data
-    shared: Tensor = data.__get__(tensor)
-    return shared
 
 
 class Statistics:
@@ -53,10 +46,11 @@ class Statistics:
         self.move(self.running, self.momentum)
 
     def move(self, running: tuple[Tensor, Tensor], momentum: float) -> None:
-        """Update some running statistics with these of the batch, as torch does."""
+        """Update some running statistics with these of the batch, as torch does: without a new
+        version."""
         with torch.no_grad():
             for one, towards in zip(running, self.towards, strict=True):
-                without_version(one).mul_(1 - momentum).add_(towards, alpha=momentum)
+                as_new(one).mul_(1 - momentum).add_(towards, alpha=momentum)
 
 
 def of_batch(args: tuple[Any, ...], n_terms: int) -> Statistics:
@@ -125,7 +119,7 @@ class Tracked:
         args = (*args, *(kwargs[name] for name in _WORDS[len(args) :]))
         x, weight, bias, mean, var, is_training, momentum, *rest = args
         if not is_training:
-            if any(map(self._moved_by(node).__contains__, self._moved_before(node))):
+            if any(map(self.moved_by(node).__contains__, self._moved_before(node))):
                 why = "its running statistics are still to be moved"
                 raise NotInChunksError(f"{_core.node(node.id)[3]}: {why}")
             own = mean.clone(), var.clone()
@@ -137,7 +131,7 @@ class Tracked:
             found.of_chunks[chunk] = x.shape[0], *of_chunk
         return made
 
-    def _moved_by(self, node: Node) -> set[int]:
+    def moved_by(self, node: Node) -> set[int]:
         """Return the leaves that a call writes as a side effect."""
         writes = (i for k, i in enumerate(node.imports) if node.leaf_writes >> k & 1)
         return {self.program.imports[i].value for i in writes}
@@ -149,7 +143,7 @@ class Tracked:
             if other.leaf_writes and other.id < node.id and other.id not in done:
                 _, args, kwargs = _core.call(other.id)
                 if {**dict(zip(_WORDS, args, strict=False)), **kwargs}["use_input_stats"]:
-                    yield from self._moved_by(other)
+                    yield from self.moved_by(other)
 
     def settle(self) -> None:
         """Compute all batch statistics: nothing after this takes memory."""

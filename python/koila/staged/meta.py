@@ -349,11 +349,12 @@ def checksum(tensor: torch.Tensor) -> tuple[int, int]:
     Integer overflow is harmless, since it is deterministic, and NaNs compare equal this way. For a
     parameter that was gathered from shards, both are computed from this process's shard.
     """
-    plain = getattr(tensor, "_koila_gathered_of", tensor).detach()
-    if plain.is_complex():
-        plain = torch.view_as_real(plain.resolve_conj())
-    # The exit of a torch.no_grad() block would run the pending program, which calls this function.
-    with torch.set_grad_enabled(False):
+    # The exit of a torch.no_grad() block would run the pending program, which calls this function,
+    # and so would a call with a tensor that `unwritten.py` watches.
+    with torch.set_grad_enabled(False), torch._C.DisableTorchFunctionSubclass():
+        plain = getattr(tensor, "_koila_gathered_of", tensor).detach()
+        if plain.is_complex():
+            plain = torch.view_as_real(plain.resolve_conj())
         bits = plain.reshape(-1).view(_AS_INTS[plain.element_size()])
         sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
         for start in range(0, bits.numel(), _CHECKED_AT_ONCE):
