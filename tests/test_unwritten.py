@@ -510,6 +510,7 @@ def test_data_of_statistics_that_a_later_call_will_write(chunks: int | None) -> 
 
     def story(lazy: Lazy) -> Any:
         step = Step()
+        step.net.eval()
         step.net(lazy(step.x)).square().mean().backward()
         norm = nn.BatchNorm1d(4).double()
         x = lazy(torch.randn(ROWS, 4, dtype=torch.float64))

@@ -57,7 +57,7 @@ core_bind(PyObject *Py_UNUSED(module), PyObject *args)
         {&kl_py.checksum, "checksum"},
         {&kl_py.draw_like, "draw_like"},
         {&kl_py.note_draw, "note_draw"},
-        {&kl_py.check_draws, "check_draws"},
+        {&kl_py.check_run, "check_run"},
         {&kl_py.thawed, "thawed"},
         {&kl_py.move_on, "move_on"},
         {&kl_py.skip_one_hop, "skip_one_hop"},

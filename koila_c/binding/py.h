@@ -169,7 +169,7 @@ typedef struct KlPyState {
     PyObject *refuse;       /* meta.refuse */
     PyObject *is_row_range; /* meta.is_row_range */
     PyObject *thawed;       /* engine.py: alias of a leaf with its recorded requires_grad */
-    PyObject *note_draw, *check_draws; /* generators.py: note, then check, the generators' state */
+    PyObject *note_draw, *check_run; /* generators.py: note draws; bridge.py: check a live run */
     PyObject *move_on;    /* generators.move_on: advance the generators past pending draws */
     PyObject *run_again;  /* draws.run_again: run a call live that already drew in chunks */
     PyObject *bind_hooks; /* hooks.bind */

@@ -365,8 +365,8 @@ run_tape(Tape *tape)
         return -1;
     }
     if (tape->core.n_done < tape->core.n_nodes) {
-        PyObject *checked = kl_tape_has_draw(&tape->core) ? PyObject_CallNoArgs(kl_py.check_draws)
-                                                          : Py_NewRef(Py_None);
+        PyObject *is_drawing = kl_tape_has_draw(&tape->core) ? Py_True : Py_False;
+        PyObject *checked = PyObject_CallOneArg(kl_py.check_run, is_drawing);
         if (checked == NULL) {
             return -1;
         }

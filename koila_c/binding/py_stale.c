@@ -123,24 +123,18 @@ fail_changed(Tape *tape, KlValueId leaf)
     return is_raised ? -1 : 0;
 }
 
-/* The checksum of a leaf at the time when its .data was handed out: None if it must not be read again, NULL if it is
- * not watched, or on failure. Borrowed. */
-static PyObject *
-watched_checksum(const Tape *tape, KlValueId leaf)
-{
-    PyObject *watched = tape->memo != NULL ? PyDict_GetItemString(tape->memo, "watched") : NULL;
-    PyObject *key = watched != NULL ? PyLong_FromUnsignedLong(leaf) : NULL;
-    PyObject *checksum = key != NULL ? PyDict_GetItemWithError(watched, key) : NULL;
-    Py_XDECREF(key);
-    return checksum;
-}
-
 /* Whether a leaf whose .data was handed out while calls that read it were pending was written since. Writes through
  * .data do not count as versions, so a checksum of its numbers tells. 0 for other leaves; -1 on failure. */
 static int
 is_rewritten(const Tape *tape, KlValueId leaf)
 {
-    PyObject *before = watched_checksum(tape, leaf);
+    PyObject *watched = tape->memo != NULL ? PyDict_GetItemString(tape->memo, "watched") : NULL;
+    if (watched == NULL) {
+        return 0;
+    }
+    PyObject *key = PyLong_FromUnsignedLong(leaf);
+    PyObject *before = key != NULL ? PyDict_GetItemWithError(watched, key) : NULL;
+    Py_XDECREF(key);
     if (before == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
@@ -196,24 +190,12 @@ kl_tape_check_leaves(Tape *tape)
     return 0;
 }
 
-/* Take a leaf as it is now for unchanged: koila itself has written it. If that fails, its readers raise. */
 void
 kl_tape_refresh_leaf(Tape *tape, KlValueId id)
 {
     KlPyValue *entry = &tape->values[id];
     entry->version = kl_stale_version(entry->real);
     Py_XSETREF(entry->pointer, kl_stale_pointer(entry->real));
-    PyObject *before = watched_checksum(tape, id);
-    if (before != NULL && before != Py_None) {
-        PyObject *key = PyLong_FromUnsignedLong(id);
-        PyObject *sum = PyObject_CallOneArg(kl_py.checksum, entry->real);
-        if (key != NULL && sum != NULL) {
-            PyDict_SetItem(PyDict_GetItemString(tape->memo, "watched"), key, sum);
-        }
-        Py_XDECREF(sum);
-        Py_XDECREF(key);
-    }
-    PyErr_Clear();
 }
 
 /* Whether the tensor of a value no longer has the recorded flag, version or address; -1 on failure. */

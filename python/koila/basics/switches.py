@@ -9,8 +9,9 @@ has a number, which the recorder keeps with a call.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -150,3 +151,41 @@ def put_on(setting: Setting) -> None:
         for switch, value in zip(SWITCHES, setting, strict=True):
             if value is not UNKNOWN and value_of(switch) != value:
                 switch.set(value)
+
+
+class Context(NamedTuple):
+    """The modes and switches that a call depends on besides its arguments."""
+
+    is_grad: bool
+    is_inference: bool
+    casts: tuple[tuple[str, bool, torch.dtype], ...]  # autocast: device type, is on, dtype
+    is_cache: bool  # of autocast
+    switches: Setting
+
+    @classmethod
+    def current(cls, device: torch.device) -> Context:
+        types = dict.fromkeys(("cpu", device.type))
+        casts = (
+            (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in types
+        )
+        is_cache = torch.is_autocast_cache_enabled()
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return cls(*modes, tuple(casts), is_cache, now())
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[None]:
+        """Put this context in force for a block."""
+        before = now()
+        with contextlib.ExitStack() as stack:
+            if self.switches != before:
+                stack.callback(put_on, before)
+                put_on(self.switches)
+            for name, is_on, dtype in self.casts:
+                was = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)
+                if was != (is_on, dtype) and (is_on or was[0]):
+                    words: Any = {"enabled": is_on, "cache_enabled": self.is_cache}
+                    stack.enter_context(torch.autocast(name, dtype, **words))
+            if self.is_inference != torch.is_inference_mode_enabled():
+                stack.enter_context(torch.inference_mode(self.is_inference))
+            stack.enter_context(torch.set_grad_enabled(self.is_grad))
+            yield

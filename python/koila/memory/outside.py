@@ -112,21 +112,28 @@ def nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
             steps += [following for following, _ in node.next_functions if following is not None]
 
 
-def ends(tensor: torch.Tensor) -> Iterator[Any]:
+#: The key in the metadata of a node that a call in a reentrant checkpoint made, running live.
+IN_REENTRANT = "koila: in a reentrant checkpoint"
+
+
+def ends(tensor: torch.Tensor) -> Iterator[tuple[Any, bool]]:
     """Yield the leaves of the graph of a tensor, and the parts of programs that the bridge cut off
-    in it (`bridge.py`), beyond which it does not look."""
-    steps, seen = [tensor.grad_fn], set[Any]()
+    in it (`bridge.py`), beyond which it does not look; and whether such a leaf is behind a call in
+    a reentrant checkpoint. If it is also elsewhere, yield it twice."""
+    steps: list[tuple[Any, bool]] = [(tensor.grad_fn, False)]
+    seen = set[tuple[Any, bool]]()
     while steps:
-        node = steps.pop()
-        if node is None or node in seen:
+        node, is_behind = steps.pop()
+        if node is None or (node, is_behind) in seen:
             continue
-        seen.add(node)
+        seen.add((node, is_behind))
         if getattr(getattr(node, "_forward_cls", None), "runs_program", False):
-            yield node.cut  # type: ignore[attr-defined]
+            yield node.cut, is_behind
         elif type(node) is ACCUMULATE_GRAD:
-            yield node.variable  # type: ignore[attr-defined]
+            yield node.variable, is_behind  # type: ignore[attr-defined]
         else:
-            steps += [following for following, _ in node.next_functions]
+            is_behind = is_behind or IN_REENTRANT in node.metadata
+            steps += [(following, is_behind) for following, _ in node.next_functions]
 
 
 def total(tensors: Iterable[torch.Tensor]) -> float:

@@ -56,6 +56,14 @@ _WORTH = 2**18
 _state = _State()
 
 
+def check_run(is_drawing: bool) -> None:
+    """Raise if a live run of all pending calls would not be what eager does: call hooks less often,
+    or draw other random numbers."""
+    checkpoints.check_live()
+    if is_drawing:
+        generators.check_live()
+
+
 def runs_at_once(func: Callable[..., Any]) -> bool:
     """Return whether a call must run now, because the user's code observes it (a hook, a mode).
     Report it, and log it once."""
@@ -95,7 +103,6 @@ def call(
     if is_light:
         reports.give_reason("its graph keeps no more than a part that reads its inputs again")
     elif has_graph and not is_cut:
-        checkpoints.check_live()
         unsplit.check(func, surroundings.of_call())
     if not is_cut and any(map(_core.leaves_of, _tensors_in((args, kwargs), False))):
         _core.flush()  # pending calls read a plain tensor that this call may write

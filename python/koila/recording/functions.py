@@ -235,7 +235,7 @@ def register_all() -> None:
             "checksum": meta.checksum,
             "draw_like": meta.draw_like,
             "note_draw": generators.note_recorded,
-            "check_draws": generators.check_live,
+            "check_run": bridge.check_run,
             "thawed": engine.thawed,
             "move_on": generators.move_on,
             "skip_one_hop": enter.enter,

@@ -259,7 +259,7 @@ def check(program: Program, has_inputs: bool) -> None:
     if has_inputs and any(region % 2 for region in regions):
         recomputed.refuse_inputs()
     if _state.has_reentrant or program.has_checkpoints:
-        _check_hooks(program)
+        _check_hooks(passes(program))
     known = _core.memo().get("modes", {}) if regions else {}
     for module, was, hooks in (one for region in regions for one in known.get(region, ())):
         change = ""
@@ -295,23 +295,22 @@ def _memory_of(tensor: Tensor) -> int:
 
 
 def _live_passes() -> dict[int, set[int]]:
-    """Return, by the memory of a leaf, the reentrant checkpoints that have run live and read it."""
+    """Return, by the memory of a leaf, the reentrant checkpoints that have run live, and whose pass
+    of torch's engine gets to it."""
     found: dict[int, set[int]] = defaultdict(set)
     for region, body in list(recomputed.alive.items()) if _state.has_reentrant else ():
-        for entered in body.entered.values():
-            if region % 2 and isinstance(entered.tensor, Tensor):
-                found[_memory_of(entered.tensor)].add(region)
+        for leaf in body.leaves:
+            found[_memory_of(leaf)].add(region)
     return found
 
 
 def passes(program: Program) -> Passes:
     """Return, by id, the tensors that entered a program, or are leaves behind such tensors, and the
     passes of torch's engine that send a gradient to them: the pass of backward (0), and one for
-    each reentrant checkpoint. Of a program without roots, take all that requires a gradient."""
+    each reentrant checkpoint."""
     by_value: dict[int, set[int]] = defaultdict(set)
     for node in program.nodes.values():
-        outs = node.outs
-        if any(map(program.needs_gradient, outs) if program.roots else map(_is_on_graph, outs)):
+        if any(map(program.needs_gradient, node.outs)):
             for value in (program.imports[i].value for i in node.imports if i >= 0):
                 by_value[value].add(_pass_to(value, program.info(value).real, node.region))
     found: Passes = {}
@@ -325,29 +324,32 @@ def passes(program: Program) -> Passes:
         if real is None or not real.requires_grad:
             continue
         note(real, own)
-        for end in outside.ends(real):
+        for end, is_behind in outside.ends(real):
             if isinstance(end, Tensor):
-                note(end, live[_memory_of(end)] or own)
+                note(end, (live[_memory_of(end)] if is_behind else None) or own)
             else:  # a part that was cut off has passes of its own
                 for one, its in end.leaf_passes().values():
                     note(one, its)
     return found
 
 
-def _is_on_graph(value: int) -> bool:
-    return Info.of(value).requires_grad
-
-
 def check_live() -> None:
-    """Do what `check` does for hooks, before pending calls run on the whole batch, with a graph."""
-    if _state.has_reentrant:
-        _check_hooks(Program([]))
+    """Do what `check` does for hooks, before pending calls run on the whole batch, with a graph.
+    Note which leaves the pass of each reentrant checkpoint among them will get to."""
+    if not _state.has_reentrant:
+        return
+    # A live run makes the graph of values that have numbers, too.
+    found = passes(Program([v for v in Program([]).reached if Info.of(v).requires_grad]))
+    _check_hooks(found)
+    for leaf, own in found.values():
+        for region in filter(None, own):
+            recomputed.note_leaf(region, leaf)
 
 
-def _check_hooks(program: Program) -> None:
+def _check_hooks(found: Passes) -> None:
     """Raise if torch would call a hook of a leaf more often than koila: once in each pass of its
     engine, and the backward of each reentrant checkpoint is a pass of its own."""
-    for real, own in passes(program).values():
+    for real, own in found.values():
         if len(own) > 1 and (real._backward_hooks or real._post_accumulate_grad_hooks):
             raise KoilaError(
                 f"checkpoint: a tensor of shape {list(real.shape)} has a hook, and is read in a "

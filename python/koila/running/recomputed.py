@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from koila import _core
 from koila.basics import lines, surroundings, switches
+from koila.memory import outside
 from koila.messages.errors import KoilaError, let_go
 from koila.random import draws
 from koila.reductions import norms
@@ -108,44 +109,6 @@ class _Ref(NamedTuple):
     key: int
 
 
-class _Setting(NamedTuple):
-    """The modes and switches that a call depends on besides its arguments."""
-
-    is_grad: bool
-    is_inference: bool
-    casts: tuple[tuple[str, bool, torch.dtype], ...]  # autocast: device type, is on, dtype
-    is_cache: bool  # of autocast
-    switches: switches.Setting
-
-    @classmethod
-    def now(cls, device: torch.device) -> _Setting:
-        types = dict.fromkeys(("cpu", device.type))
-        casts = (
-            (one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in types
-        )
-        is_cache = torch.is_autocast_cache_enabled()
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return cls(*modes, tuple(casts), is_cache, switches.now())
-
-    @contextlib.contextmanager
-    def on(self) -> Iterator[None]:
-        """Put this setting in force for a block."""
-        before = switches.now()
-        with contextlib.ExitStack() as stack:
-            if self.switches != before:
-                stack.callback(switches.put_on, before)
-                switches.put_on(self.switches)
-            for name, is_on, dtype in self.casts:
-                now = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)
-                if now != (is_on, dtype) and (is_on or now[0]):
-                    words: Any = {"enabled": is_on, "cache_enabled": self.is_cache}
-                    stack.enter_context(torch.autocast(name, dtype, **words))
-            if self.is_inference != torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(self.is_inference))
-            stack.enter_context(torch.set_grad_enabled(self.is_grad))
-            yield
-
-
 class _Call(NamedTuple):
     """A call of a body, with references (`_Ref`) in place of tensors."""
 
@@ -153,7 +116,7 @@ class _Call(NamedTuple):
     func: Callable[..., Any]
     args: Any
     kwargs: Any
-    setting: _Setting
+    context: switches.Context
     outs: list[int | None]  # keys
     again: norms.Again | None
     generator: torch.Generator | None  # that it draws from
@@ -167,7 +130,7 @@ class _Call(NamedTuple):
             args = (*args[:3], *self.again.running, args[5], self.again.next(), *args[7:])
         if self.generator is not None:
             noise.set_state(self.generator, self.state)
-        with self.setting.on():
+        with self.context.on():
             made = self.func(*args, **kwargs)
         if made is None:  # the call was __setitem__
             made = args[0]
@@ -292,6 +255,8 @@ class _Body:
         self.entered: dict[int, _Kept | _Handle] = {}  # key -> a tensor from outside of this body
         self.saved: list[weakref.ref[_Handle]] = []  # in the order in which autograd saved them
         self.handed: dict[int, list[weakref.ref[_Handle]]] = {}  # key -> what inner bodies read
+        #: Leaves, without their graphs, to which the backward of a reentrant body sends gradients.
+        self.leaves: list[Tensor] = []
 
     def read(self, tensor: Tensor, name: str) -> _Ref:
         """Note that a call of the body reads a tensor; return a reference to the tensor."""
@@ -412,6 +377,12 @@ def _body_of(region: int) -> _Body:
     return body
 
 
+def note_leaf(region: int, leaf: Tensor) -> None:
+    """Note that the backward of a reentrant body, which runs live, will send a gradient to a leaf,
+    maybe through plain calls."""
+    (alive.get(region) or _body_of(region)).leaves.append(leaf.detach())
+
+
 class _Live(NamedTuple):
     """A call that is about to run live."""
 
@@ -463,10 +434,14 @@ class _Live(NamedTuple):
             refuse("writes what it did not make, and moves running statistics")
         generator, state = self.start()
         is_kept = self.is_random and (state is None or _has_generator(self.kwargs))
-        setting = _Setting.now(_core.value(self.outs[0])[10])
+        context = switches.Context.current(_core.value(self.outs[0])[10])
         with contextlib.nullcontext() if is_kept else saved_tensors_hooks(body.save, _Handle.get):
             yield
         made = [_core.value(out)[5] for out in self.outs]
+        for one in made if body.is_reentrant else ():
+            node: Any = one.grad_fn if one is not None else None
+            if node is not None:
+                node.metadata[outside.IN_REENTRANT] = True
         outs = [None if one is None else tree.key_of(one) for one in made]
         for k, one in enumerate(made):
             if one is not None and outs[k] is None:
@@ -476,7 +451,7 @@ class _Live(NamedTuple):
                     tree.kept[key] = _Kept(one, name)
                     del tree.makers[key]
         if not is_kept and any(key is not None for key in outs):
-            call = _Call(body.region, func, args, kwargs, setting, outs, again, generator, state)
+            call = _Call(body.region, func, args, kwargs, context, outs, again, generator, state)
             body.add(call, (ref.key for ref in refs))
 
 

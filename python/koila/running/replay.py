@@ -24,7 +24,7 @@ from koila.running import checkpoints, deliver, interpret, overwritten, spent, u
 from koila.running.attempt import attempt
 from koila.running.numbers import Numbers, settle_outdated
 from koila.running.stages import Stages, outside_inference
-from koila.staged import hooks
+from koila.staged import hooks, meta
 from koila.staged.program import Program
 
 _T = TypeVar("_T")
@@ -131,12 +131,15 @@ class Replay(Stages):
         written = set[int]().union(*map(self.tracked.moved_by, fresh))
         unwritten.note_written({n.id for n in fresh})
         self.tracked.write(done)
-        for value in written:
-            if value in self.scratch:
-                real, copy = self.scratch[value]
+        for value, (real, copy) in self.scratch.items():
+            if value in written:
                 with torch.no_grad():
                     as_new(real).copy_(copy)
-            _core.refresh_leaf(value)
+                _core.refresh_leaf(value)
+        watched = _core.memo().get("watched", {})
+        for value in written.intersection(watched):  # this write is not the user's
+            leaf = self.program.info(value).real
+            watched[value] = None if leaf is None else meta.checksum(leaf)
         done.update(n.id for n in fresh)
 
     def _commit(self) -> None:

@@ -76,7 +76,7 @@ class Program:
         self._unwanted = unwanted
         self.handle: object = staged[0]
         self.roots: list[int] = staged[1]
-        self._reached: list[int] = staged[2]  # the values that the user can reach
+        self.reached: list[int] = staged[2]  # the values that the user can reach
         #: By storage: how many lazy tensors of the user share it, if several do.
         self.n_sharing: dict[int, int] = dict(staged[3])
         #: By axis that a body runs over: its number of rows.
@@ -128,7 +128,7 @@ class Program:
     @functools.cached_property
     def wanted(self) -> list[int]:
         """The values computed here whose numbers are delivered to the user."""
-        return [value for value in self._reached if self.node_of(value) is not None]
+        return [value for value in self.reached if self.node_of(value) is not None]
 
     @functools.cached_property
     def unstageable(self) -> tuple[Node, str] | None:
