@@ -403,3 +403,20 @@ def test_other_memory_is_set(n_rows: int, chunks: int) -> None:
         return loss, made, before, taken, w.grad
 
     assert_same_story(story, chunks)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 7])
+def test_a_label_in_a_variable_beside_a_model_that_waits(chunks: int) -> None:
+    """The constructor of a Variable is not intercepted: what waits then runs with its graph, also
+    where its argument is an input that a call has read (`long()` of a long tensor)."""
+
+    def story(lazy: Lazy) -> list[Any]:
+        model = linear()
+        x, y = lazy((ones(7, 3), torch.arange(7) % 2))
+        out = model(x)
+        loss = nn.functional.cross_entropy(out, torch.autograd.Variable(y.long()))
+        loss.backward()
+        return [loss, [p.grad for p in model.parameters()]]
+
+    partly = "what made [7, 2], which entered a program" if chunks > 1 else ""
+    assert_same_story(story, chunks=chunks, partly=partly)

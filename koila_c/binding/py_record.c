@@ -865,7 +865,7 @@ static int
 is_pending(PyObject *lazy, void *Py_UNUSED(context))
 {
     const Value *value = kl_lazy_value(lazy);
-    return value != NULL && kl_lazy_real(value) == NULL;
+    return value != NULL && value->tape != NULL; /* also a leaf, at which the whole tape runs */
 }
 
 static int
