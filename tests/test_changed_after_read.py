@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import koila
 from chunked import split
@@ -125,6 +126,42 @@ def test_a_gradient_through_what_is_gone_is_refused(chunks: int) -> None:
         with pytest.raises(koila.StaleError, match=r"was changed in place after it was read"):
             loss.backward()
     assert w.grad is None
+
+
+class Count(nn.Module):
+    """Counts its calls in a buffer."""
+
+    n: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n", torch.zeros(4))
+
+    def forward(self, h: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.n.add_(1)
+        return h.sin()
+
+
+@pytest.mark.parametrize("is_checkpoint", [False, True])
+@pytest.mark.parametrize("chunks", [2, N_ROWS])
+def test_a_second_backward_names_the_call_that_reads_what_was_changed(
+    chunks: int, is_checkpoint: bool
+) -> None:
+    """Eager's calls have run; koila would run them again. A checkpoint that counts its runs in a
+    buffer, and is left to torch, changes that buffer in its backward."""
+    w, count = torch.ones(4, 4, dtype=torch.float64, requires_grad=True), Count()
+    with koila.config(chunks=chunks):
+        h = koila.lazy(rows(4)) @ w
+        if is_checkpoint:
+            h = checkpoint(count, h, use_reentrant=True)
+        loss = (h - count.n).pow(2).sum()
+        loss.backward(retain_graph=True)
+        if not is_checkpoint:
+            count.n.add_(1)
+        words = r"^sub \(.*\): a tensor of shape \[4\] was changed in place after the value that is"
+        with pytest.raises(koila.StaleError, match=words):
+            loss.backward()
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

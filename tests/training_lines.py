@@ -808,6 +808,7 @@ STEPS = [
 REFUSALS = [
     # Plain torch alone wrote what waiting calls read.
     r"changed in place after it was recorded .* and before the call ran; change it after backward",
+    r"changed in place after the value that is differentiated was computed with it",
     r"only the number of this value is left, .* call backward\(\) before that",
     r"which was written through \.data before its backward; write it after backward\(\)",
     # A part of a program that was cut off was asked for what only the whole knows.

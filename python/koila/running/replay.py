@@ -8,7 +8,7 @@ aliases, running statistics are written on copies, and an exception restores the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -25,6 +25,7 @@ from koila.running.attempt import attempt
 from koila.running.numbers import Numbers, settle_outdated
 from koila.running.stages import Stages, outside_inference
 from koila.staged import hooks, meta
+from koila.staged.facts import name_of_call
 from koila.staged.program import Program
 
 _T = TypeVar("_T")
@@ -341,6 +342,21 @@ def _held(roots: list[torch.Tensor], *words: Any) -> Any:
     return _core.held(roots[0] if roots else None, _differentiate, (roots, *words), {})
 
 
+def _refuse_outdated(roots: list[Any]) -> NoReturn:
+    """Raise: a tensor was changed that calls read which this backward would have to run again."""
+    program, name = Program(roots), "backward: a tensor"
+    for node in program.nodes.values():
+        for leaf in (program.imports[k].value for k in node.imports if k >= 0):
+            real = program.info(leaf).real
+            if real is not None and leaf not in _core.leaves_of(real):  # it lists those unchanged
+                where = _core.node(node.id)[3]
+                name = f"{name_of_call(node.id)} ({where}): a tensor of shape {list(real.shape)}"
+    raise StaleError(
+        f"{name} was changed in place after the value that is differentiated was computed with it; "
+        "change it after backward()"
+    )
+
+
 def _differentiate(
     roots: list[torch.Tensor],
     gradients: list[torch.Tensor | None],
@@ -354,12 +370,10 @@ def _differentiate(
         return NotImplemented
     if any(_core.real(root) is not None or not root.requires_grad for root in lazies):
         return NotImplemented
+    all_such, some = _core.outdated(False)
+    if not {*all_such, *some}.isdisjoint(map(_core.id, lazies)):
+        _refuse_outdated(lazies)
     settle_outdated()
-    if any(_core.real(root) is not None for root in lazies):
-        raise StaleError(
-            "backward: a tensor was changed in place after the value that is differentiated was "
-            "computed with it; change it after backward()"
-        )
     if all(map(_core.is_pending_here, lazies)) and _is_whole():
         _core.forget_left()
         return NotImplemented
