@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import koila
+from koila.memory import outside
 from oracle import Lazy, assert_seen, eager, tell
 from stories import each_split_further, rows
 from test_bridge import Square
@@ -174,3 +175,30 @@ def test_a_value_that_leads_to_no_input_behind_a_graph_that_is_gone(
     with koila.config(chunks=chunks):
         got, _ = tell(story, koila.lazy)
     assert_seen(got, want, "hooks", exact_bits=False)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_many_parts_are_searched_once(is_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two values leads to the part before, whose two values lead to the one before that:
+    the number of ways is a power of the number of parts."""
+    searched: list[Tensor] = []
+    ends = outside.ends
+
+    def counted(tensor: Tensor) -> Any:
+        searched.append(tensor)
+        assert len(searched) <= 4 * n_parts**2
+        return ends(tensor)
+
+    monkeypatch.setattr(outside, "ends", counted)
+    n_parts, v = 16, torch.ones(4, dtype=torch.float64, requires_grad=True)
+
+    def body(h: Tensor) -> Tensor:
+        made: Tensor = Square.apply(h * v)  # type: ignore[no-untyped-call]
+        return made.sin() * h
+
+    with koila.config(chunks=2):
+        h = koila.lazy(rows(4).requires_grad_())
+        for _ in range(n_parts):
+            h = checkpoint(body, h, use_reentrant=is_reentrant)
+        h.sum().backward()
+    assert searched

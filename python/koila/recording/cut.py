@@ -54,6 +54,8 @@ class Cut:
         self.written: set[int] = set()  # leaves that were written, and replaced by copies
         self.uncounted: set[int] = set()  # those of them that were written through .data
         self.before: dict[int, Callable[[], None]] = {}  # called before the part's backward, by key
+        #: What entered the part, with its passes (`leaf_passes`), and the ids of the roots then.
+        self.entered: tuple[tuple[int, ...], checkpoints.Passes] = ((), [])
 
     @property
     def roots(self) -> tuple[Any, ...]:
@@ -264,13 +266,16 @@ class Cut:
         return [by_leaf.get(id(leaf)) for leaf in leaves]
 
     def leaf_passes(self) -> checkpoints.Passes:
-        """Return the passes of torch's engine that get to the leaves of the part."""
+        """Return what entered the part, with the passes of torch's engine that get there."""
         roots = self.waiting
+        ids = tuple(map(id, roots))
+        if ids != self.entered[0]:
 
-        def find() -> checkpoints.Passes:
-            return checkpoints.passes(Program(list(roots), unwanted=self.roots))
+            def find() -> checkpoints.Passes:
+                return checkpoints.own_passes(Program(list(roots), unwanted=self.roots))
 
-        return _core.held(roots[0], find, (), {}) if roots else {}
+            self.entered = ids, _core.held(roots[0], find, (), {}) if roots else []
+        return self.entered[1]
 
     def alive(self) -> list[Root]:
         """Return the roots that are referred to and have not run backward yet."""
@@ -369,7 +374,7 @@ class Cut:
         for group in self.groups:
             group.leaves = () if values.isdisjoint(group.values) else group.leaves
         if not values:  # every root has run backward
-            self.early, self.before = {}, {}
+            self.early, self.before, self.entered = {}, {}, ((), [])
             self.__dict__.pop("whole", None)
 
     @functools.cached_property

@@ -275,7 +275,9 @@ def check(program: Program, has_inputs: bool) -> None:
             )
 
 
-Passes = dict[int, tuple[Tensor, set[int]]]
+#: Tensors, each with the passes of torch's engine that send a gradient to it: that of backward (0),
+#: and one for each reentrant checkpoint.
+Passes = list[tuple[Tensor, set[int]]]
 
 
 def _pass_to(value: int, real: Tensor | None, region: int) -> int:
@@ -305,32 +307,36 @@ def _live_passes() -> dict[int, set[int]]:
 
 
 def passes(program: Program) -> Passes:
-    """Return, by id, the tensors that entered a program, or are leaves behind such tensors, and the
-    passes of torch's engine that send a gradient to them: the pass of backward (0), and one for
-    each reentrant checkpoint."""
+    """Return the tensors that entered a program, or are leaves behind such tensors."""
+    found: dict[int, tuple[Tensor, set[int]]] = {}
+    live = _live_passes()
+    parts: set[Any] = set()  # many tensors lead to the same part, and parts to the same parts
+
+    def note(one: Any, own: set[int]) -> None:
+        found.setdefault(id(one), (one, set()))[1].update(own)
+
+    steps = own_passes(program)
+    while steps:
+        real, own = steps.pop()
+        note(real, own)
+        for end, is_behind in outside.ends(real):
+            if isinstance(end, Tensor):
+                note(end, (live[_memory_of(end)] if is_behind else None) or own)
+            elif end not in parts:  # a part that was cut off has passes of its own
+                parts.add(end)
+                steps += end.leaf_passes()
+    return list(found.values())
+
+
+def own_passes(program: Program) -> Passes:
+    """Return the tensors that entered a program and require a gradient."""
     by_value: dict[int, set[int]] = defaultdict(set)
     for node in program.nodes.values():
         if any(map(program.needs_gradient, node.outs)):
             for value in (program.imports[i].value for i in node.imports if i >= 0):
                 by_value[value].add(_pass_to(value, program.info(value).real, node.region))
-    found: Passes = {}
-    live = _live_passes()
-
-    def note(one: Any, own: set[int]) -> None:
-        found.setdefault(id(one), (one, set()))[1].update(own)
-
-    for value, own in by_value.items():
-        real = program.info(value).real
-        if real is None or not real.requires_grad:
-            continue
-        note(real, own)
-        for end, is_behind in outside.ends(real):
-            if isinstance(end, Tensor):
-                note(end, (live[_memory_of(end)] if is_behind else None) or own)
-            else:  # a part that was cut off has passes of its own
-                for one, its in end.leaf_passes().values():
-                    note(one, its)
-    return found
+    reals = ((program.info(value).real, own) for value, own in by_value.items())
+    return [(real, own) for real, own in reals if real is not None and real.requires_grad]
 
 
 def check_live() -> None:
@@ -341,7 +347,7 @@ def check_live() -> None:
     # A live run makes the graph of values that have numbers, too.
     found = passes(Program([v for v in Program([]).reached if Info.of(v).requires_grad]))
     _check_hooks(found)
-    for leaf, own in found.values():
+    for leaf, own in found:
         for region in filter(None, own):
             recomputed.note_leaf(region, leaf)
 
@@ -349,7 +355,7 @@ def check_live() -> None:
 def _check_hooks(found: Passes) -> None:
     """Raise if torch would call a hook of a leaf more often than koila: once in each pass of its
     engine, and the backward of each reentrant checkpoint is a pass of its own."""
-    for real, own in found.values():
+    for real, own in found:
         if len(own) > 1 and (real._backward_hooks or real._post_accumulate_grad_hooks):
             raise KoilaError(
                 f"checkpoint: a tensor of shape {list(real.shape)} has a hook, and is read in a "
