@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from allocations import Allocations
-from koila.running import recomputed
+from koila.running import repeated
 from oracle import Lazy, assert_seen, eager, tell
 from stories import rows
 from test_checkpoints import KINDS, PROGRAMS, ROWS, WIDTH, check, measured
@@ -81,13 +81,13 @@ def test_a_call_that_saves_something_else(monkeypatch: pytest.MonkeyPatch) -> No
     a, b = layers()
     with koila.config(chunks=3):
         loss = checkpoint(lambda x: b(x).tanh(), a(koila.lazy(rows(4))), use_reentrant=False).sum()
-    make = recomputed._Call.make
+    make = repeated.Call.make
 
     def other(call: Any, env: dict[int, Tensor]) -> None:
         env.update((key, one[:2]) for key, one in env.items() if one.shape[0] == 11)
         make(call, env)
 
-    monkeypatch.setattr(recomputed._Call, "make", other)
+    monkeypatch.setattr(repeated.Call, "make", other)
     with live(), pytest.raises(koila.KoilaError, match="saved something else"):
         loss.backward()
 

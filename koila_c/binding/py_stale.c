@@ -255,7 +255,7 @@ kl_stale_forget_left(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     }
     for (size_t i = 0; i < n_values; i++) {
         const KlValue *value = &tape->core.values[i];
-        storages[value->storage] |= tape->values[i].handle != NULL ? REACHED : 0;
+        storages[value->storage] |= value->is_wanted ? REACHED : 0;
         storages[value->storage] |= value->meta.requires_grad ? DIFFERENTIATED : 0;
     }
     for (size_t i = 0; i < n_values; i++) {

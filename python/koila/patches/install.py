@@ -29,7 +29,7 @@ from koila.planning import unsplit
 from koila.random import generators, plain
 from koila.recording import apart, bridge, flush, handed_out, handlers, replicated, sharded
 from koila.reporting import reports
-from koila.running import checkpoints, numbers, recomputed, unwritten
+from koila.running import checkpoints, custom_functions, numbers, recomputed, unwritten
 
 _OF_FUNCTIONS: Any = vars(torch._C._FunctionBase)["apply"]
 
@@ -44,10 +44,10 @@ def _patch_function_apply() -> None:
             return original(*args, **kwargs)
         if patching.holds_lazy(args) or patching.holds_lazy(kwargs):
             if checkpoints.is_transparent(cls, args) and not surroundings.of_call():
-                return checkpoints.run(args[0], args[2:])
+                return checkpoints.run(args[0], args[2:], bridge.begin_checkpoint)
             if replicated.is_sink(cls, args):
                 return replicated.behind_outputs(*args)
-            return _core.live_with_all(original, args, kwargs, False)
+            return _core.live_with_all(custom_functions.in_body(original), args, kwargs, False)
         return original(*args, **kwargs)
 
     own = _core.call_class_method_by(_OF_FUNCTIONS, apply)
@@ -66,7 +66,8 @@ def _patch_checkpoint() -> None:
     name, patch = "_checkpoint_without_reentrant_generator_impl", checkpoints.patched
     if not hasattr(module, name):
         name, patch = name.removesuffix("_impl"), checkpoints.patched_before_2_14
-    patching.replace(module, name, patch(getattr(module, name), patching.holds_lazy))
+    original, begin = getattr(module, name), bridge.begin_checkpoint
+    patching.replace(module, name, patch(original, patching.holds_lazy, begin))
 
 
 def _patch_factories() -> None:

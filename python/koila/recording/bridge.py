@@ -29,6 +29,7 @@ from koila import _core
 from koila.basics import engine, surroundings
 from koila.planning import explain, planner, steps, unsplit
 from koila.random import generators
+from koila.recording import freed
 from koila.recording.cut import Copy, Cut
 from koila.recording.handed_out import Group, HandedOut, OfLeaves, Root, apply, note_view
 from koila.reporting import reports
@@ -109,6 +110,14 @@ def call(
     return _core.live(func, args, kwargs, is_plain)
 
 
+def begin_checkpoint() -> None:
+    """Cut the program before the function of a checkpoint if it has read what a custom function
+    returned in the one before. Else one part would be of two checkpoints, and its backward would
+    need what both have freed at once."""
+    if not checkpoints.outermost() and freed.is_read():
+        _cut(torch.utils.checkpoint.checkpoint)
+
+
 @surroundings.in_outside
 def before_write(func: Callable[..., Any], given: Any) -> list[tuple[Cut, dict[int, Copy]]]:
     """Copy the arguments of a call that is about to run, where parts read them: the call may write
@@ -145,6 +154,8 @@ def watch_handed_out(lazy: _core.LazyTensor) -> None:
 
 
 def _watch_roots(tensor: torch.Tensor) -> None:
+    for cut in list(_state.cuts):
+        cut.keep_memory_of(tensor)
     roots = [root for cut in _state.cuts for root in cut.alive() if root.watched is None]
     memory = StorageWeakRef(tensor.untyped_storage()) if roots else None
     for root in roots:
@@ -239,6 +250,8 @@ def _cut(func: Any) -> bool:
     if made:
         cut.early = cut.copy_what_it_reads([None], max(_SMALL, n_bytes // _SHARE))
         _state.cuts.add(cut)
+        checkpoints.note_cut()
+        freed.note(cut, handed)
     return True
 
 

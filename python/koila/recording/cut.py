@@ -23,6 +23,7 @@ from koila.messages.errors import KoilaError
 from koila.planning import unsplit
 from koila.recording.handed_out import Gradient, Group, Pass, Root, Same, apply, task
 from koila.running import checkpoints, overwritten, replay, spent
+from koila.running.repeated import Layout
 from koila.staged.facts import Info
 from koila.staged.program import Program
 
@@ -41,6 +42,14 @@ class Copy(NamedTuple):
     numbers: torch.Tensor
 
 
+class Freed(NamedTuple):
+    """A leaf without memory."""
+
+    stand_in: torch.Tensor
+    layout: Layout  # of the tensor that was freed
+    compute: Callable[[], torch.Tensor]
+
+
 class Cut:
     """What was recorded up to a cut: a part."""
 
@@ -54,6 +63,8 @@ class Cut:
         self.written: set[int] = set()  # leaves that were written, and replaced by copies
         self.uncounted: set[int] = set()  # those of them that were written through .data
         self.before: dict[int, Callable[[], None]] = {}  # called before the part's backward, by key
+        #: Leaves that were freed (`freed.py`).
+        self.freed: dict[int, Freed] = {}
         #: What entered the part, with its passes (`leaf_passes`), and the ids of the roots then.
         self.entered: tuple[tuple[int, ...], checkpoints.Passes] = ((), [])
 
@@ -124,6 +135,33 @@ class Cut:
                 if is_same:
                     self.uncounted.add(leaf)
 
+    def fill(self) -> None:
+        """Compute the leaves again that were freed (`freed.py`)."""
+        roots = self.waiting if self.freed else ()
+        for leaf in list(self.freed) if roots else ():
+            tensor = self.freed[leaf].compute() if leaf in self.freed else None
+            if tensor is not None and leaf in self.freed:  # a nested call may have put it back
+                self._put_back(roots[0], leaf, tensor)
+
+    def _put_back(self, lazy: Any, leaf: int, tensor: torch.Tensor) -> None:
+        number = tensor.detach().requires_grad_()
+        _core.replace_leaf(lazy, leaf, number)
+        self.originals[id(number)] = self.freed.pop(leaf).stand_in
+
+    def keep_memory_of(self, tensor: torch.Tensor) -> None:
+        """Read the leaves that were freed in the memory of a tensor there, and compute none of them
+        again: x.data was taken of the tensor."""
+        roots = self.waiting if self.freed else ()
+        for leaf, freed in list(self.freed.items()) if roots else ():
+            if freed.layout.is_of(tensor):
+                self._put_back(roots[0], leaf, freed.layout.taken_of(tensor))
+
+    def fill_if_read(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Do so if one of these tensors is the stand-in of such a leaf."""
+        freed = {id(one.stand_in) for one in self.freed.values()}
+        if not freed.isdisjoint(map(id, tensors)):
+            self.fill()
+
     def original(self, leaf: torch.Tensor) -> torch.Tensor:
         """Return the user's tensor that a copy has replaced, or `leaf` itself."""
         return self.originals.get(id(leaf), leaf)
@@ -169,6 +207,7 @@ class Cut:
         checkpoints.write_what_is_moved()
         for prepare in self.before.values():
             prepare()
+        self.fill()
         self.keep_what_it_reads(self.early)
         roots = [root for root, _ in given]
         gradients = [gradient for _, gradient in given]
@@ -316,6 +355,7 @@ class Cut:
         """
         if any(root.lazy is None for root in roots):
             raise spent.used_up()
+        self.fill()
         self.keep_what_it_reads(self.early)
         if torch.is_grad_enabled():
             raise KoilaError(
@@ -374,7 +414,7 @@ class Cut:
         for group in self.groups:
             group.leaves = () if values.isdisjoint(group.values) else group.leaves
         if not values:  # every root has run backward
-            self.early, self.before, self.entered = {}, {}, ((), [])
+            self.early, self.before, self.freed, self.entered = {}, {}, {}, ((), [])
             self.__dict__.pop("whole", None)
 
     @functools.cached_property

@@ -191,6 +191,7 @@ class Group:
     def __init__(self) -> None:
         self.regions: set[int] = set()  # the numbers of its regions on the tape
         self.moved: set[int] = set()  # ids of the statistics that it updates, while it is recorded
+        self.moved_before: set[int] = set()  # those that a part updates which was cut off meanwhile
 
 
 class Again(float):

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import sys
 import threading
 import types
 from collections import defaultdict
@@ -23,7 +22,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.overrides import handle_torch_function
 
 from koila import _core
@@ -49,19 +47,6 @@ class _State(threading.local):
 _state = _State()
 
 
-def _norm_calling(mean: Tensor) -> nn.Module | None:
-    """Return the batch norm module on the Python stack whose running mean this is, or None."""
-    frame = sys._getframe(2)
-    for _ in range(16):
-        module = frame.f_locals.get("self") if frame.f_code.co_name == "forward" else None
-        if isinstance(module, _NormBase) and module.running_mean is mean:
-            return module
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return None
-
-
 def _note_read(ids: set[int]) -> None:
     """Refuse a plain read of statistics that the body being recorded has updated."""
     if any(not ids.isdisjoint(group.moved) for group in _state.groups):
@@ -82,7 +67,12 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, *words: Any) -> Any:
     if real is not None and not (is_lazy and _core.rows_dim(x) >= 0):
         # Record the call all the same, for the program to update the statistics in backward.
         x = _core.input(real, -1, _core.new_axis(), 0)
-    module = _norm_calling(mean)
+    module = checkpoint_bodies.norm_calling(mean)
+    if any(id(mean) in group.moved_before for group in _state.groups):
+        # The part before would update them last, as its backward comes last.
+        recomputed.refuse(
+            "moves statistics of a normalization before and after a call that cannot be recorded"
+        )
     again = norms.Again(words[2])
     again.groups, again.running = _state.groups, (mean, words[0])
     for group in _state.groups:
@@ -197,11 +187,12 @@ def _recording(
             recomputed.refuse(f"writes {type(buffer.module).__name__}.{buffer.name}")
 
 
-def run(body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Record the body of a reentrant checkpoint."""
+def run(body: Callable[..., Any], args: tuple[Any, ...], begin: Callable[[], None]) -> Any:
+    """Record the body of a reentrant checkpoint; `begin` is as in `patched`."""
     if not torch.is_grad_enabled():
         with _region(True):
             return body(*args)
+    begin()
     with _recording(list(checkpoint_bodies.modules_in([body, *args])), True, args):
         return body(*args)
 
@@ -225,6 +216,12 @@ def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
     return needs and not is_hooked and checkpoint_bodies.can_record(found)
 
 
+def note_cut() -> None:
+    """Note that the program was cut in the bodies that this thread is recording."""
+    for group in _state.groups:
+        group.moved_before |= group.moved
+
+
 def reached(program: Program) -> set[int]:
     """Return the regions whose saved tensors backward reads: torch would run these bodies again."""
     return {node.region for node in program.nodes.values() if node.region and node.is_kept}
@@ -246,6 +243,11 @@ def around(region: int) -> tuple[int, ...]:
 def recording() -> int:
     """Return the region of the body that this thread is recording; 0: none."""
     return _state.around[-1] if _state.around else 0
+
+
+def outermost() -> int:
+    """Return the region of the outermost body that this thread is recording; 0: none."""
+    return _state.around[0] if _state.around else 0
 
 
 def check(program: Program, has_inputs: bool) -> None:
@@ -348,7 +350,7 @@ def check_live() -> None:
     found = passes(Program([v for v in Program([]).reached if Info.of(v).requires_grad]))
     _check_hooks(found)
     for leaf, own in found:
-        for region in filter(None, own):
+        for region in filter(None, own) if leaf.is_leaf else ():
             recomputed.note_leaf(region, leaf)
 
 
@@ -426,7 +428,9 @@ def checkpoint(args: Any, kwargs: Any) -> Any:
     return args, kwargs
 
 
-def patched(original: Generator, holds_lazy: Callable[[Any], bool]) -> Generator:
+def patched(
+    original: Generator, holds_lazy: Callable[[Any], bool], begin: Callable[[], None]
+) -> Generator:
     """Return a replacement of the generator that torch runs around a non-reentrant body.
 
     It records the body, or leaves it to torch. In the latter case torch's saved-tensor hooks are
@@ -435,6 +439,7 @@ def patched(original: Generator, holds_lazy: Callable[[Any], bool]) -> Generator
     Args:
         original: torch's generator function.
         holds_lazy: whether arguments contain a lazy.
+        begin: called before a body is recorded that runs again.
     """
 
     @functools.wraps(original)
@@ -465,6 +470,8 @@ def patched(original: Generator, holds_lazy: Callable[[Any], bool]) -> Generator
             words |= {"preserve_rng_state": preserve_rng_state, "context_fn": context_fn}
             yield from original(body, args, kwargs, **words)
             return
+        if is_again:
+            begin()
         # torch's hooks stay off, so plain calls in the body keep what they save. To recompute that,
         # torch would have to run all of the body, in the middle of a backward.
         with _recording(found, False, args) if is_again else _region(False):
@@ -473,14 +480,16 @@ def patched(original: Generator, holds_lazy: Callable[[Any], bool]) -> Generator
     return generator
 
 
-def patched_before_2_14(original: Generator, holds_lazy: Callable[[Any], bool]) -> Generator:
+def patched_before_2_14(
+    original: Generator, holds_lazy: Callable[[Any], bool], begin: Callable[[], None]
+) -> Generator:
     """As `patched`, for a torch that passes the body's arguments one by one after its own."""
     names = "preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop"
 
     def flat(body: Any, args: Any, kwargs: Any, **words: Any) -> Iterator[None]:
         return original(body, *(words[name] for name in names), *args, **kwargs)
 
-    around_body = patched(flat, holds_lazy)
+    around_body = patched(flat, holds_lazy, begin)
 
     @functools.wraps(original)
     def generator(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:

@@ -25,6 +25,7 @@ from koila.memory import outside
 from koila.messages.errors import KoilaError, let_go
 from koila.random import draws
 from koila.reductions import norms
+from koila.running.repeated import Call, Layout, Memory, OfPart, Ref, map_nested
 from koila.staged import meta, noise
 from koila.staged.facts import is_data
 
@@ -83,6 +84,8 @@ def watch(tensor: Tensor) -> None:
     for kept in list(_kept):
         if kept.checksum is None and _is_alias(kept.tensor, tensor):
             kept.checksum = meta.checksum(kept.tensor)
+    for body in list(alive.values()):
+        body.keep_memory_of(tensor)
 
 
 def refuse(what: str) -> NoReturn:
@@ -103,79 +106,34 @@ def refuse_written(shape: Iterable[int], name: str) -> NoReturn:
     )
 
 
-class _Ref(NamedTuple):
-    """The key of a tensor, in its place among the arguments of a call."""
-
-    key: int
-
-
-class _Call(NamedTuple):
-    """A call of a body, with references (`_Ref`) in place of tensors."""
-
-    region: int
-    func: Callable[..., Any]
-    args: Any
-    kwargs: Any
-    context: switches.Context
-    outs: list[int | None]  # keys
-    again: norms.Again | None
-    generator: torch.Generator | None  # that it draws from
-    state: Any  # of the generator before the call
-
-    def make(self, env: dict[int, Tensor]) -> None:
-        """Run the call on the tensors in `env`, and add its results to `env`."""
-
-        args, kwargs = _map((self.args, self.kwargs), _Ref, lambda ref: env[ref.key])
-        if self.again is not None:  # torch's second run updates the statistics too
-            args = (*args[:3], *self.again.running, args[5], self.again.next(), *args[7:])
-        if self.generator is not None:
-            noise.set_state(self.generator, self.state)
-        with self.context.on():
-            made = self.func(*args, **kwargs)
-        if made is None:  # the call was __setitem__
-            made = args[0]
-        results = made if isinstance(made, tuple | list) else (made,)
-        for key, one in zip(self.outs, results, strict=False):
-            if key is not None:
-                env[key] = one
-
-
-def _map(obj: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Return nested arguments with `change` applied to each object of type `kind`."""
-    if isinstance(obj, kind):
-        return change(obj)
-    if isinstance(obj, dict):
-        return {key: _map(one, kind, change) for key, one in obj.items()}
-    if isinstance(obj, tuple | list):
-        made = [_map(one, kind, change) for one in obj]
-        if hasattr(obj, "_fields"):
-            return type(obj)(*made)
-        return made if isinstance(obj, list) else type(obj)(made)
-    return obj
-
-
 _OTHER = (
     "checkpoint: its calls saved something else when they were made once more in backward. Leave "
     "them out of the checkpoint"
 )
 
 
-class _Handle:
+class Handle:
     """Stands for a tensor of a body that can be recomputed: one that a call saved for backward, or
     that an inner body reads."""
 
-    __slots__ = ("__weakref__", "body", "is_pinned", "like", "needs_gradient", "tensor", "version")
+    __slots__ = (
+        *("__weakref__", "body", "is_pinned", "like", "memory", "needs_gradient", "tensor"),
+        "version",
+    )
 
-    def __init__(self, body: _Body, tensor: Tensor, needs_gradient: bool = False) -> None:
+    def __init__(self, body: Body, tensor: Tensor, needs_gradient: bool = False) -> None:
         self.body = body
         self.like = tensor.shape, tensor.dtype, tensor.device
         self.needs_gradient = needs_gradient
         self.tensor: Tensor | None = None
         self.version: int | None = None
         self.is_pinned = False  # the tensor is kept, and not recomputed
+        self.memory: Layout | None = None  # of the tensor that a custom function saved
 
     def set(self, tensor: Tensor) -> None:
         """Provide the tensor, computed by the body's second run."""
+        if self.is_pinned and self.tensor is not None:
+            return
         if (tensor.shape, tensor.dtype, tensor.device) != self.like:
             raise KoilaError(_OTHER)
         self.tensor = tensor.detach()
@@ -193,11 +151,12 @@ class _Handle:
             raise KoilaError(_OTHER)
         if self.is_pinned and version_of(tensor) != self.version:
             refuse_written(tensor.shape, "a call")
-        self.tensor = tensor if self.is_pinned else None
+        # A part that the second run needs may read it while the run goes on.
+        self.tensor = tensor if self.is_pinned or self.body.is_running else None
         return tensor.detach().requires_grad_(self.needs_gradient)
 
 
-def _fill(handles: Iterable[weakref.ref[_Handle]], tensor: Tensor) -> None:
+def _fill(handles: Iterable[weakref.ref[Handle]], tensor: Tensor) -> None:
     for handle in handles:
         if (one := handle()) is not None:
             one.set(tensor)
@@ -207,11 +166,15 @@ class _Tree:
     """What the body of an outermost checkpoint and the bodies inside of it share."""
 
     def __init__(self) -> None:
-        self.bodies: weakref.WeakSet[_Body] = weakref.WeakSet()
+        self.bodies: weakref.WeakSet[Body] = weakref.WeakSet()
         self.outer: dict[int, int] = {}  # region -> the region around it
         self.keys: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by id of a tensor
         self.n_keys = 0
-        self.kept: dict[int, _Kept] = {}  # key -> a tensor from outside of all bodies
+        self.kept: dict[int, _Kept | OfPart] = {}  # key -> a tensor from outside of all bodies
+        self.memories: dict[int, Memory] = {}  # of parts, by address of the storage
+        self.results: list[weakref.ref[Tensor]] = []  # of custom functions
+        self.watched: set[int] = set()  # addresses of storages of which x.data was taken
+        self.versions: dict[int, int | None] = {}  # key -> of a tensor that is computed again
         self.makers: dict[int, int] = {}  # key -> the region that made the tensor
         self.storages: set[int] = set()  # of the tensors that a body read and did not make
         self.is_settled = False  # one of these is written: saved tensors are kept from now on
@@ -220,6 +183,24 @@ class _Tree:
     def key_of(self, tensor: Tensor) -> int | None:
         known, key = self.keys.get(id(tensor), (None, -1))
         return key if known is not None and known() is tensor else None
+
+    def memory_of(self, tensor: Tensor) -> Memory | None:
+        """Return the memory of a tensor if a part makes it, with this dtype; else None."""
+        if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+            return None
+        memory = self.memories.get(tensor.untyped_storage()._cdata)
+        is_same = memory is not None and not memory.ref.expired() and memory.dtype == tensor.dtype
+        return memory if is_same else None
+
+    def forget_if_written(self, tensor: Tensor) -> None:
+        """Forget what is known of a tensor if it was written since: to compute it again would give
+        the numbers before."""
+        key = self.key_of(tensor)
+        if key is not None and self.versions.get(key, version_of(tensor)) != version_of(tensor):
+            del self.keys[id(tensor)]
+        memory = self.memory_of(tensor)
+        if memory is not None and version_of(tensor) != 0:
+            self.memories.pop(tensor.untyped_storage()._cdata)
 
     def new_key(self, tensor: Tensor) -> int:
         self.n_keys += 1
@@ -235,14 +216,26 @@ class _Tree:
                 body.recompute()
 
 
+class _Env(dict[int, Tensor]):
+    """The tensors of a body's second run, by key. What a part makes is made at the first read."""
+
+    def __init__(self, entered: dict[int, _Kept | OfPart | Handle]) -> None:
+        super().__init__()
+        self.entered = entered
+
+    def __missing__(self, key: int) -> Tensor:
+        self[key] = self.entered[key].get()
+        return self[key]
+
+
 class _StopError(Exception):
     """Everything that was asked for is recomputed."""
 
 
-class _Body:
+class Body:
     """The calls of a checkpoint's function, including those of checkpoints inside of it."""
 
-    def __init__(self, region: int, outer: _Body | None) -> None:
+    def __init__(self, region: int, outer: Body | None) -> None:
         self.region = region
         self.outer = outer
         self.tree: _Tree = outer.tree if outer is not None else _Tree()
@@ -250,22 +243,28 @@ class _Body:
         self.tree.outer[region] = outer.region if outer is not None else 0
         #: It is, or is in, the body of a reentrant checkpoint.
         self.is_reentrant: bool = region % 2 == 1 or (outer is not None and outer.is_reentrant)
-        self.calls: list[_Call] = []
+        self.is_running = False  # its second run goes on
+        self.calls: list[Call] = []
         self.last: dict[int, int] = {}  # key -> index of the last call that reads or makes it
-        self.entered: dict[int, _Kept | _Handle] = {}  # key -> a tensor from outside of this body
-        self.saved: list[weakref.ref[_Handle]] = []  # in the order in which autograd saved them
-        self.handed: dict[int, list[weakref.ref[_Handle]]] = {}  # key -> what inner bodies read
+        #: By key, tensors from outside of this body.
+        self.entered: dict[int, _Kept | OfPart | Handle] = {}
+        self.saved: list[weakref.ref[Handle]] = []  # in the order in which autograd saved them
+        self.handed: dict[int, list[weakref.ref[Handle]]] = {}  # key -> what inner bodies read
         #: Leaves, without their graphs, to which the backward of a reentrant body sends gradients.
         self.leaves: list[Tensor] = []
 
-    def read(self, tensor: Tensor, name: str) -> _Ref:
+    def read(self, tensor: Tensor, name: str) -> Ref:
         """Note that a call of the body reads a tensor; return a reference to the tensor."""
+        self.tree.forget_if_written(tensor)
         key = self.tree.key_of(tensor)
         if key is None:
-            key = self.tree.new_key(tensor)
-            self.tree.kept[key] = _Kept(tensor, name)
+            key, memory = self.tree.new_key(tensor), self.tree.memory_of(tensor)
+            kept = _Kept(tensor, name) if memory is None else OfPart(tensor, memory)
+            self.tree.kept[key] = kept
+            if memory is not None:
+                self.tree.versions[key] = version_of(tensor)
         self.need(key, tensor)
-        return _Ref(key)
+        return Ref(key)
 
     def makes(self, key: int) -> bool:
         """Return whether a call of this body, or of one inside, made the tensor of a key."""
@@ -284,21 +283,37 @@ class _Body:
         if key in self.tree.kept:
             self.entered[key] = self.tree.kept[key]
         elif self.outer is not None:
-            handle = self.entered[key] = _Handle(self.outer, tensor, tensor.requires_grad)
+            handle = self.entered[key] = Handle(self.outer, tensor, tensor.requires_grad)
             self.outer.handed.setdefault(key, []).append(weakref.ref(handle))
 
-    def add(self, call: _Call, reads: Iterable[int]) -> None:
+    def add(self, call: Call, reads: Iterable[int]) -> None:
         """Add a call that has run to this body and to those around it."""
         keys = [*reads, *(key for key in call.outs if key is not None)]
-        body: _Body | None = self
+        body: Body | None = self
         while body is not None:
             body.last.update(dict.fromkeys(keys, len(body.calls)))
             body.calls.append(call)
             body = body.outer
 
-    def save(self, tensor: Tensor) -> _Handle:
+    def keep_memory_of(self, tensor: Tensor) -> None:
+        """Keep what custom functions saved in the memory of a tensor of which x.data was taken, and
+        compute nothing in it again: writes through x.data show in what eager saved."""
+        tree, storage = self.tree, tensor.untyped_storage()._cdata
+        saved = [one for ref in self.saved if (one := ref()) is not None]
+        for handle in saved:
+            if handle.memory is not None and handle.memory.is_of(tensor) and not handle.is_pinned:
+                handle.tensor, handle.is_pinned = handle.memory.taken_of(tensor), True
+                handle.version = version_of(tensor)
+        tree.watched.add(storage)
+        tree.memories.pop(storage, None)
+        for name, (ref, key) in list(tree.keys.items()):
+            known = ref() if key in tree.versions else None
+            if known is not None and known.untyped_storage()._cdata == storage:
+                del tree.keys[name]
+
+    def save(self, tensor: Tensor) -> Handle:
         """Return what autograd keeps in place of a tensor that a call of the body saves."""
-        handle = _Handle(self, tensor)
+        handle = Handle(self, tensor)
         self.saved.append(weakref.ref(handle))
         if self.tree.is_settled:
             handle.set(tensor)
@@ -307,8 +322,11 @@ class _Body:
     def recompute(self) -> None:
         """Run the calls once more, until all that they saved, and that inner bodies read, is
         provided to its handles."""
-        env = {key: one.get() for key, one in self.entered.items()}
         left = set(self.handed)
+        env = _Env(self.entered)
+        for key, one in self.entered.items():
+            if key in left or not isinstance(one, OfPart):
+                env[key] = one.get()
         n_saved = 0
 
         def give(keys: Iterable[int | None]) -> None:
@@ -326,6 +344,7 @@ class _Body:
             give(())
 
         own, others = saved_tensors_hooks(pack, _unasked), saved_tensors_hooks(_drop, _unasked)
+        self.is_running = True
         try:
             with _making(self.calls):
                 give(list(env))
@@ -338,6 +357,7 @@ class _Body:
         except _StopError as error:
             let_go(error)
         finally:
+            self.is_running = False
             env.clear()  # a traceback may keep the hooks, and so this frame, alive
 
 
@@ -350,7 +370,7 @@ def _unasked(_: None) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _making(calls: list[_Call]) -> Iterator[None]:
+def _making(calls: list[Call]) -> Iterator[None]:
     """Let a block run calls once more, and restore the generators that they draw from."""
     generators = {call.generator for call in calls if call.generator is not None}
     states = [(one, noise.get_state(one)) for one in generators]
@@ -364,15 +384,15 @@ def _making(calls: list[_Call]) -> Iterator[None]:
 
 # Live calls ---------------------------------------------------------------------------------------
 
-alive: weakref.WeakValueDictionary[int, _Body] = weakref.WeakValueDictionary()
+alive: weakref.WeakValueDictionary[int, Body] = weakref.WeakValueDictionary()
 
 
-def _body_of(region: int) -> _Body:
+def body_of(region: int) -> Body:
     body = alive.get(region)
     if body is None:
         around = _core.memo().get("around", {}).get(region, ())  # regions that began on this tape
-        outer = _body_of(around[-2]) if len(around) > 1 else None
-        body = alive[region] = _Body(region, outer)
+        outer = body_of(around[-2]) if len(around) > 1 else None
+        body = alive[region] = Body(region, outer)
     _core.memo().setdefault("live", {})[region] = body  # keep it: more calls of it may follow
     return body
 
@@ -380,7 +400,7 @@ def _body_of(region: int) -> _Body:
 def note_leaf(region: int, leaf: Tensor) -> None:
     """Note that the backward of a reentrant body, which runs live, will send a gradient to a leaf,
     maybe through plain calls."""
-    (alive.get(region) or _body_of(region)).leaves.append(leaf.detach())
+    (alive.get(region) or body_of(region)).leaves.append(leaf.detach())
 
 
 class _Live(NamedTuple):
@@ -414,18 +434,18 @@ class _Live(NamedTuple):
         return draws.start_of(self.node, self.outs[0])
 
     @contextlib.contextmanager
-    def noted(self, body: _Body) -> Iterator[None]:
+    def noted(self, body: Body) -> Iterator[None]:
         """Let it run in a block as a call of `body`: note its inputs, results and saved tensors."""
         func, row, _, where, *_ = _core.node(self.node)
         name = f"{row or getattr(func, '__name__', 'a call')} ({where})"
         tree, again = body.tree, self.again
-        refs: list[_Ref] = []
+        refs: list[Ref] = []
 
-        def refer(tensor: Tensor) -> _Ref:
+        def refer(tensor: Tensor) -> Ref:
             refs.append(body.read(tensor, name))
             return refs[-1]
 
-        args, kwargs = _map((self.args, self.kwargs), Tensor, refer)
+        args, kwargs = map_nested((self.args, self.kwargs), Tensor, refer)
         written = [] if again is not None else self.written()
         if tree.storages.intersection(one.untyped_storage()._cdata for one in written):
             tree.settle()
@@ -435,7 +455,7 @@ class _Live(NamedTuple):
         generator, state = self.start()
         is_kept = self.is_random and (state is None or _has_generator(self.kwargs))
         context = switches.Context.current(_core.value(self.outs[0])[10])
-        with contextlib.nullcontext() if is_kept else saved_tensors_hooks(body.save, _Handle.get):
+        with contextlib.nullcontext() if is_kept else saved_tensors_hooks(body.save, Handle.get):
             yield
         made = [_core.value(out)[5] for out in self.outs]
         for one in made if body.is_reentrant else ():
@@ -451,7 +471,7 @@ class _Live(NamedTuple):
                     tree.kept[key] = _Kept(one, name)
                     del tree.makers[key]
         if not is_kept and any(key is not None for key in outs):
-            call = _Call(body.region, func, args, kwargs, context, outs, again, generator, state)
+            call = Call(body.region, func, args, kwargs, context, outs, again, generator, state)
             body.add(call, (ref.key for ref in refs))
 
 
@@ -471,6 +491,6 @@ def keep(i: int, region: int, first_out: int, n_outs: int, call: Any, *words: An
     if not region:
         return None
     live = _Live(i, range(first_out, first_out + n_outs), func, args, kwargs, *words)
-    block = live.noted(_body_of(region))
+    block = live.noted(body_of(region))
     block.__enter__()
     return block

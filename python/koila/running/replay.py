@@ -286,6 +286,32 @@ def read_all(is_known_only: bool) -> bool:
     return done is not None
 
 
+@surroundings.in_outside
+def compute_again(unwanted: tuple[_core.LazyTensor, ...]) -> dict[int, torch.Tensor] | None:
+    """Compute the values of a part that was cut off once more, in chunks, without a graph.
+
+    Args:
+        unwanted: lazies of its tape whose numbers nobody needs.
+
+    Returns:
+        The numbers by value; None if the part has to run whole.
+    """
+    if planner.is_whole():
+        return None
+    _core.check_leaves()
+    program = Program([], unwanted=unwanted)
+    if program.unstageable is not None or not program.has_body:
+        return None
+
+    def run(replay: Replay) -> dict[int, torch.Tensor]:
+        replay.compute()
+        replay.settle(False)
+        return {value: number for value, number, _ in replay.numbers.found}
+
+    done = _attempt(program, planner.plan(program, False), run)
+    return None if done is None else done[0]
+
+
 def differentiate(
     roots: list[torch.Tensor],
     gradients: list[torch.Tensor | None],
