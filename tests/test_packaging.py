@@ -59,11 +59,19 @@ def files(folder: str, *patterns: str) -> set[str]:
     return {str(path.relative_to(ROOT)) for path in found}
 
 
+def linked() -> set[str]:
+    """The files to which README.md links."""
+    return set(re.findall(r"\]\(([^):#]+\.\w+)[)#]", (ROOT / "README.md").read_text()))
+
+
 def test_sdist_has_all_that_a_build_needs(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = files("koila_c", "*/*.[ch]", "*/*.def") | files("python/koila", "*.py", "*.pyi")
     needed |= {"LICENSE", "pyproject.toml", "setup.py", "python/koila/py.typed"}
+    needed |= {name for name in linked() if "/results/" not in name}
+    needed |= {"CONTRIBUTING.md", "mkdocs.yml", "demo/demo.py", "tests/smoke.py"}
+    needed |= files("docs", "*.*", "*/*.md") | files("examples", "*.py", "*.ipynb")
     assert needed - names == set()
     assert [name for name in names if name.endswith((".so", ".o", ".pyc"))] == []
 
