@@ -59,6 +59,24 @@ def test_commands_of_the_makefile_exist() -> None:
         assert f"\n{target}:" in makefile
 
 
+def test_the_launcher_prints_what_it_shows() -> None:
+    """On any machine: the limit, not the free memory, says how many chunks there are."""
+    (command, *shown) = re.findall(r"^(?:\$ python -m koila|koila: ).*$", TEXT, re.MULTILINE)
+    ran = subprocess.run(
+        [sys.executable, *command.split()[2:]],
+        cwd=ROOT,
+        env={"PYTHONPATH": "python", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    lines = [line for line in ran.stderr.splitlines() if line.startswith("koila: ")]
+    assert len(shown) == 3
+    for line, wanted in zip(lines[:3], shown, strict=True):
+        assert line.startswith(wanted.removesuffix("..."))
+
+
 def test_the_picture_can_be_drawn(tmp_path: Path) -> None:
     """By its script, elsewhere: as an SVG in which koila stays below its limit."""
     (tmp_path / "docs").mkdir()

@@ -49,6 +49,10 @@ def test_a_step_that_is_equal(chunks: int) -> None:
     assert "equal up to rounding" in str(told)
     names = {one.name for one in told.differences}
     assert names >= {"result of 0", "gradient of 0.weight", "buffer of 1.running_mean"}
+    # Its gradient is 0: what is there of it is rounding, whose quotient with itself says nothing.
+    only_rounding = {one.name for one in told.differences if one.is_only_rounding}
+    assert only_rounding == {"gradient of 0.bias"}
+    assert "gradient of 0.bias  (itself little but rounding)" in str(told)
     for tensor, value in zip((*model.parameters(), *model.buffers()), before, strict=True):
         assert torch.equal(tensor, value)
     for parameter, grad in zip(model.parameters(), grads, strict=True):

@@ -39,14 +39,18 @@ class Difference:
         largest: the largest difference of two entries, divided by the largest entry of the whole
             run; nan if the shape or dtype differs, or if only one run has the tensor.
         is_rounding: whether sums in another order can explain the difference.
+        is_only_rounding: whether the tensor itself is little but rounding, so that `largest` says
+            nothing, such as the gradient of a bias before a batch norm, which is 0.
     """
 
     name: str
     largest: float
     is_rounding: bool
+    is_only_rounding: bool = False
 
     def __str__(self) -> str:
-        return f"{self.largest:9.2e}  {self.name}" + ("" if self.is_rounding else "  (differs)")
+        note = "  (itself little but rounding)" if self.is_only_rounding else ""
+        return f"{self.largest:9.2e}  {self.name}{note if self.is_rounding else '  (differs)'}"
 
 
 @dataclass(frozen=True)
@@ -332,6 +336,8 @@ def _compare(name: str, pair: _Pair, of_kind: float = 0.0) -> Difference:
     if not torch.equal(whole.isfinite(), cut.isfinite()):
         return Difference(name, float("nan"), False)
     size, largest = _size(whole), _size(whole - cut)
-    allowed = max(_ROUNDING * size, _ROUNDING_OF_KIND * of_kind) * torch.finfo(whole.dtype).eps
-    allowed = max(allowed, _TIMES_LAST_BIT * pair.last_bit(name))
-    return Difference(name, largest / size if size > 0 else largest, largest <= allowed)
+    usual = _ROUNDING * size * torch.finfo(whole.dtype).eps
+    of_others = _ROUNDING_OF_KIND * of_kind * torch.finfo(whole.dtype).eps
+    allowed = max(usual, of_others, _TIMES_LAST_BIT * pair.last_bit(name))
+    ratio = largest / size if size > 0 else largest
+    return Difference(name, ratio, largest <= allowed, usual < largest <= allowed)
