@@ -305,6 +305,38 @@ def test_what_nobody_saw_coming_is_refused(is_reentrant: bool) -> None:
         checkpoint(model, h, use_reentrant=is_reentrant)
 
 
+WRITES = {
+    "in place": lambda tensor, h: tensor.add_(1),
+    "of what it computes": lambda tensor, h: tensor.mul_(0.9).add_(h.detach().mean(0)),
+    "an item": lambda tensor, h: tensor.__setitem__(0, 1.0),
+    "as out": lambda tensor, h: torch.add(tensor, 1, out=tensor),
+    "of a list": lambda tensor, h: torch._foreach_add_([tensor], 1),
+}
+
+
+@pytest.mark.parametrize("way", ["captured", "an attribute", "an argument", "in a list"])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_writes_to_what_a_function_has_not_made_are_refused(
+    is_reentrant: bool, write: str, way: str
+) -> None:
+    """Before the last tensor that is kept, so that torch's second run writes again."""
+    linear, tensor = nn.Linear(4, 4), torch.zeros(4)
+    linear.count, several = tensor, [tensor]  # type: ignore[assignment]
+
+    def body(x: Tensor, *given: Tensor) -> Tensor:
+        of = {"captured": tensor, "in a list": several[0]}.get(way)
+        of = given[0] if given else linear.count if of is None else of
+        WRITES[write](of, x)  # type: ignore[no-untyped-call]
+        return linear(x).relu()  # type: ignore[no-any-return]
+
+    h = nn.Linear(4, 4)(koila.lazy(torch.randn(N_ROWS, 4)))
+    given = [tensor] if way == "an argument" else []
+    said = r"writes a tensor of shape \[4\] .*test_checkpoint_state\.py:\d+"
+    with koila.config(chunks=3), pytest.raises(koila.KoilaError, match=said):
+        checkpoint(body, h, *given, use_reentrant=is_reentrant)
+
+
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_statistics_without_a_gradient_are_refused(is_reentrant: bool) -> None:
     """torch stops its second run at the last tensor that was kept: before such a call, or after."""

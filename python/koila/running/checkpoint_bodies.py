@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The modules that a checkpoint's function can call, and the buffers that they may write."""
+"""The modules that a checkpoint's function can call, and the tensors that it may write."""
 
 from __future__ import annotations
 
@@ -51,21 +51,36 @@ def _inside(obj: Any, names: set[str]) -> Iterator[Any]:
             yield call
 
 
-def modules_in(
-    objs: Iterable[Any], names: set[str] | None = None, depth: int = 4
-) -> Iterator[nn.Module]:
-    """Yield the modules that functions can call: arguments, and what they are bound to, capture or
-    name."""
-    names = set() if names is None else names
+class Reached(NamedTuple):
+    """What a checkpoint's function can reach: its arguments, and what it is bound to, captures or
+    names."""
+
+    modules: list[nn.Module]
+    tensors: list[Tensor]  # plain ones; parameters and buffers of the modules are not among them
+
+
+def reached_by(objs: Iterable[Any]) -> Reached:
+    """Return what functions and their arguments, `objs`, can reach."""
+    found = list(_reached_by(objs, set(), 4))
+    modules = [one for one in found if isinstance(one, nn.Module)]
+    inside = (one for module in modules for one in vars(module).values())
+    tensors = {id(one): one for one in (*found, *inside) if isinstance(one, Tensor)}
+    lazy = _core.LazyTensor
+    return Reached(modules, [one for one in tensors.values() if type(one) is not lazy])
+
+
+def _reached_by(objs: Iterable[Any], names: set[str], depth: int) -> Iterator[nn.Module | Tensor]:
     for obj in objs:
         if isinstance(obj, nn.Module):
             yield from obj.modules()
+        elif isinstance(obj, Tensor) and not isinstance(obj, nn.Parameter):
+            yield obj
         elif depth > 0 and not isinstance(obj, Tensor | type | types.ModuleType | str):
             is_function = isinstance(obj, types.FunctionType)
             inner = names | names_in(obj.__code__) if is_function else names
             if isinstance(obj, types.MethodType) and isinstance(obj.__func__, types.FunctionType):
                 inner = names | names_in(obj.__func__.__code__)
-            yield from modules_in(list(_inside(obj, inner)), inner, depth - 1)
+            yield from _reached_by(list(_inside(obj, inner)), inner, depth - 1)
 
 
 def norm_calling(mean: Tensor) -> nn.Module | None:
@@ -148,17 +163,23 @@ def can_record(found: list[nn.Module]) -> bool:
     )
 
 
-class Buffer(NamedTuple):
-    """A buffer of a module, with its version at a moment."""
+class Kept(NamedTuple):
+    """A buffer of a module, or a tensor that a function can reach, with its version at a moment."""
 
-    module: nn.Module
+    module: nn.Module | None
     name: str
     tensor: Tensor
     version: int | None
 
     def is_written(self) -> bool:
-        now: Any = self.module._buffers.get(self.name)
+        now: Any = self.tensor if self.module is None else self.module._buffers.get(self.name)
         return now is not self.tensor or version_of(self.tensor) != self.version
+
+    def __str__(self) -> str:
+        """Return its name for messages."""
+        if self.module is None:
+            return f"a tensor of shape {list(self.tensor.shape)} that it has not made"
+        return f"{type(self.module).__name__}.{self.name}"
 
 
 def version_of(tensor: Tensor) -> int | None:
@@ -169,15 +190,16 @@ def version_of(tensor: Tensor) -> int | None:
     return recomputed.version_of(tensor)
 
 
-def buffers_of(found: list[nn.Module]) -> list[Buffer]:
-    """Return the buffers of modules that a checkpoint must not write, as they are now.
+def kept_by(found: Reached) -> list[Kept]:
+    """Return what the function of a checkpoint must not write, as it is now: buffers and tensors.
 
     The batch counts of batch norms are left out: they are updated again after backward. Their
     statistics are too, and stay in this list since they are written without a new version.
     """
-    return [
-        Buffer(module, name, tensor, version_of(tensor))
-        for module in dict.fromkeys(found)
+    buffers = [
+        Kept(module, name, tensor, version_of(tensor))
+        for module in dict.fromkeys(found.modules)
         for name, tensor in module._buffers.items()
         if tensor is not None and not (isinstance(module, _BatchNorm) and tensor.dim() == 0)
     ]
+    return [*buffers, *(Kept(None, "", tensor, version_of(tensor)) for tensor in found.tensors)]

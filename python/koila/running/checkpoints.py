@@ -142,27 +142,27 @@ def _note_modes(region: int, found: list[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def _recording(
-    found: list[nn.Module], is_reentrant: bool, given: tuple[Any, ...]
+    found: checkpoint_bodies.Reached, is_reentrant: bool, given: tuple[Any, ...]
 ) -> Iterator[None]:
     """Record the body that runs in a block, which torch would run again in backward.
 
     Args:
-        found: the modules that the body can call.
+        found: what the body can reach.
         is_reentrant: whether use_reentrant=True.
         given: the arguments of the body.
 
     Raises:
-        KoilaError: the body wrote a buffer of a module.
+        KoilaError: the body wrote a buffer of a module, or another tensor that it did not make.
     """
     global _n_recording
-    outer, buffers, group = _state.groups, checkpoint_bodies.buffers_of(found), norms.Group()
+    outer, kept_before, group = _state.groups, checkpoint_bodies.kept_by(found), norms.Group()
     around = _state.around
     _state.groups = (*outer, group)
     _n_recording += 1
     _torch.batch_norm, unwritten.on_read = _batch_norm, _note_read
     try:
         with _region(is_reentrant) as region:
-            _note_modes(region, found)
+            _note_modes(region, found.modules)
             _state.around = (*around, region)
             _core.memo().setdefault("around", {})[region] = _state.around
             _state.has_reentrant |= is_reentrant
@@ -182,9 +182,9 @@ def _recording(
         _n_recording -= 1
         if _n_recording == 0:
             _torch.batch_norm, unwritten.on_read = _plain_batch_norm, None
-    for buffer in buffers:
-        if buffer.is_written():
-            recomputed.refuse(f"writes {type(buffer.module).__name__}.{buffer.name}")
+    for one in kept_before:
+        if one.is_written():
+            recomputed.refuse(f"writes {one}")
 
 
 def run(body: Callable[..., Any], args: tuple[Any, ...], begin: Callable[[], None]) -> Any:
@@ -193,7 +193,7 @@ def run(body: Callable[..., Any], args: tuple[Any, ...], begin: Callable[[], Non
         with _region(True):
             return body(*args)
     begin()
-    with _recording(list(checkpoint_bodies.modules_in([body, *args])), True, args):
+    with _recording(checkpoint_bodies.reached_by([body, *args]), True, args):
         return body(*args)
 
 
@@ -210,7 +210,7 @@ def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
     if not args[1]:  # preserve_rng_state=False, as in `patched`
         return False
     needs = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    found = list(checkpoint_bodies.modules_in([args[0], *args[2:]])) if needs else []
+    found = checkpoint_bodies.reached_by([args[0], *args[2:]] if needs else ()).modules
     # torch calls backward hooks only in its second run: the first one has no graph for them.
     is_hooked = any(module._backward_hooks or module._backward_pre_hooks for module in found)
     return needs and not is_hooked and checkpoint_bodies.can_record(found)
@@ -456,12 +456,10 @@ def patched(
         is_recorded = is_ours and not planner.is_whole() and not surroundings.of_call()
         is_recorded = is_recorded and context_fn is torch.utils.checkpoint.noop_context_fn
         is_again = is_recorded and torch.is_grad_enabled()
-        found = (
-            list(checkpoint_bodies.modules_in([body, *args, *kwargs.values()])) if is_again else []
-        )
+        found = checkpoint_bodies.reached_by([body, *args, *kwargs.values()] if is_again else ())
         # Without preserve_rng_state torch's second run draws new numbers, and the gradient is of
         # these.
-        if is_again and not (preserve_rng_state and checkpoint_bodies.can_record(found)):
+        if is_again and not (preserve_rng_state and checkpoint_bodies.can_record(found.modules)):
             explain.log_live(torch.utils.checkpoint.checkpoint)
             is_recorded = is_again = False
         if not is_recorded:
