@@ -99,8 +99,8 @@ class Summary(reports.Observer):
                 f", and {len(others)} others" if others else ""
             )
             lines.append(
-                f"whole batch: a backward ({where}): nothing in it is lazy, as it is not of what a "
-                "data loader handed out; call koila.lazy() on what it is of"
+                f"whole batch: a backward ({where}): nothing in it is lazy, since its inputs did "
+                "not come from a data loader; call koila.lazy() on them"
             )
         if self.n_in_chunks:
             most_first = sorted(self.whole.items(), key=lambda item: -item[1][1])
