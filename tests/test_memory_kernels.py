@@ -140,6 +140,17 @@ class Embedder(nn.Module):
         return self.body(x)
 
 
+class Features(nn.Module):
+    """Far more features than rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4096), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
 def images(n_channels: int, size: int) -> Any:
     """Return what makes a batch of images."""
     return lambda n, g: (randn(g, n, n_channels, size, size),)
@@ -166,10 +177,15 @@ def sequences(n: int, g: Generator) -> tuple[Tensor, Tensor]:
 
 
 def gram(model: nn.Module, x: Tensor) -> Tensor:
-    """Correlations of features over the batch: each chunk leaves a product as large as all."""
+    """Correlations of features over the batch: a product of each chunk as large as their sum."""
     z = model(x)
     c = z.T @ z / len(z)
     return (c - torch.eye(128, dtype=c.dtype)).pow(2).mean()
+
+
+def deviations(model: nn.Module, x: Tensor) -> Tensor:
+    """Standard deviations of many features over few rows: each chunk leaves two vectors of them."""
+    return (1 - model(x).std(0)).relu().mean()
 
 
 def under_autocast(model: nn.Module, x: Tensor) -> Tensor:
@@ -187,6 +203,7 @@ PROGRAMS = [
     Program("gated", Gated, lambda n, g: (randn(g, n, 8, 32),), to_itself),
     Program("recurrent", Recurrent, sequences, pixels),
     Program("gram", Embedder, lambda n, g: (randn(g, n, 8),), gram),
+    Program("deviations", Features, lambda n, g: (randn(g, n, 4),), deviations),
     Program("scan", Scan, lambda n, g: (randn(g, n, 256),), to_itself),
     Program("states", States, lambda n, g: (randn(g, n, 1, 5), *labels(n, g)), pixels),
 ]
