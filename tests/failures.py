@@ -110,16 +110,22 @@ def planned(failing: Failing) -> Iterator[None]:
     """Begin each program in `CHUNKS` chunks, and tell of each try."""
     made, send_back = replay.Replay.__init__, across.send_back
     is_part = False  # of a try, as the program of a head is
+    n_before: int | None = None  # calls before the first try of the part
 
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        nonlocal n_before
         made(self, *args, **kwargs)
         sizes = [stop - start for grid in self.grids.values() for start, stop in grid]
         if not is_part:
             failing.begin(max(sizes, default=0))
+        elif n_before is None:
+            n_before = failing.n_calls
+        else:
+            failing.n_calls = n_before  # a part that is tried again makes its calls again
 
     def run_part(*args: Any) -> None:
-        nonlocal is_part
-        is_part = True
+        nonlocal is_part, n_before
+        is_part, n_before = True, None
         try:
             send_back(*args)
         finally:

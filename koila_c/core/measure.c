@@ -183,10 +183,10 @@ has_own_memory(const Step *step, KlValueId value)
 
 /* Hold `n` partial results of a reduction: for each chunk, or once if they are added up. */
 static void
-hold_parts(Step *step, KlValueId value, double n)
+hold_parts(Step *step, KlValueId value, const KlParts *parts, double n)
 {
-    double *held = parts_of(step, value)->added ? &step->held : &step->held_per_chunk;
-    *held += n * result_of(step, value);
+    double *held = parts->added ? &step->held : &step->held_per_chunk;
+    *held += n * result_of(step, value, parts);
 }
 
 /* Hold a result of a body, all chunks of it; each storage counts once. */
@@ -200,7 +200,7 @@ hold(Step *step, KlValueId value)
     }
     step->values[value].is_held = true;
     if (parts != NULL) {
-        hold_parts(step, value, parts->left);
+        hold_parts(step, value, parts, parts->left);
     } else if (has_own_memory(step, value)) {
         step->held += whole(step, value);
     } else if (storage->n_held++ == 0) {
@@ -222,7 +222,7 @@ free_value(Step *step, KlValueId value)
     step->held -= step->values[value].is_beside ? whole(step, value) : 0;
     step->values[value].is_beside = false;
     if (parts != NULL) {
-        hold_parts(step, value, -parts->left);
+        hold_parts(step, value, parts, -parts->left);
     } else if (has_own_memory(step, value)) {
         step->held -= whole(step, value);
     } else if (--storage->n_held == 0) {
@@ -240,7 +240,7 @@ hold_combined(Step *step, const KlRun *run, int kept, int seeds)
         KlValueId value = step->tape->nodes[id].first_out;
         const KlParts *parts = parts_of(step, value);
         if (parts != NULL && needs_gradient(step, value)) {
-            hold_parts(step, value, parts->combined * kept + parts->seeds * seeds);
+            hold_parts(step, value, parts, parts->combined * kept + parts->seeds * seeds);
         }
     }
 }
@@ -370,7 +370,7 @@ find_stand_ins(Step *step, const KlStep *of)
             }
             if (parts != NULL) {
                 double *of_parts = parts->added ? &found.values : &found.parts;
-                *of_parts += parts->left * result_of(step, value);
+                *of_parts += parts->left * result_of(step, value, parts);
                 continue;
             }
             bool is_read = step->values[value].is_read_by_tail;

@@ -112,12 +112,12 @@ parts_of(const Step *step, KlValueId value)
 /* Return the bytes that KlParts counts in: of a reduction's result (0: a single number), or of a row of its input; for
  * each chunk or, if partial results are not added up, for each of its pieces. */
 static inline double
-result_of(const Step *step, KlValueId value)
+result_of(const Step *step, KlValueId value, const KlParts *parts)
 {
     const KlSweepNode *node = &step->sweep.nodes[step->tape->values[value].node];
     bool is_for_each = step->homes->n_pieces > 1 && step->homes->n_across == 0;
-    double n = is_for_each && !parts_of(step, value)->added ? step->homes->n_pieces : 1;
-    if (node->parts != NULL && node->parts->of_row) {
+    double n = is_for_each && !parts->added ? step->homes->n_pieces : 1;
+    if (parts->of_row) {
         return n * step->sweep.sizes[step->sweep.inputs[node->first_input]].per_row;
     }
     return step->sweep.sizes[value].n_elements > 1 ? n * whole(step, value) : 0;
