@@ -56,7 +56,7 @@ class Reached(NamedTuple):
     names."""
 
     modules: list[nn.Module]
-    tensors: list[Tensor]  # plain ones; parameters and buffers of the modules are not among them
+    tensors: list[Tensor]  # plain ones without a gradient, and no buffers of the modules
 
 
 def reached_by(objs: Iterable[Any]) -> Reached:
@@ -65,17 +65,17 @@ def reached_by(objs: Iterable[Any]) -> Reached:
     modules = [one for one in found if isinstance(one, nn.Module)]
     inside = (one for module in modules for one in vars(module).values())
     tensors = {id(one): one for one in (*found, *inside) if isinstance(one, Tensor)}
-    lazy = _core.LazyTensor
-    return Reached(modules, [one for one in tensors.values() if type(one) is not lazy])
+    plain = (one for one in tensors.values() if type(one) is not _core.LazyTensor)
+    return Reached(modules, [one for one in plain if not one.requires_grad])
 
 
 def _reached_by(objs: Iterable[Any], names: set[str], depth: int) -> Iterator[nn.Module | Tensor]:
     for obj in objs:
         if isinstance(obj, nn.Module):
             yield from obj.modules()
-        elif isinstance(obj, Tensor) and not isinstance(obj, nn.Parameter):
+        elif isinstance(obj, Tensor):
             yield obj
-        elif depth > 0 and not isinstance(obj, Tensor | type | types.ModuleType | str):
+        elif depth > 0 and not isinstance(obj, type | types.ModuleType | str):
             is_function = isinstance(obj, types.FunctionType)
             inner = names | names_in(obj.__code__) if is_function else names
             if isinstance(obj, types.MethodType) and isinstance(obj.__func__, types.FunctionType):
@@ -163,7 +163,7 @@ def can_record(found: list[nn.Module]) -> bool:
     )
 
 
-class Kept(NamedTuple):
+class Guarded(NamedTuple):
     """A buffer of a module, or a tensor that a function can reach, with its version at a moment."""
 
     module: nn.Module | None
@@ -190,16 +190,17 @@ def version_of(tensor: Tensor) -> int | None:
     return recomputed.version_of(tensor)
 
 
-def kept_by(found: Reached) -> list[Kept]:
+def guarded_in(found: Reached) -> list[Guarded]:
     """Return what the function of a checkpoint must not write, as it is now: buffers and tensors.
 
     The batch counts of batch norms are left out: they are updated again after backward. Their
     statistics are too, and stay in this list since they are written without a new version.
     """
     buffers = [
-        Kept(module, name, tensor, version_of(tensor))
+        Guarded(module, name, tensor, version_of(tensor))
         for module in dict.fromkeys(found.modules)
         for name, tensor in module._buffers.items()
         if tensor is not None and not (isinstance(module, _BatchNorm) and tensor.dim() == 0)
     ]
-    return [*buffers, *(Kept(None, "", tensor, version_of(tensor)) for tensor in found.tensors)]
+    others = (Guarded(None, "", tensor, version_of(tensor)) for tensor in found.tensors)
+    return [*buffers, *others]

@@ -155,7 +155,7 @@ def _recording(
         KoilaError: the body wrote a buffer of a module, or another tensor that it did not make.
     """
     global _n_recording
-    outer, kept_before, group = _state.groups, checkpoint_bodies.kept_by(found), norms.Group()
+    outer, guarded, group = _state.groups, checkpoint_bodies.guarded_in(found), norms.Group()
     around = _state.around
     _state.groups = (*outer, group)
     _n_recording += 1
@@ -182,7 +182,7 @@ def _recording(
         _n_recording -= 1
         if _n_recording == 0:
             _torch.batch_norm, unwritten.on_read = _plain_batch_norm, None
-    for one in kept_before:
+    for one in guarded:
         if one.is_written():
             recomputed.refuse(f"writes {one}")
 
