@@ -299,8 +299,8 @@ MUTANTS = [
     Mutant(
         "checkpoint: a custom function draws other numbers in backward",
         "python/koila/running/custom_functions.py",
-        "functools.partial(_with_states, func, states)",
-        "functools.partial(func)",
+        "states = [(one, noise.get_state(one)) for one in own]",
+        "states = []",
         "tests/test_checkpoint_functions.py",
     ),
     Mutant(
@@ -600,8 +600,8 @@ MUTANTS = [
     Mutant(
         "statistics: a norm needs what it moved itself",
         "python/koila/running/overwritten.py",
-        "        if node.leaf_writes >> k & 1 and import_id >= 0\n",
-        "        if node.leaf_writes >> k & 1 and import_id < 0\n",
+        "value in program.moved_by(node)",
+        "value in ()",
         BRIDGE,
     ),
     Mutant(
@@ -684,7 +684,7 @@ MUTANTS = [
     Mutant(
         "checkpoint: what is recomputed draws other numbers",
         "python/koila/running/repeated.py",
-        "            noise.set_state(self.generator, self.state)",
+        "            noise.set_state(generator, state)",
         "            pass",
         "tests/test_checkpoints_live.py",
     ),

@@ -20,6 +20,7 @@ import koila
 from allocations import Allocations
 from oracle import Lazy, assert_seen, eager, tell
 from stories import N_ROWS, rows
+from test_bridge import Doubled
 from test_checkpoints import KINDS, ROWS, WIDTH, check
 
 Apply = Callable[..., Any]
@@ -87,21 +88,8 @@ class _Dropped(torch.autograd.Function):
         return gradient * mask
 
 
-class _Doubled(torch.autograd.Function):
-    """Writes what it is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.mark_dirty(x)
-        return x.mul_(2)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * 2
-
-
 class _Reversed(torch.autograd.Function):
-    """Returns a view of what it is given."""
+    """Return a view of the argument; reverse the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -131,7 +119,7 @@ rms_norm: Apply = _RmsNorm.apply
 swiglu: Apply = _SwiGlu.apply
 waves: Apply = _Waves.apply
 dropped: Apply = _Dropped.apply
-doubled: Apply = _Doubled.apply
+doubled: Apply = Doubled.apply
 reversed_: Apply = _Reversed.apply
 cubed: Apply = _Cubed.apply
 

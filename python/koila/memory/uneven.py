@@ -76,7 +76,7 @@ def needs(
     run = max(gates + 2 * out, 4 * out) if is_both else gates + out
     run_of_turn = out if n_gates > 1 and is_both else 0
     # The gradient of the slice of a step is as large as the gradient of the whole tensor, to which
-    # it is added. The second direction goes back after the first has.
+    # it is added. torch runs the backward of the second direction after that of the first.
     back = n_both * out + 2 * gates
     sent = below or (entered if x.requires_grad else 0)
     second = back - state + sent if is_both else 0

@@ -22,8 +22,8 @@ from koila.reporting import reports
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Way
 
-# The bytes predicted may be too high by this factor: chunks that went well before are kept if this
-# share of what they are predicted to need is allowed.
+# A prediction may be too high. So chunks that fitted in an earlier step are used again if the limit
+# allows at least this share of the bytes that are predicted for them.
 BOUND_SHARE = 0.75
 
 
@@ -159,7 +159,8 @@ class Fitting(NamedTuple):
 
 #: Chunks that the user asked for are to need at most this share of eager mode's activations.
 _ASKED_SHARE = 0.6
-_NEARLY = 1.05  # if no way reaches that share: at most this much of what the best way needs
+#: If no way reaches that share, ways count that need at most this multiple of the best one's bytes.
+_NEARLY = 1.05
 _MORE = 1.1  # the bytes predicted may be too high by this factor
 #: A program that makes less runs as it is: saving memory is not worth the time.
 _FEW_BYTES = 2**20

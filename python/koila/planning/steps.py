@@ -50,7 +50,8 @@ def note_read(program: Program, so_far: float) -> None:
 
 @contextlib.contextmanager
 def cutting() -> Iterator[None]:
-    """Wrap a block that cuts a program off: what is known of the step moves to the new tape."""
+    """Wrap a block that cuts a program off. What this module knows of the step moves from the tape
+    of that program to the new tape."""
     read = _core.memo().pop("read", {})
     cut_off = max(read.items(), default=_cut_off())
     yield

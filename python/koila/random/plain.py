@@ -44,9 +44,11 @@ _lock = threading.Lock()
 _waiting: set[int] = set()  # ids of the threads with a recorded call that has yet to draw
 _before: Callable[[], None] | None = None  # called before a plain draw
 _after: Callable[[torch.Tensor], torch.Tensor] | None = None  # applied to the result of MAKERS
-_undo: list[tuple[Any, str, Any]] = []  # owner, name and original of what is replaced now
+#: The functions of torch that are replaced at present: owner, name, and torch's own function.
+_undo: list[tuple[Any, str, Any]] = []
 _wrappers: list[tuple[Any, str, Any]] = []
-_inherited: list[tuple[Any, str]] = []  # owner and name of what the owner inherits
+#: Of the wrapped functions, those that the owner inherits: owner and name.
+_inherited: list[tuple[Any, str]] = []
 
 
 def _is_lazy(arguments: Any) -> bool:

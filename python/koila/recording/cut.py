@@ -157,7 +157,7 @@ class Cut:
                 self._put_back(roots[0], leaf, freed.layout.taken_of(tensor))
 
     def fill_if_read(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Do so if one of these tensors is the stand-in of such a leaf."""
+        """Compute the freed leaves again if one of these tensors is the stand-in of one."""
         freed = {id(one.stand_in) for one in self.freed.values()}
         if not freed.isdisjoint(map(id, tensors)):
             self.fill()

@@ -40,8 +40,8 @@ class StandIn(torch.autograd.Function):
         return gradient
 
 
-class Again:
-    """The values that a part made in a checkpoint and handed out, to be computed once more."""
+class SecondRun:
+    """Runs a part that was cut off in a checkpoint once more, for the values that it handed out."""
 
     def __init__(self, cut: Cut, known: dict[int, torch.Tensor]) -> None:
         # It holds no root: autograd's graph may lead from one back to what holds this object.
@@ -112,8 +112,8 @@ def is_read() -> bool:
 
 
 def note(cut: Cut, handed: dict[int, torch.Tensor]) -> None:
-    """Note what was handed out when a part was cut off, by value, and free what can be computed
-    again of what the part has read."""
+    """Prepare a part that was just cut off: free the tensors it reads that can be computed again,
+    and keep what is needed to compute again the tensors it handed out (`handed`, by value)."""
     roots = cut.roots
     if roots and (recomputed.alive or checkpoints.outermost()):
         _core.held(roots[0], _note, (cut, roots[0], handed), {})
@@ -139,10 +139,10 @@ def _note(cut: Cut, lazy: Any, handed: dict[int, torch.Tensor]) -> None:
     finally:
         _forget_numbers(cut)
     known = {value: handed[value].detach() for value in values if value in entered - inside}
-    again = Again(cut, known)
+    second = SecondRun(cut, known)
     for value in inside:
         if handed[value].storage_offset() == 0:
-            add = functools.partial(again.add_reader, value)
+            add = functools.partial(second.add_reader, value)
             custom_functions.add_memory(region, handed[value], add)
 
 

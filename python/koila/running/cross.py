@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from koila.basics import engine, rows
-from koila.basics.holders import is_part, is_shared, owned
+from koila.basics.holders import is_part, owned
 from koila.basics.rows import Bounds, Place, alias_of
 from koila.memory import offload
 from koila.running.watched import GATHERED, Key
@@ -40,9 +40,7 @@ def _to_keep(tensor: torch.Tensor) -> torch.Tensor:
 def _sum(total: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     """Add a partial of a chunk to the sum of those before, in place if nothing else has its
     memory."""
-    if total is None:
-        return _to_keep(tensor)
-    return total + tensor.detach() if is_shared(total) else total.add_(tensor.detach())
+    return _to_keep(tensor) if total is None else owned(total).add_(tensor.detach())
 
 
 def has_way_back(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,6 @@ place of what they save (`recomputed.py`), in the body of the outermost checkpoi
 
 from __future__ import annotations
 
-import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -86,27 +85,9 @@ def _run(body: Body, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             tree.makers[key], tree.versions[key] = body.region, version_of(one)
             tree.results.append(weakref.ref(one))
         outs.append(key)
-    repeat = functools.partial(_with_states, func, states)
-    call = Call(body.region, repeat, words, named, context, outs, None, None, None)
+    call = Call(body.region, func, words, named, context, outs, None, states)
     body.add(call, (ref.key for ref in refs))
     return made
-
-
-def _with_states(
-    func: Callable[..., Any],
-    states: list[tuple[torch.Generator, Any]],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Call a function with generators in these states, and restore them."""
-    before = [(one, noise.get_state(one)) for one, _ in states]
-    for generator, state in states:
-        noise.set_state(generator, state)
-    try:
-        return func(*args, **kwargs)
-    finally:
-        for generator, state in before:
-            noise.set_state(generator, state)
 
 
 def add_memory(region: int, whole: Tensor, add_reader: Callable[[], Callable[[], Tensor]]) -> None:

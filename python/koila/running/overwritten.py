@@ -8,9 +8,6 @@ and torch is asked on meta tensors whether the backward of the call really needs
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
 from collections.abc import Collection, Sequence
 from typing import Any, NoReturn
 
@@ -23,7 +20,7 @@ from koila.random import generators
 from koila.reductions import norms
 from koila.running import checkpoints, derived, recomputed
 from koila.staged import meta
-from koila.staged.facts import Node, is_data, name_of_call
+from koila.staged.facts import Node, name_of_call
 from koila.staged.program import Program
 
 _LAST = 2**32 - 2  # larger than the number of any node
@@ -35,11 +32,10 @@ _ELSEWHERE = "a call that is not recorded"
 
 def check(program: Program) -> None:
     """Raise what eager's backward of a program raises for tensors written since they were saved."""
-    uncounted = _Uncounted(program)
     for body in checkpoints.bodies(program):
         for value in body.given:
             written = _core.writer_from(body.nodes[0].id, value)  # in the program or not
-            if written is not None and value not in uncounted:
+            if written is not None and not _is_uncounted(program, value):
                 _refuse(program, value, "the checkpoint", written[0])
         for value in body.read:
             _check_read_again(program, value, body)
@@ -51,7 +47,7 @@ def check(program: Program) -> None:
             # Without a later writer it is the call itself that writes what it saves.
             writer, region = _core.writer_from(before + 1, value) or (before, node.region)
             is_again = checkpoints.is_made_again(program, value, node.region, region)
-            if is_again or value in uncounted:
+            if is_again or _is_uncounted(program, value):
                 continue
             if _needs_as_before(program, node, value) and _is_gone_through(program, node):
                 _refuse(program, value, _call(node.id), writer, _is_hidden(node, region))
@@ -134,7 +130,7 @@ def check_leaves(
         read = {program.imports[i].value for i in node.imports if i >= 0}
         for value in read.union(node.outs).intersection(leaves):
             # A normalization does not need the running statistics that it updated itself.
-            is_moved = value in uncounted and value in _moved_by(program, node)
+            is_moved = value in uncounted and value in program.moved_by(node)
             is_again = checkpoints.is_made_again(program, value, node.region, writing)
             is_needed = not (is_moved or is_again) and _needs_as_before(program, node, value)
             if is_needed and _is_gone_through(program, node):
@@ -155,34 +151,9 @@ def _is_gone_through(program: Program, node: Node) -> bool:
     return known is None or node.id in known
 
 
-def _moved_by(program: Program, node: Node) -> set[int]:
-    """Return the running statistics that a call writes."""
-    return {
-        program.imports[import_id].value
-        for k, import_id in enumerate(node.imports)
-        if node.leaf_writes >> k & 1 and import_id >= 0
-    }
-
-
-class _Uncounted:
-    """The storages whose `.data` was taken: torch does not count writes to them."""
-
-    def __init__(self, program: Program) -> None:
-        self.program = program
-
-    def __contains__(self, value: int) -> bool:
-        """Return whether `.data` was taken of a value's storage."""
-        return self.program.info(value).storage in self._storages
-
-    @functools.cached_property
-    def _storages(self) -> set[int]:
-        found = set()
-        with contextlib.suppress(IndexError):  # after the last call
-            for i in itertools.count():
-                func, *_, reads, _ = _core.node(i)
-                if is_data(func):
-                    found.add(self.program.info(reads[0]).storage)
-        return found
+def _is_uncounted(program: Program, value: int) -> bool:
+    """Return whether x.data was taken of a value's storage: torch does not count writes to it."""
+    return program.info(value).storage in program.uncounted
 
 
 #: Results of `_needs` by all that is known of a call, since each step asks for the same calls.

@@ -193,8 +193,8 @@ class _Tree:
         return memory if is_same else None
 
     def forget_if_written(self, tensor: Tensor) -> None:
-        """Forget what is known of a tensor if it was written since: to compute it again would give
-        the numbers before."""
+        """Forget how to compute a tensor again if it was written after it was made: computing it
+        again would give the numbers from before that write."""
         key = self.key_of(tensor)
         if key is not None and self.versions.get(key, version_of(tensor)) != version_of(tensor):
             del self.keys[id(tensor)]
@@ -296,8 +296,9 @@ class Body:
             body = body.outer
 
     def keep_memory_of(self, tensor: Tensor) -> None:
-        """Keep what custom functions saved in the memory of a tensor of which x.data was taken, and
-        compute nothing in it again: writes through x.data show in what eager saved."""
+        """Keep the tensors that custom functions saved in the memory of `tensor`, of which x.data
+        was taken. In eager mode a write through x.data changes these tensors, so the numbers that
+        would be computed again are not theirs."""
         tree, storage = self.tree, tensor.untyped_storage()._cdata
         saved = [one for ref in self.saved if (one := ref()) is not None]
         for handle in saved:
@@ -372,7 +373,7 @@ def _unasked(_: None) -> NoReturn:
 @contextlib.contextmanager
 def _making(calls: list[Call]) -> Iterator[None]:
     """Let a block run calls once more, and restore the generators that they draw from."""
-    generators = {call.generator for call in calls if call.generator is not None}
+    generators = {generator for call in calls for generator, _ in call.states}
     states = [(one, noise.get_state(one)) for one in generators]
     try:
         with surroundings.making_calls():
@@ -427,11 +428,10 @@ class _Live(NamedTuple):
             return tensors if self.writes else []
         return [one for k, one in enumerate(tensors) if self.writes >> k & 1]
 
-    def start(self) -> tuple[torch.Generator | None, Any]:
-        """Return the generator that it draws from, and the state in which its draws start."""
-        if not self.is_random:
-            return None, None
-        return draws.start_of(self.node, self.outs[0])
+    def start(self) -> list[tuple[torch.Generator, Any]]:
+        """Return the generator that it draws from, if any, and the state in which its draws
+        start."""
+        return [draws.start_of(self.node, self.outs[0])] if self.is_random else []
 
     @contextlib.contextmanager
     def noted(self, body: Body) -> Iterator[None]:
@@ -452,8 +452,8 @@ class _Live(NamedTuple):
         tree.has_norms = tree.has_norms or again is not None
         if tree.has_norms and tree.is_settled:
             refuse("writes what it did not make, and moves running statistics")
-        generator, state = self.start()
-        is_kept = self.is_random and (state is None or _has_generator(self.kwargs))
+        states = self.start()
+        is_kept = any(state is None or _has_generator(self.kwargs) for _, state in states)
         context = switches.Context.current(_core.value(self.outs[0])[10])
         with contextlib.nullcontext() if is_kept else saved_tensors_hooks(body.save, Handle.get):
             yield
@@ -471,7 +471,7 @@ class _Live(NamedTuple):
                     tree.kept[key] = _Kept(one, name)
                     del tree.makers[key]
         if not is_kept and any(key is not None for key in outs):
-            call = Call(body.region, func, args, kwargs, context, outs, again, generator, state)
+            call = Call(body.region, func, args, kwargs, context, outs, again, states)
             body.add(call, (ref.key for ref in refs))
 
 

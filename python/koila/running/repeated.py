@@ -32,8 +32,8 @@ class Call(NamedTuple):
     context: switches.Context
     outs: list[int | None]  # keys
     again: norms.Again | None
-    generator: torch.Generator | None  # that it draws from
-    state: Any  # of the generator before the call
+    #: The generators that it may draw from, each with its state before the call.
+    states: list[tuple[torch.Generator, Any]]
 
     def make(self, env: dict[int, Tensor]) -> None:
         """Run the call on the tensors in `env`, and add its results to `env`."""
@@ -41,8 +41,8 @@ class Call(NamedTuple):
         args, kwargs = map_nested((self.args, self.kwargs), Ref, lambda ref: env[ref.key])
         if self.again is not None:  # torch's second run updates the statistics too
             args = (*args[:3], *self.again.running, args[5], self.again.next(), *args[7:])
-        if self.generator is not None:
-            noise.set_state(self.generator, self.state)
+        for generator, state in self.states:
+            noise.set_state(generator, state)
         with self.context.on():
             made = self.func(*args, **kwargs)
         if made is None:  # the call was __setitem__

@@ -129,7 +129,7 @@ class Replay(Stages):
         done: set[int] = _core.memo().setdefault("effects", set())
         nodes = self.program.nodes.values() if self.program.has_effects else ()
         fresh = [n for n in nodes if n.leaf_writes and n.id not in done]
-        written = set[int]().union(*map(self.tracked.moved_by, fresh))
+        written = set[int]().union(*map(self.program.moved_by, fresh))
         unwritten.note_written({n.id for n in fresh})
         self.tracked.write(done)
         for value, (real, copy) in self.scratch.items():
@@ -213,7 +213,7 @@ def _stage(
     if not program.n_nodes:
         return program, plans.Plan(0)
     if roots:
-        # Inside of torch's engine: a part that was cut off goes back.
+        # torch's engine is running if this is the backward of a part that was cut off.
         is_some = gets is not None or not torch.autograd._is_checkpoint_valid()
         checkpoints.check(program, is_some)
     explain.log_whole(program)

@@ -127,12 +127,10 @@ class Stages:
         write. Return each leaf and its copy, by value."""
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for node in self.program.nodes.values() if self.program.has_effects else ():
-            for k, import_id in enumerate(node.imports):
-                if node.leaf_writes >> k & 1 and import_id >= 0:
-                    value = self.program.imports[import_id].value
-                    real = self.program.info(value).real
-                    assert real is not None
-                    copies.setdefault(value, (real, real.detach().clone()))
+            for value in self.program.moved_by(node):
+                real = self.program.info(value).real
+                assert real is not None
+                copies.setdefault(value, (real, real.detach().clone()))
         return copies
 
     # -- what a stage reads ------------------------------------------------------------------------
@@ -164,22 +162,23 @@ class Stages:
         if entry.is_range and entry.place is not None:
             _, _, outer, inner = entry.place
             return cross.read_whole(False).narrow(0, 0, outer * (stop - start) * inner)
-        place, grid = self._place_of(import_id, run)
-        if place is None:
+        rows = self._rows_of(import_id, run)
+        if rows is None:
             return cross.gather(is_graph)
-        return cross.read_rows(place, grid, chunk, is_graph)
+        return cross.read_rows(*rows, chunk, is_graph)
 
-    def _place_of(self, import_id: int, run: Run) -> tuple[Place | None, Sequence[Bounds]]:
-        """Return the place and the grid by which chunks read an import.
+    def _rows_of(self, import_id: int, run: Run) -> tuple[Place, Sequence[Bounds]] | None:
+        """Return the place and the grid by which chunks read an import; None if each chunk reads
+        all of it.
 
         A chunk reads its rows of the value. Of a reduction whose result has one entry for each
-        chunk (`by_chunk`), it reads its entry. The place is None if each chunk reads all of it.
+        chunk (`by_chunk`), it reads its entry.
         """
         value, place, _ = self.program.imports[import_id]
         if value in self.by_chunk:
             dim, n_chunks = self.by_chunk[value], len(self.grid_of(run))
             return (run.axis, dim, 1, 1), [(chunk, chunk + 1) for chunk in range(n_chunks)]
-        return place, self.grid_of(run)
+        return None if place is None else (place, self.grid_of(run))
 
     def _zeros_for(self, import_id: int, run: Run, chunk: int) -> torch.Tensor:
         """Return zeros in place of an import whose value is never read, only its sizes."""
@@ -450,13 +449,11 @@ class Stages:
         """After a chunk's backward, add the gradients of the rows that it read to the gradients of
         the whole values."""
         for import_id in run.imports:
-            value, place, _ = self.program.imports[import_id]
+            value = self.program.imports[import_id].value
             cross = stand_ins.get(value) or self.cross.get(value)
-            if cross is None or (place is None and value not in self.by_chunk):
-                continue
-            place, grid = self._place_of(import_id, run)
-            if place is not None:
-                self.forget(cross.take_rows(place, grid, chunk))
+            rows = self._rows_of(import_id, run) if cross is not None else None
+            if cross is not None and rows is not None:
+                self.forget(cross.take_rows(*rows, chunk))
 
     def forget(self, aliases: Iterable[torch.Tensor]) -> None:
         """Drop aliases that no graph sends a gradient to any more: `fresh` would keep their

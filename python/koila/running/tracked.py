@@ -119,7 +119,7 @@ class Tracked:
         args = (*args, *(kwargs[name] for name in _WORDS[len(args) :]))
         x, weight, bias, mean, var, is_training, momentum, *rest = args
         if not is_training:
-            if any(map(self.moved_by(node).__contains__, self._moved_before(node))):
+            if any(map(self.program.moved_by(node).__contains__, self._moved_before(node))):
                 why = "its running statistics are still to be moved"
                 raise NotInChunksError(f"{_core.node(node.id)[3]}: {why}")
             own = mean.clone(), var.clone()
@@ -131,11 +131,6 @@ class Tracked:
             found.of_chunks[chunk] = x.shape[0], *of_chunk
         return made
 
-    def moved_by(self, node: Node) -> set[int]:
-        """Return the leaves that a call writes as a side effect."""
-        writes = (i for k, i in enumerate(node.imports) if node.leaf_writes >> k & 1)
-        return {self.program.imports[i].value for i in writes}
-
     def _moved_before(self, node: Node) -> Iterator[int]:
         """Yield the leaves that earlier calls in training mode will write at the commit."""
         done: set[int] = _core.memo().get("effects", set())
@@ -143,7 +138,7 @@ class Tracked:
             if other.leaf_writes and other.id < node.id and other.id not in done:
                 _, args, kwargs = _core.call(other.id)
                 if {**dict(zip(_WORDS, args, strict=False)), **kwargs}["use_input_stats"]:
-                    yield from self.moved_by(other)
+                    yield from self.program.moved_by(other)
 
     def settle(self) -> None:
         """Compute all batch statistics: nothing after this takes memory."""
@@ -168,6 +163,5 @@ class Tracked:
                 again = self.agains[node.id]
                 known = self.of_whole.get(node.id) or self.moves[node.id]
                 known.move(again.running, again.next())
-                for k, i in enumerate(node.imports):
-                    if node.leaf_writes >> k & 1:
-                        _core.refresh_leaf(self.program.imports[i].value)
+                for value in self.program.moved_by(node):
+                    _core.refresh_leaf(value)

@@ -16,10 +16,15 @@ ROWS, REDUCE, ONCE = range(3)
 _DATA = vars(torch._C.TensorBase)["data"]
 #: The names of the reductions, in the order of KlReduce (reductions.def).
 REDUCTION_NAMES = [name for name, *_ in _core.parts_table() if name]
+
+
+def parts_in(bits: int) -> tuple[int, ...]:
+    """Return the numbers of the partials for which a bit is set."""
+    return tuple(part for part in range(32) if bits >> part & 1)
+
+
 #: The partials of each that are added up as the chunks finish; last those of calls of koila.
-ADDED = [
-    frozenset(part for part in range(32) if bits >> part & 1) for *_, bits in _core.parts_table()
-]
+ADDED = [frozenset(parts_in(bits)) for *_, bits in _core.parts_table()]
 
 
 class Node(NamedTuple):

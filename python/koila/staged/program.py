@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
@@ -12,7 +14,17 @@ import torch
 
 from koila import _core
 from koila.staged import hooks, noise
-from koila.staged.facts import ONCE, Amounts, Import, Info, Made, Node, Run
+from koila.staged.facts import (
+    ONCE,
+    Amounts,
+    Import,
+    Info,
+    Made,
+    Node,
+    Run,
+    is_data,
+    parts_in,
+)
 from koila.staged.schedule import AS_IT_IS, Graph, Light, Op, Schedule, Step, Way
 
 _OPS, _GRAPHS = tuple(Op), tuple(Graph)
@@ -157,7 +169,7 @@ class Program:
         has_gradient: bool,
     ) -> Run:
         reductions = [self.node(i) for i in combined]
-        numbers = {i: tuple(p for p in range(32) if bits >> p & 1) for i, bits in parts.items()}
+        numbers = {i: parts_in(bits) for i, bits in parts.items()}
         lists = nodes, numbers, imports, exports, inner, reductions, shadows
         return Run(index, stage, axis, segment, *lists, has_gradient)
 
@@ -171,6 +183,22 @@ class Program:
 
     def is_leaf(self, value: int) -> bool:
         return self.made(value).is_leaf
+
+    def moved_by(self, node: Node) -> list[int]:
+        """Return the leaves that a call writes as a side effect: running statistics."""
+        imports = enumerate(node.imports)
+        return [self.imports[i].value for k, i in imports if node.leaf_writes >> k & 1 and i >= 0]
+
+    @functools.cached_property
+    def uncounted(self) -> frozenset[int]:
+        """The storages on the tape whose .data was taken: torch does not count writes to them."""
+        found = set()
+        with contextlib.suppress(IndexError):  # after the last call
+            for i in itertools.count():
+                func, *_, reads, _ = _core.node(i)
+                if is_data(func):
+                    found.add(self.info(reads[0]).storage)
+        return frozenset(found)
 
     def needs_gradient(self, value: int) -> bool:
         return self.made(value).needs_gradient and self.info(value).requires_grad
