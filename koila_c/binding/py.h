@@ -384,10 +384,11 @@ kl_lock_give(KlLock *lock)
 
 /* Until it ends, no other thread uses the tape, which is this thread's tape meanwhile. */
 typedef struct KlTurn {
-    Tape *tape;       /* owned */
-    Tape *own;        /* owned: this thread's tape before, or NULL */
-    bool is_visit;    /* it is another thread's tape */
-    bool was_running; /* tape->is_running when the turn began */
+    Tape *tape;          /* owned */
+    Tape *own;           /* owned: this thread's tape before, or NULL */
+    bool is_visit;       /* it is another thread's tape */
+    bool was_running;    /* tape->is_running when the turn began */
+    bool was_in_forward; /* kl_record_is_in_forward then: what the turn runs is not in it */
 } KlTurn;
 
 int kl_turn_begin(KlTurn *turn, Tape *tape);
@@ -453,6 +454,9 @@ PyObject *kl_call_real(PyObject *object);
 PyObject *kl_call_map(PyObject *object, PyObject *(*item)(void *, PyObject *), void *context);
 /* Call `visit` for each LazyTensor in `object`, nested ones too. Stops at, and returns, a non-zero result. */
 int kl_call_visit(PyObject *object, int (*visit)(PyObject *lazy, void *), void *context);
+/* kl_call_visit() for the arguments of a call; kwargs may be NULL or None. */
+int kl_call_visit_both(PyObject *args, PyObject *kwargs, int (*visit)(PyObject *lazy, void *),
+                       void *context);
 
 /* -- py_failure.c: why a value has no number ----------------------------------------------------- */
 
@@ -545,6 +549,8 @@ PyObject *kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_s
 
 /* The id of the checkpoint whose function this thread is recording; 0: none. */
 extern _Thread_local uint32_t kl_record_region;
+/* This thread is in the forward of a custom function: torch's C++ gets what it returns, which must be tensors. */
+extern _Thread_local bool kl_record_is_in_forward;
 /* Append one node for `call`, and note the user's line. -1 on failure. */
 int kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call,
                      KlNodeId *id);

@@ -179,8 +179,7 @@ kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node, KlV
 {
     Inputs inputs = {.values = values, .n = n_values, .n_max = n_values_max};
     /* Attaching a value may record a view again, whose slots must come before those of this call. */
-    if (kl_call_visit(args, attach_one, tape) < 0 ||
-        (kwargs != NULL && kl_call_visit(kwargs, attach_one, tape) < 0)) {
+    if (kl_call_visit_both(args, kwargs, attach_one, tape) < 0) {
         return -1;
     }
     size_t first = tape->n_slots;
@@ -403,6 +402,14 @@ kl_call_visit(PyObject *object, int (*visit)(PyObject *, void *), void *context)
         return result;
     }
     return 0;
+}
+
+int
+kl_call_visit_both(PyObject *args, PyObject *kwargs, int (*visit)(PyObject *, void *),
+                   void *context)
+{
+    int result = kl_call_visit(args, visit, context);
+    return result != 0 || kwargs == NULL ? result : kl_call_visit(kwargs, visit, context);
 }
 
 static int

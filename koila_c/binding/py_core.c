@@ -738,6 +738,14 @@ core_set_region(PyObject *Py_UNUSED(module), PyObject *region)
 }
 
 PyObject *
+core_set_in_forward(PyObject *Py_UNUSED(module), PyObject *flag)
+{
+    bool before = kl_record_is_in_forward;
+    kl_record_is_in_forward = flag == Py_None ? before : flag == Py_True;
+    return PyBool_FromLong(before);
+}
+
+PyObject *
 core_fast_ways(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     return Py_BuildValue("{s:N,s:N,s:N}", "handles", PyBool_FromLong(kl_meta_by_handle()),

@@ -4,8 +4,8 @@
 
 #include "py.h"
 
-static PyObject *
-place_object(const KlPlace *place)
+PyObject *
+kl_py_place(const KlPlace *place)
 {
     if (!kl_place_is_rows(place)) {
         Py_RETURN_NONE;
@@ -21,7 +21,7 @@ out_object(const KlMeta *out)
         out->is_strided ? kl_meta_ints(out->strides, out->n_dims) : Py_NewRef(Py_None);
     return Py_BuildValue("(sNNNN)", kl_meta_dtype_name(out->dtype),
                          kl_meta_ints(out->shape, out->n_dims), strides,
-                         PyBool_FromLong(out->requires_grad), place_object(&out->place));
+                         PyBool_FromLong(out->requires_grad), kl_py_place(&out->place));
 }
 
 /* Where entry `entry` of an argument is in the Python call: the position of an argument or the name of a keyword. */
@@ -100,7 +100,7 @@ describe_lists(PyObject *dict, const KlInferred *result, const KlPyBound *bound,
         status = kl_py_append_new(outs, out_object(&result->outs[i]));
     }
     for (uint32_t i = 0; status == 0 && i < bound->n_inputs; i++) {
-        status = kl_py_append_new(places, place_object(&result->split.places[i]));
+        status = kl_py_append_new(places, kl_py_place(&result->split.places[i]));
     }
     for (uint32_t i = 0; status == 0 && i < bound->n_inputs; i++) {
         status = kl_py_append_new(inputs, input_object(bound, i, &result->split, n_args, kwargs));

@@ -508,7 +508,10 @@ PyObject *
 kl_live_force(Value *value)
 {
     KlTurn turn;
-    if (value->tape != NULL) {
+    /* Checkpoints run their functions again, and hooks run, in the middle of a backward: they may read what has its
+     * tensor, but the program cannot run within itself. */
+    bool is_known = value->tape != NULL && value->tape->is_running && kl_lazy_real(value) != NULL;
+    if (value->tape != NULL && !is_known) {
         if (kl_turn_begin(&turn, value->tape) < 0) {
             return NULL;
         }
@@ -592,25 +595,32 @@ find_rows(const LazyArgs *lazy_args, PyObject *real, KlPlace *place)
     return NULL;
 }
 
-static bool
-is_among(PyObject *object, PyObject *tensor)
+/* Call `visit` with the tensors in tuples, lists and dicts, until it returns another number than 0; return that. */
+static int
+visit_tensors(PyObject *object, int (*visit)(PyObject *, void *), void *context)
 {
-    if (object == tensor) {
-        return true;
+    int result = 0;
+    if (object == NULL || PyObject_TypeCheck(object, kl_py.tensor_base)) {
+        return object != NULL ? visit(object, context) : 0;
     }
-    bool is_found = false;
-    if (object != NULL && PyDict_Check(object)) {
+    if (PyDict_Check(object)) {
         PyObject *key = NULL, *item = NULL;
         Py_ssize_t position = 0;
-        while (!is_found && PyDict_Next(object, &position, &key, &item)) {
-            is_found = is_among(item, tensor);
+        while (result == 0 && PyDict_Next(object, &position, &key, &item)) {
+            result = visit_tensors(item, visit, context);
         }
-    } else if (object != NULL && (PyTuple_Check(object) || PyList_Check(object))) {
-        for (Py_ssize_t i = 0; !is_found && i < PySequence_Fast_GET_SIZE(object); i++) {
-            is_found = is_among(PySequence_Fast_GET_ITEM(object, i), tensor);
+    } else if (PyTuple_Check(object) || PyList_Check(object)) {
+        for (Py_ssize_t i = 0; result == 0 && i < PySequence_Fast_GET_SIZE(object); i++) {
+            result = visit_tensors(PySequence_Fast_GET_ITEM(object, i), visit, context);
         }
     }
-    return is_found;
+    return result;
+}
+
+static int
+is_same(PyObject *tensor, void *other)
+{
+    return tensor == other;
 }
 
 /* Torch may return an argument itself (written in place, or unchanged): return the LazyTensor of that argument. */
@@ -622,8 +632,8 @@ wrap_tensor(const LazyArgs *lazy_args, PyObject *real)
             return Py_NewRef(lazy_args->lazies[i]);
         }
     }
-    if (lazy_args->kind == KL_LIVE_SETTLED || is_among(lazy_args->args, real) ||
-        is_among(lazy_args->kwargs, real) || kl_record_has_own_class(real)) {
+    if (lazy_args->kind == KL_LIVE_SETTLED || visit_tensors(lazy_args->args, is_same, real) ||
+        visit_tensors(lazy_args->kwargs, is_same, real) || kl_record_has_own_class(real)) {
         return Py_NewRef(real);
     }
     KlPlace place;
@@ -633,26 +643,16 @@ wrap_tensor(const LazyArgs *lazy_args, PyObject *real)
                : kl_lazy_new_detached(real, &place, source->axis_key, source->rows, false);
 }
 
-static bool
-holds_tensor(PyObject *object)
+static int
+is_tensor(PyObject *Py_UNUSED(tensor), void *Py_UNUSED(context))
 {
-    if (PyObject_TypeCheck(object, kl_py.tensor_base)) {
-        return true;
-    }
-    if (PyTuple_Check(object) || PyList_Check(object)) {
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++) {
-            if (holds_tensor(PySequence_Fast_GET_ITEM(object, i))) {
-                return true;
-            }
-        }
-    }
-    return false;
+    return 1;
 }
 
 static PyObject *
 wrap(void *lazy_args, PyObject *object)
 {
-    if (!holds_tensor(object)) {
+    if (PyDict_Check(object) || visit_tensors(object, is_tensor, NULL) == 0) {
         return Py_NewRef(object); /* torch.Size and the like keep their type */
     }
     if (PyObject_TypeCheck(object, kl_py.tensor_base)) {
@@ -663,24 +663,18 @@ wrap(void *lazy_args, PyObject *object)
 
 /* Whether a result is, or is a view of, the number of a LazyTensor whose graph is still on the tape. torch returns
  * many inputs unchanged, and its schemas do not say which. */
-static bool
-hands_out_number(const LazyArgs *lazy_args, PyObject *result)
+static int
+is_number(PyObject *result, void *context)
 {
-    if (PyTuple_Check(result) || PyList_Check(result)) {
-        bool is_found = false;
-        for (Py_ssize_t i = 0; !is_found && i < PySequence_Fast_GET_SIZE(result); i++) {
-            is_found = hands_out_number(lazy_args, PySequence_Fast_GET_ITEM(result, i));
-        }
-        return is_found;
-    }
-    for (int i = 0; i < lazy_args->n && PyObject_TypeCheck(result, kl_py.tensor_base); i++) {
+    const LazyArgs *lazy_args = context;
+    for (int i = 0; i < lazy_args->n; i++) {
         const Value *value = kl_lazy_value(lazy_args->lazies[i]);
         PyObject *known = kl_lazy_real(value) == NULL ? kl_lazy_number(value) : NULL;
         if (known != NULL && kl_meta_may_alias(result, known)) {
-            return true;
+            return 1;
         }
     }
-    return false;
+    return 0;
 }
 
 /* Make a call that may write memory which parts that were cut off will read again: bridge.py keeps a copy for them. */
@@ -723,22 +717,21 @@ may_write_kept(PyObject *func, PyObject *kwargs, KlLiveKind kind)
 
 #define KL_BYTES_REPORTED ((int64_t)1 << 20)
 
-/* Report the large plain tensors that a call on LazyTensors made or wrote: calls on them are not recorded. 0 or -1. */
+typedef struct Left {
+    PyObject *func;
+    bool is_written;
+} Left;
+
+/* Report a large plain tensor that a call on LazyTensors made or wrote: calls on it are not recorded. 0 or -1. */
 static int
-report_plain(PyObject *func, PyObject *left, bool is_written)
+report_plain(PyObject *tensor, void *context)
 {
-    int status = 0;
-    if (PyTuple_Check(left) || PyList_Check(left)) {
-        for (Py_ssize_t i = 0; status == 0 && i < PySequence_Fast_GET_SIZE(left); i++) {
-            status = report_plain(func, PySequence_Fast_GET_ITEM(left, i), is_written);
-        }
-        return status;
-    }
+    const Left *left = context;
     KlMeta meta;
-    if (PyObject_TypeCheck(left, kl_py.tensor_base) && !kl_lazy_check(left) &&
-        kl_meta_read(left, &meta) == 0 && kl_meta_n_bytes(&meta) >= KL_BYTES_REPORTED) {
-        PyObject *noted = PyObject_CallFunctionObjArgs(kl_py.note_left, func, left,
-                                                       is_written ? Py_True : Py_False, NULL);
+    if (!kl_lazy_check(tensor) && kl_meta_read(tensor, &meta) == 0 &&
+        kl_meta_n_bytes(&meta) >= KL_BYTES_REPORTED) {
+        PyObject *noted = PyObject_CallFunctionObjArgs(kl_py.note_left, left->func, tensor,
+                                                       left->is_written ? Py_True : Py_False, NULL);
         return kl_py_done(noted);
     }
     PyErr_Clear();
@@ -765,10 +758,7 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
     PyObject *result = NULL, *real_args = NULL, *real_kwargs = NULL;
     PyObject *before = caller;
     caller = func;
-    int status = kl_call_visit(args, force_one, &lazy_args);
-    if (status >= 0 && has_kwargs) {
-        status = kl_call_visit(kwargs, force_one, &lazy_args);
-    }
+    int status = kl_call_visit_both(args, kwargs, force_one, &lazy_args);
     caller = before;
     if (status < 0) {
         return NULL;
@@ -786,16 +776,17 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
     }
     lazy_args.args = real_args;
     lazy_args.kwargs = real_kwargs;
-    if (result != NULL && kind == KL_LIVE_NUMBERS && hands_out_number(&lazy_args, result)) {
+    if (result != NULL && kind == KL_LIVE_NUMBERS && visit_tensors(result, is_number, &lazy_args)) {
         Py_SETREF(result, Py_NewRef(Py_NotImplemented));
         goto error;
     }
     if (result != NULL && kind != KL_LIVE_PLAIN && kind != KL_LIVE_READ) {
         Py_SETREF(result, wrap(&lazy_args, result));
         PyObject *written = written_by(func, args, has_kwargs ? kwargs : NULL);
-        PyObject *left = written != NULL ? written : result;
-        bool is_reported = result != NULL && (written != NULL || kind == KL_LIVE_SETTLED);
-        if (is_reported && report_plain(func, left, written != NULL) < 0) {
+        Left left = {.func = func, .is_written = written != NULL};
+        bool is_reported = result != NULL && (left.is_written || kind == KL_LIVE_SETTLED);
+        PyObject *tensors = left.is_written ? written : result;
+        if (is_reported && visit_tensors(tensors, report_plain, &left) < 0) {
             Py_CLEAR(result);
         }
     }

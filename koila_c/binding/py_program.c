@@ -8,16 +8,6 @@
 #include "program.h"
 
 static PyObject *
-place_object(const KlPlace *place)
-{
-    if (!kl_place_is_rows(place)) {
-        return Py_NewRef(Py_None);
-    }
-    return Py_BuildValue("(IiLL)", place->axis, (int)place->dim, (long long)place->outer,
-                         (long long)place->inner);
-}
-
-static PyObject *
 stage_object(uint32_t stage)
 {
     return stage == KL_STAGE_NONE ? Py_NewRef(Py_None) : PyLong_FromUnsignedLong(stage);
@@ -81,7 +71,7 @@ describe_imports(const KlStages *stages)
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < stages->n_imports; i++) {
         const KlImport *import = &stages->imports[i];
-        PyObject *item = Py_BuildValue("(INO)", import->value, place_object(&import->place),
+        PyObject *item = Py_BuildValue("(INO)", import->value, kl_py_place(&import->place),
                                        import->is_range ? Py_True : Py_False);
         if (kl_py_append_new(list, item) < 0) {
             Py_CLEAR(list);
@@ -837,7 +827,7 @@ kl_program_value(PyObject *Py_UNUSED(module), PyObject *args)
     PyObject *strides = value->meta.is_strided ? kl_meta_strides(&value->meta) : Py_NewRef(Py_None);
     bool is_uncertain = tape->core.storages[value->storage].is_uncertain;
     return Py_BuildValue("(ONONLOOIINONO)", dtype, size,
-                         value->meta.requires_grad ? Py_True : Py_False, place_object(&place), rows,
+                         value->meta.requires_grad ? Py_True : Py_False, kl_py_place(&place), rows,
                          entry->real != NULL ? entry->real : Py_None,
                          entry->result != NULL ? entry->result : Py_None, value->storage,
                          tape->core.storages[value->storage].base, view_object(tape, id),
@@ -899,8 +889,8 @@ describe_inputs(const Tape *tape, const KlNode *node)
         bool is_aside = k < 32 && (node->leaf_writes >> k & 1) != 0;
         real = is_aside ? PyObject_CallMethod(real, "clone", NULL) : Py_NewRef(real);
         if (real == NULL ||
-            kl_py_append_new(list, Py_BuildValue("(INN)", input->value, place_object(&input->place),
-                                                 real)) < 0) {
+            kl_py_append_new(
+                list, Py_BuildValue("(INN)", input->value, kl_py_place(&input->place), real)) < 0) {
             Py_CLEAR(list);
         }
     }

@@ -188,6 +188,7 @@ note_write(Tape *tape, const KlRecord *record)
 }
 
 _Thread_local uint32_t kl_record_region;
+_Thread_local bool kl_record_is_in_forward;
 
 int
 kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id)
@@ -446,8 +447,8 @@ is_waiting(PyObject *args, PyObject *kwargs)
     if (tape == NULL || tape->is_running) {
         return false;
     }
-    return is_target_read(tape, args, kwargs) || kl_call_visit(args, is_attached, tape) != 0 ||
-           (kwargs != NULL && kwargs != Py_None && kl_call_visit(kwargs, is_attached, tape) != 0);
+    return is_target_read(tape, args, kwargs) ||
+           kl_call_visit_both(args, kwargs, is_attached, tape) != 0;
 }
 
 /* Run a call that needs real graphs. If it meets pending work, bridge.py cuts that off before the call, or runs it
@@ -476,13 +477,6 @@ run_readers(PyObject *lazy, void *Py_UNUSED(context))
 {
     Tape *tape = kl_tape_open_or_null();
     return is_lazy_read(tape, lazy) ? kl_live_run(tape) : 0;
-}
-
-static int
-run_before_write(PyObject *args, PyObject *out)
-{
-    int result = kl_call_visit(args, run_readers, NULL);
-    return result < 0 || out == NULL ? result : kl_call_visit(out, run_readers, NULL);
 }
 
 /* Whether a call writes only plain tensors that no pending call reads. */
@@ -607,23 +601,20 @@ run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwar
     PyObject *out = out_of(kwargs);
     int is_number = out == NULL && !is_of_user ? writes_known_number(function, args, kwargs) : 0;
     if (is_number != 0) {
-        bool is_ready =
-            is_number > 0 && draw_pending_first(function) >= 0 && run_before_write(args, NULL) >= 0;
+        bool is_ready = is_number > 0 && draw_pending_first(function) >= 0 &&
+                        kl_call_visit(args, run_readers, NULL) >= 0;
         return is_ready ? kl_live_call(func, args, kwargs, KL_LIVE_SETTLED) : NULL;
     }
     bool is_pure = function->has_meta && out == NULL && !is_of_user;
     int is_plain = is_pure ? 1 : is_of_user ? 0 : is_into_plain_only(function, args, out);
     int needs_graph = is_plain < 0 ? -1 : !is_plain;
     if (needs_graph == 0 && is_grad_enabled) {
-        needs_graph = kl_call_visit(args, has_gradient, NULL);
-        if (needs_graph == 0 && kwargs != NULL && kwargs != Py_None) {
-            needs_graph = kl_call_visit(kwargs, has_gradient, NULL);
-        }
+        needs_graph = kl_call_visit_both(args, kwargs, has_gradient, NULL);
     }
     bool is_bridge =
         needs_graph > 0 && is_waiting(args, kwargs); /* bridge.py copies what the call writes */
-    if (needs_graph < 0 ||
-        (!is_bridge && may_write(function, out) && run_before_write(args, out) < 0)) {
+    if (needs_graph < 0 || (!is_bridge && may_write(function, out) &&
+                            kl_call_visit_both(args, out, run_readers, NULL) < 0)) {
         return NULL;
     }
     if (draw_pending_first(function) < 0) {
@@ -741,6 +732,18 @@ raise_if_illegal(const Function *function, PyObject *func, PyObject *args, PyObj
     return kl_py_done(done);
 }
 
+/* Run a call whose results torch's C++ gets. With gradients off, numbers of its LazyTensors are enough. */
+static PyObject *
+call_for_tensors(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
+{
+    bool is_grad_enabled = false;
+    if (draw_pending_first(function) < 0 || kl_context_now(&is_grad_enabled) < 0) {
+        return NULL;
+    }
+    return is_grad_enabled ? kl_record_live(func, args, kwargs, KL_LIVE_PLAIN)
+                           : kl_live_call(func, args, kwargs, KL_LIVE_READ);
+}
+
 PyObject *
 kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
 {
@@ -751,10 +754,9 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
     if (found.is_any_lost && refuse_lost(function, args, out_of(kwargs)) < 0) {
         return NULL;
     }
-    int is_hook = is_in_hook(found.tape);
-    if (is_hook < 0 || (is_hook > 0 && !may_write(function, out_of(kwargs)))) {
-        bool is_ready = is_hook > 0 && draw_pending_first(function) >= 0;
-        return is_ready ? kl_live_call(func, args, kwargs, KL_LIVE_READ) : NULL;
+    int is_plain = kl_record_is_in_forward ? 1 : is_in_hook(found.tape);
+    if (is_plain < 0 || (is_plain > 0 && !may_write(function, out_of(kwargs)))) {
+        return is_plain < 0 ? NULL : call_for_tensors(function, func, args, kwargs);
     }
     /* In a checkpoint's body a normalization is recorded: backward updates its statistics once more. */
     bool is_again = kl_record_region != 0 && function->row != NULL && function->row->is_batch_norm;
@@ -767,7 +769,8 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         if (is_writing && !is_in_a_run(tape) && is_target_read(tape, args, kwargs)) {
             return kl_record_live(func, args, kwargs, KL_LIVE_LAZY);
         }
-        if (draw_pending_first(function) < 0 || (is_writing && run_before_write(args, out) < 0)) {
+        if (draw_pending_first(function) < 0 ||
+            (is_writing && kl_call_visit_both(args, out, run_readers, NULL) < 0)) {
             return NULL;
         }
         /* While calls are pending, the results stay lazy, so that koila sees writes with them. */
@@ -819,6 +822,7 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
         Py_DECREF(result);
     }
     Function *function = kl_function_find(func);
+    KlLiveKind kind = kl_record_is_in_forward ? KL_LIVE_PLAIN : KL_LIVE_LAZY;
     bool is_asked = false; /* by a class that may have its own plan for a Python function */
     for (Py_ssize_t i = 0; PyTuple_Check(types) && i < PyTuple_GET_SIZE(types); i++) {
         PyObject *type = PyTuple_GET_ITEM(types, i);
@@ -826,13 +830,13 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
         is_asked = is_asked || (is_own && !is_watched(type));
     }
     if (function == NULL || (is_asked && function->kind == KL_CALL_ENTER)) {
-        return kl_record_live(func, call_args, kwargs, KL_LIVE_LAZY);
+        return kl_record_live(func, call_args, kwargs, kind);
     }
     switch (function->kind) {
     case KL_CALL_OP:
         return kl_record_op(function, func, call_args, kwargs);
     case KL_CALL_LIVE:
-        return kl_record_live(func, call_args, kwargs, KL_LIVE_LAZY);
+        return kl_record_live(func, call_args, kwargs, kind);
     case KL_CALL_READ:
         return kl_live_call(func, call_args, kwargs, KL_LIVE_READ);
     case KL_CALL_ENTER:
@@ -869,35 +873,28 @@ is_pending(PyObject *lazy, void *Py_UNUSED(context))
 }
 
 static int
-force_one(PyObject *lazy, void *Py_UNUSED(context))
+compute_one(PyObject *lazy, void *is_read)
 {
     Value *value = kl_lazy_checked(lazy);
-    PyObject *real = value != NULL ? kl_live_force(value) : NULL;
-    return kl_py_done(real);
-}
-
-static int
-read_one(PyObject *lazy, void *Py_UNUSED(context))
-{
-    Value *value = kl_lazy_checked(lazy);
-    return value == NULL ? -1 : kl_live_read(value);
+    if (value == NULL || *(const bool *)is_read) {
+        return value == NULL ? -1 : kl_live_read(value);
+    }
+    return kl_py_done(kl_live_force(value));
 }
 
 /* Compute the LazyTensors among the arguments. Below autograd gradients are off; re-entering torch's dispatcher
  * turns them on, so that the program that runs keeps its graph. 0 or -1. */
 static int
-force_with_graph(PyObject *args, PyObject *kwargs, int (*force)(PyObject *, void *))
+force_with_graph(PyObject *args, PyObject *kwargs, bool is_read)
 {
-    if (kl_call_visit(args, is_pending, NULL) == 0 &&
-        (kwargs == NULL || kl_call_visit(kwargs, is_pending, NULL) == 0)) {
+    if (kl_call_visit_both(args, kwargs, is_pending, NULL) == 0) {
         return 0;
     }
     PyObject *guard = PyObject_CallNoArgs(kl_py.reenter);
     PyObject *entered = guard != NULL ? PyObject_CallMethod(guard, "__enter__", NULL) : NULL;
     int result = -1;
     if (entered != NULL) {
-        result = kl_call_visit(args, force, NULL);
-        result = result == 0 && kwargs != NULL ? kl_call_visit(kwargs, force, NULL) : result;
+        result = kl_call_visit_both(args, kwargs, compute_one, &is_read);
         PyObject *type = NULL, *value = NULL, *traceback = NULL;
         PyErr_Fetch(&type, &value, &traceback);
         PyObject *left = PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None);
@@ -925,10 +922,7 @@ kl_record_torch_dispatch(PyObject *Py_UNUSED(module), PyObject *const *args, Py_
     if (kl_context_now(&is_grad_enabled) < 0) {
         return NULL;
     }
-    int tracked = kl_call_visit(args[2], is_tracked, NULL);
-    if (tracked == 0 && kwargs != NULL) {
-        tracked = kl_call_visit(kwargs, is_tracked, NULL);
-    }
+    int tracked = kl_call_visit_both(args[2], kwargs, is_tracked, NULL);
     if (is_grad_enabled && tracked != 0) {
         return PyErr_Format(
             kl_py.koila_error,
@@ -940,7 +934,7 @@ kl_record_torch_dispatch(PyObject *Py_UNUSED(module), PyObject *const *args, Py_
     /* torch's argument parser calls item() on a placeholder where it wants a number: that is a read. */
     const Function *function = kl_function_find(args[0]);
     bool is_read = function != NULL && function->kind == KL_CALL_READ;
-    return force_with_graph(args[2], kwargs, is_read ? read_one : force_one) < 0
+    return force_with_graph(args[2], kwargs, is_read) < 0
                ? NULL
                : kl_live_call(args[0], args[2], kwargs, is_read ? KL_LIVE_READ : KL_LIVE_PLAIN);
 }

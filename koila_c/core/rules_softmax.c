@@ -185,14 +185,20 @@ saves_cosine_similarity(const KlCall *call, const KlInferred *result, KlSaves *s
 
 /* --- pairwise_distance: x1, x2, p, eps, keepdim ----------------------------------------------- */
 
+static KlStatus
+read_distance(const KlCall *call, KlMeta *full, int32_t *dim, bool *is_kept, KlError *error)
+{
+    KlStatus status = read_pair(call, -1, full, dim, error);
+    return status == KL_OK ? kl_rules_bool(call, 4, false, is_kept) : status;
+}
+
 KlStatus
 shape_pairwise_distance(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlMeta full;
     int32_t dim = 0;
     bool is_kept = false;
-    KlStatus status = read_pair(call, -1, &full, &dim, error);
-    status = status == KL_OK ? kl_rules_bool(call, 4, false, &is_kept) : status;
+    KlStatus status = read_distance(call, &full, &dim, &is_kept, error);
     return status == KL_OK ? make_reduced(call, result, &full, dim, is_kept, error) : status;
 }
 
@@ -202,8 +208,7 @@ place_pairwise_distance(const KlCall *call, KlInferred *result, KlError *error)
     KlMeta full;
     int32_t dim = 0;
     bool is_kept = false;
-    KlStatus status = read_pair(call, -1, &full, &dim, error);
-    status = status == KL_OK ? kl_rules_bool(call, 4, false, &is_kept) : status;
+    KlStatus status = read_distance(call, &full, &dim, &is_kept, error);
     return status == KL_OK ? wire_pair(call, result, &full, dim, is_kept) : status;
 }
 

@@ -119,9 +119,11 @@ is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
     return true;
 }
 
-/* Return the first body from `stage` on in which a node by rows can run. */
+/* Return the first stage from `stage` on in which a node can run: a body, or a joint, where all chunks of its inputs
+ * have run. */
 static uint32_t
-body_of(const KlTape *tape, const KlStages *stages, const KlNode *node, uint32_t stage)
+stage_from(const KlTape *tape, const KlStages *stages, const KlNode *node, uint32_t stage,
+           bool is_joint)
 {
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         KlValueId value = kl_tape_inputs(tape, node)[k].value;
@@ -129,26 +131,12 @@ body_of(const KlTape *tape, const KlStages *stages, const KlNode *node, uint32_t
             continue;
         }
         uint32_t at = stages->value_stage[value];
-        uint32_t body = kl_stage_is_body(at) ? at : at + 1;
-        body += kl_stage_is_body(at) && kl_stage_is_gathered(tape, stages, node, k) ? 2 : 0;
-        stage = body > stage ? body : stage;
-    }
-    return stage;
-}
-
-/* Return the joint of a node that runs once: the first after all chunks of its inputs have run. */
-static uint32_t
-joint_of(const KlTape *tape, const KlStages *stages, const KlNode *node)
-{
-    uint32_t stage = 0;
-    for (uint32_t k = 0; k < node->n_inputs; k++) {
-        KlValueId value = kl_tape_inputs(tape, node)[k].value;
-        if (value == KL_ID_NONE || stages->is_leaf[value]) {
-            continue;
+        if (kl_stage_is_body(at) == is_joint) {
+            at++;
+        } else if (!is_joint && kl_stage_is_gathered(tape, stages, node, k)) {
+            at += 2;
         }
-        uint32_t at = stages->value_stage[value];
-        uint32_t joint = kl_stage_is_body(at) ? at + 1 : at;
-        stage = joint > stage ? joint : stage;
+        stage = at > stage ? at : stage;
     }
     return stage;
 }
@@ -207,11 +195,11 @@ place_node(const KlTape *tape, KlStages *stages, KlNodeId id, uint32_t *aside)
     const KlNode *node = &tape->nodes[id];
     uint32_t at = 0, after = 0;
     if (node->mode == KL_MODE_ONCE) {
-        at = after = joint_after_aside(tape, node, aside, joint_of(tape, stages, node));
+        at = after = joint_after_aside(tape, node, aside, stage_from(tape, stages, node, 0, true));
     } else {
         stages->is_data[id] = is_data_node(tape, stages, node);
         uint32_t first = stages->is_data[id] ? KL_STAGE_DATA : KL_STAGE_DATA + 2;
-        at = node->is_open ? first : body_of(tape, stages, node, first);
+        at = node->is_open ? first : stage_from(tape, stages, node, first, false);
         after = node->mode == KL_MODE_REDUCE ? at + 1 : at;
     }
     if (node->mode == KL_MODE_REDUCE) {

@@ -35,19 +35,19 @@ _OF_FUNCTIONS: Any = vars(torch._C._FunctionBase)["apply"]
 
 
 def _patch_function_apply() -> None:
-    """Replace `apply` of custom functions, whose C code does not call __torch_function__, in C: a
-    script may have taken `f = MyFunction.apply` before koila was imported."""
+    """Replace `apply` of custom functions in C: a script may have taken it before it had koila."""
 
     def apply(cls: Any, args: tuple[Any, ...], words: dict[str, Any] | None) -> Any:
         original, kwargs = own.__get__(None, cls), words or {}
         if torch._C._are_functorch_transforms_active():
             return original(*args, **kwargs)
+        original = custom_functions.in_forward(original)
         if patching.holds_lazy(args) or patching.holds_lazy(kwargs):
             if checkpoints.is_transparent(cls, args) and not surroundings.of_call():
                 return checkpoints.run(args[0], args[2:], bridge.begin_checkpoint)
             if replicated.is_sink(cls, args):
                 return replicated.behind_outputs(*args)
-            return _core.live_with_all(custom_functions.in_body(original), args, kwargs, False)
+            return custom_functions.run_live(original, args, kwargs)
         return original(*args, **kwargs)
 
     own = _core.call_class_method_by(_OF_FUNCTIONS, apply)

@@ -65,7 +65,10 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         if _before is not None and _waiting:
             _before()
         made = original(*args, **kwargs)
-        return _after(made) if is_maker and _after is not None and "out" not in kwargs else made
+        is_followed = is_maker and _after is not None and "out" not in kwargs
+        # In the forward of a custom function torch's C++ may get it, and needs a tensor.
+        is_followed = is_followed and not _core.set_in_forward(None)
+        return _after(made) if is_followed and _after is not None else made
 
     return draw
 

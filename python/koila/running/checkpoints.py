@@ -258,7 +258,9 @@ def check(program: Program, has_inputs: bool) -> None:
         has_inputs: whether the gradients of some tensors alone are asked for.
     """
     regions = reached(program) if program.has_checkpoints else set()
-    if has_inputs and any(region % 2 for region in regions):
+    # A gradient that the function of a checkpoint itself asks for is of calls in it.
+    ended = regions.difference(_state.around)
+    if has_inputs and any(region % 2 for region in ended):
         recomputed.refuse_inputs()
     if _state.has_reentrant or program.has_checkpoints:
         _check_hooks(passes(program))

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from koila.basics import surroundings, switches
+from koila import _core
+from koila.basics import lines, surroundings, switches
+from koila.messages.errors import KoilaError
 from koila.random import generators
 from koila.running import checkpoints, recomputed
 from koila.running.recomputed import Body, Handle, version_of
@@ -24,7 +26,40 @@ from koila.running.repeated import Call, Layout, Memory, OfPart, Ref, map_nested
 from koila.staged import meta, noise
 
 
-def in_body(apply: Callable[..., Any]) -> Callable[..., Any]:
+def in_forward(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `apply` of a custom function, such that calls in its forward on lazies, which it did
+    not get as arguments, run at once and return tensors: autograd, in C++, gets what it returns."""
+
+    def run(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        before = _core.set_in_forward(True)
+        try:
+            made = apply(*args, **kwargs)
+        finally:
+            _core.set_in_forward(before)
+        if any(type(one) is _core.LazyTensor for one in meta.leaves(made)):
+            raise KoilaError(
+                f"{cls.__name__}: its forward returns a lazy tensor that it did not get as an "
+                f"argument ({lines.user_line()}), and its gradient would be lost. Return a clone "
+                "of it, or pass it as an argument"
+            )
+        return made
+
+    return _bound(run, apply)
+
+
+def _bound(run: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in place of `apply`, a method of the class of a custom function."""
+    run.__name__ = apply.__name__
+    return types.MethodType(run, apply.__self__)  # type: ignore[attr-defined]
+
+
+def run_live(apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Run `apply` of a custom function on real tensors. In the forward of another one, return
+    tensors."""
+    return _core.live_with_all(_in_body(apply), args, kwargs, _core.set_in_forward(None))
+
+
+def _in_body(apply: Callable[..., Any]) -> Callable[..., Any]:
     """Return `apply` of a custom function, such that autograd keeps nothing that can be computed
     again if this thread is recording the body of a checkpoint."""
     region = checkpoints.outermost()
@@ -36,8 +71,7 @@ def in_body(apply: Callable[..., Any]) -> Callable[..., Any]:
             return apply(*args, **kwargs)
         return _run(recomputed.body_of(region), apply, args, kwargs)
 
-    run.__name__ = apply.__name__
-    return types.MethodType(run, apply.__self__)  # type: ignore[attr-defined]
+    return _bound(run, apply)
 
 
 def _run(body: Body, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
