@@ -361,17 +361,14 @@ run_tape(Tape *tape)
     long long n_bytes = 0;
     if (tape->is_running) {
         PyErr_SetString(kl_py.koila_error,
-                        "a value was read while the program that makes it is running");
+                        "a value was read while the program that makes it is running; read it "
+                        "before backward(), or run it whole: koila.config(chunks=1)");
         return -1;
     }
     if (tape->core.n_done < tape->core.n_nodes) {
         PyObject *is_drawing = kl_tape_has_draw(&tape->core) ? Py_True : Py_False;
-        PyObject *checked = PyObject_CallOneArg(kl_py.check_run, is_drawing);
-        if (checked == NULL) {
-            return -1;
-        }
-        Py_DECREF(checked);
-        if (kl_tape_check_leaves(tape) < 0 || note_written(tape) < 0 || keep_flags(tape) < 0 ||
+        if (kl_py_done(PyObject_CallOneArg(kl_py.check_run, is_drawing)) < 0 ||
+            kl_tape_check_leaves(tape) < 0 || note_written(tape) < 0 || keep_flags(tape) < 0 ||
             kl_context_begin(&context) < 0) {
             return -1;
         }

@@ -79,7 +79,8 @@ is_hopeless(const KlLock *lock, uint64_t thread)
     Py_XDECREF(module);
     if (is_worker) {
         PyErr_SetString(kl_py.koila_error,
-                        "a value was read while the program that makes it is running");
+                        "a value was read while the program that makes it is running; read it "
+                        "before backward(), or run it whole: koila.config(chunks=1)");
     }
     return answer == NULL ? -1 : is_worker;
 }

@@ -187,11 +187,18 @@ class Draws:
     Args:
         program: the program.
         grids: by axis, its chunks.
+        hooked: the states of generators after hooks that drew during the program.
     """
 
-    def __init__(self, program: Program, grids: dict[int, list[Bounds]]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        grids: dict[int, list[Bounds]],
+        hooked: dict[torch.device, torch.Tensor],
+    ) -> None:
         self.program = program
         self.grids = grids
+        self.hooked = hooked
         #: The states of the generators before the program's draws, and after them.
         self.before: dict[torch.device, torch.Tensor] = {}
         self.after: dict[torch.device, torch.Tensor] = {}
@@ -227,7 +234,7 @@ class Draws:
             self._draw(i, self.run_of[i])
         self.after = {
             device: noise.get_state(generators.generator_of(device)) for device in self.before
-        }
+        } | self.hooked
 
     def _draw(self, i: int, run: Run) -> None:
         """Advance the generator past the draws of one call, unless that has been done before, and
@@ -410,6 +417,12 @@ class Draws:
         """Set the generators to the state after the program's last draw."""
         self._put(self.after)
         self.after = {}
+
+    def enter(self) -> None:
+        """Go on after hooks of the user, which began at the state of `leave` and may have drawn."""
+        for device in self.before:
+            self.hooked[device] = noise.get_state(generators.generator_of(device))
+        self.after = self.hooked.copy()
 
     def roll_back(self) -> None:
         """Undo the draws of this run: reset the generators, and forget the states of new calls."""

@@ -33,7 +33,7 @@ from koila.recording import freed
 from koila.recording.cut import Copy, Cut
 from koila.recording.handed_out import Group, HandedOut, OfLeaves, Root, apply, note_view
 from koila.reporting import reports
-from koila.running import checkpoints, replay, unwritten, views
+from koila.running import checkpoints, replay, unwritten, views, visible
 from koila.staged import hooks, meta
 from koila.staged.facts import Info, is_data
 from koila.staged.program import Program
@@ -146,6 +146,7 @@ def watch_handed_out(lazy: _core.LazyTensor) -> None:
     After such a write, eager's backward uses the written numbers of the saved tensor. The part
     recomputes the value, and gets the old ones.
     """
+    visible.watch(lazy)
     value, tensor = _core.id(lazy), _core.real(lazy)
     if value is not None and tensor is None:
         tensor = Info.of(Info.of(value).base).real
@@ -181,7 +182,8 @@ def parts_that_read(tensor: torch.Tensor) -> dict[Cut, list[int]]:
 
 def watch(tensor: torch.Tensor) -> None:
     """Note that x.data was taken of a tensor: writes through it change no version. Checksums of
-    what the parts of this thread read and handed out detect them."""
+    what the parts of this thread read and handed out, and of what its hooks see, detect them."""
+    visible.watch(tensor)
     _watch_roots(tensor)
     for roots in [cut.waiting for cut in _state.cuts]:
         if roots:

@@ -50,7 +50,7 @@ def attempt(
         MemoryLimitError: not even one row at a time fits.
     """
     n_tries = 1
-    hooked: hooks.Seen = {}
+    hooked = hooks.Seen()
     meter = budget.Meter()
     while True:
         replay = make(program, planned, hooked)

@@ -130,6 +130,11 @@ class Cross:
         """Whether the value, or a chunk of it, is available."""
         return self.whole is not None or self.gathered is not None or bool(self.chunks)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all rows are available on its device, where no chunk of it is being made."""
+        return self.is_there and not self.is_offloaded and not self.emptied
+
     # -- outputs of the stage that makes it -------------------------------------------------------
 
     def add_chunk(self, chunk: int, tensor: torch.Tensor, grid: Sequence[Bounds]) -> None:

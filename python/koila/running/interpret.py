@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.autograd.graph import GradientEdge
 
 from koila.planning import across
-from koila.running import light, tail, waiting, watched
+from koila.running import light, tail, visible, waiting, watched
 from koila.running.cross import Cross, Fresh, add, own, send_back
-from koila.staged import hooks
 from koila.staged.facts import Run
 from koila.staged.schedule import Graph, Op, Schedule, Step
 
@@ -253,7 +252,7 @@ class Interpreter:
             if value in stages.roots:
                 seed = add(seed, stages.roots[value])
             if seed is not None and stages.program.is_hooked(value):
-                seed = hooks.apply(value, seed, stages.hooked)
+                seed = visible.call_hooks(stages, value, seed)
             if seed is not None:
                 outputs.append(edge)
                 seeds.append(seed)
@@ -288,7 +287,7 @@ class Interpreter:
                 assert cross is not None
                 gradient = cross.gather_gradient(stages.grid_of(run))
                 if gradient is not None:
-                    cross.seeds["whole",] = hooks.apply(value, gradient, stages.hooked)
+                    cross.seeds["whole",] = visible.call_hooks(stages, value, gradient)
 
     _DO: ClassVar[dict[Op, Callable[[Interpreter, Step], None]]] = {
         Op.JOINT: _joint,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -15,6 +15,7 @@ from koila.running import views
 from koila.running.cross import Cross
 from koila.running.spent import outdated, spent
 from koila.staged import hooks
+from koila.staged.facts import Info
 from koila.staged.program import Program
 
 
@@ -38,20 +39,26 @@ class Numbers:
     stay, and a write to it is refused.
     """
 
-    def __init__(self, program: Program, cross: Mapping[int, Cross], is_spent: bool) -> None:
+    def __init__(
+        self,
+        program: Program,
+        cross: Mapping[int, Cross],
+        is_spent: bool,
+        values: Iterable[int] | None = None,
+    ) -> None:
         self.program = program
         self.cross = cross
         self.is_spent = is_spent
         self.made: dict[int, torch.Tensor] = {}
         groups: dict[int, list[int]] = defaultdict(list)
-        for value in program.wanted:
+        for value in program.wanted if values is None else values:
             groups[program.info(value).storage].append(value)
         #: By storage, a number that the user has read: numbers that share its memory go into it.
         self.read = {
-            storage: program.info(value).result
+            storage: Info.of(value).result
             for storage, group in groups.items()
             for value in group
-            if program.info(value).result is not None and not program.info(value).is_uncertain
+            if Info.of(value).result is not None and not program.info(value).is_uncertain
         }
         #: (value, its number, whether it leaves the tape), for `deliver` at the commit.
         self.found: list[tuple[int, torch.Tensor, bool]] = []
@@ -88,7 +95,7 @@ class Numbers:
         from the memory of a number of the same storage that the user has read.
         """
         if value not in self.made:
-            result = self.program.info(value).result  # the user may hold this tensor already
+            result = Info.of(value).result  # the user may hold this tensor already
             if result is None:
                 # It may be a view taken without a graph, and torch would refuse a write to that.
                 result = as_new(self.cross[value].read_whole(False))

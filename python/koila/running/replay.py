@@ -14,17 +14,16 @@ import torch
 
 from koila import _core
 from koila.basics import config, engine, surroundings
-from koila.basics.rows import as_new
 from koila.basics.threads import in_turn
 from koila.memory import estimates
 from koila.messages.errors import MemoryLimitError, StaleError
 from koila.planning import explain, planner, plans, steps, unsplit
 from koila.reporting import progress, reports
-from koila.running import checkpoints, deliver, interpret, overwritten, spent, unwritten
+from koila.running import checkpoints, deliver, interpret, overwritten, spent, unwritten, visible
 from koila.running.attempt import attempt
 from koila.running.numbers import Numbers, settle_outdated
 from koila.running.stages import Stages, outside_inference
-from koila.staged import hooks, meta
+from koila.staged import hooks
 from koila.staged.facts import name_of_call
 from koila.staged.program import Program
 
@@ -64,7 +63,7 @@ class Replay(Stages):
             self.roots[root] = self.roots[root] + given if root in self.roots else given
         self._go()
         if len(gradients) == 1:  # torch calls the hooks of an only root, even with no leaf behind
-            hooks.apply(self.program.roots[0], gradients[0], self.hooked)
+            visible.call_hooks(self, self.program.roots[0], gradients[0])
         found = []
         for value, cross in self.cross.items():
             info = cross.info
@@ -123,28 +122,8 @@ class Replay(Stages):
         finally:
             _core.set_busy(False)
 
-    def write_statistics(self) -> None:
-        """Write the side effects of the program's calls (running statistics), each of them once,
-        in however many runs."""
-        done: set[int] = _core.memo().setdefault("effects", set())
-        nodes = self.program.nodes.values() if self.program.has_effects else ()
-        fresh = [n for n in nodes if n.leaf_writes and n.id not in done]
-        written = set[int]().union(*map(self.program.moved_by, fresh))
-        unwritten.note_written({n.id for n in fresh})
-        self.tracked.write(done)
-        for value, (real, copy) in self.scratch.items():
-            if value in written:
-                with torch.no_grad():
-                    as_new(real).copy_(copy)
-                _core.refresh_leaf(value)
-        watched = _core.memo().get("watched", {})
-        for value in written.intersection(watched):  # this write is not the user's
-            leaf = self.program.info(value).real
-            watched[value] = None if leaf is None else meta.checksum(leaf)
-        done.update(n.id for n in fresh)
-
     def _commit(self) -> None:
-        self.write_statistics()
+        visible.write_statistics(self)
         if not self.is_forward:
             self.tracked.move_again()
         self.draws.commit()
@@ -432,8 +411,7 @@ def _differentiate(
         if deliver.goes_on(found):
             return True, found
         replay.is_delivering = True  # from here the user's hooks run, so no try can follow
-        replay.write_statistics()
-        replay.draws.leave()
+        visible.show(replay, replay.numbers)
         return False, take(found)
 
     done = _attempt(*staged, run)

@@ -88,7 +88,8 @@ class Stages:
         self.memos: dict[tuple[int, int], dict[str, Any]] = {}  # of reductions, by node and chunk
         #: Value of a reduction that has one entry for each chunk -> the dim of these entries.
         self.by_chunk: dict[int, int] = {}
-        self.draws = draws.Draws(program, self.grids)
+        self.draws = draws.Draws(program, self.grids, hooked.generators)
+        self.kept: dict[int, hooks.Kept] = {}  # by value: what hooks must not write
         self.bar: progress.Bar | None = None
 
     @functools.cached_property

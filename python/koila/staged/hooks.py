@@ -10,9 +10,11 @@ returns is then cut into chunks again.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +23,36 @@ from torch.utils.hooks import RemovableHandle
 from koila import _core
 from koila.basics import surroundings
 from koila.basics.threads import in_turn
+from koila.staged import meta
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
-#: By value: the gradient that its hooks returned in this backward pass.
-Seen = dict[int, torch.Tensor]
+
+
+class Seen:
+    """What hooks of values have done in a backward pass. A step that is run again in smaller chunks
+    takes it from here, so that no hook is called twice."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[int, torch.Tensor] = {}  # by value: what its hooks returned
+        #: The states of generators after the hooks, which may draw.
+        self.generators: dict[torch.device, torch.Tensor] = {}
+
+
+@dataclass
+class Kept:
+    """A tensor that a step may read again when it goes on after a hook: what entered it, or the
+    number of a value that hooks may read."""
+
+    value: int
+    tensor: torch.Tensor
+    version: int
+    checksum: tuple[int, int] | None = None  # once .data was taken of it
+
+    def is_written(self) -> bool:
+        """Return whether a hook has written it."""
+        is_same = self.tensor._version == self.version
+        is_watched = self.checksum is not None
+        return not is_same or (is_watched and meta.checksum(self.tensor) != self.checksum)
 
 
 def _of(value: int) -> OrderedDict[Any, Any] | None:
@@ -152,12 +180,11 @@ def apply(value: int, gradient: torch.Tensor, seen: Seen) -> torch.Tensor:
     Args:
         value: the value.
         gradient: its gradient, of all rows.
-        seen: the results so far. A step that is run again in smaller chunks takes them from here,
-            so that no hook is called twice.
+        seen: the results so far.
     """
     if not is_on(value):
         return gradient
-    if value not in seen:
+    if value not in seen.gradients:
         with torch.set_grad_enabled(False):  # as torch's engine calls it
             made = _call(_of(value) or OrderedDict(), gradient)
         if made.shape != gradient.shape:
@@ -165,8 +192,13 @@ def apply(value: int, gradient: torch.Tensor, seen: Seen) -> torch.Tensor:
                 f"hook: cannot put a gradient of shape {list(made.shape)} in place of one of "
                 f"shape {list(gradient.shape)}"
             )
-        seen[value] = made
-    return seen[value]
+        seen.gradients[value] = made
+    return seen.gradients[value]
+
+
+def is_called(value: int, seen: Seen) -> bool:
+    """Tell whether hooks of a value are still to be called in this backward pass."""
+    return bool(_of(value)) and value not in seen.gradients
 
 
 def is_on(value: int) -> bool:
@@ -182,7 +214,7 @@ def is_any() -> bool:
 def commit(seen: Seen) -> None:
     """Add the gradients of this backward pass to those that values retain."""
     kept: dict[int, torch.Tensor] = _core.memo().setdefault("retained", {})
-    for value, gradient in seen.items():
+    for value, gradient in seen.gradients.items():
         name = _core.retained(value)
         if name is not None:
             kept[name] = kept[name] + gradient if name in kept else gradient.detach()
@@ -205,4 +237,22 @@ def give(value: int, tensor: torch.Tensor) -> torch.Tensor:
 def retained(lazy: Any) -> torch.Tensor | None:
     """Return the gradient that a pending lazy tensor retained; None: none so far."""
     value = _core.id(lazy)
-    return _retained_as(_core.retained(value, True)) if value is not None else None
+    if value is None:
+        return None
+    name = _core.retained(value, True)
+    kept, seen = _retained_as(name), _core.memo().get("seen")
+    for other, gradient in seen.gradients.items() if seen is not None and name is not None else ():
+        if _core.retained(other) == name:  # a hook of an earlier value asks, before the commit
+            kept = gradient.detach() if kept is None else kept + gradient
+    return kept
+
+
+@contextlib.contextmanager
+def visible(seen: Seen) -> Iterator[None]:
+    """Show the gradients of this backward pass that values retain, in a block that calls hooks."""
+    before = _core.memo().get("seen")
+    _core.memo()["seen"] = seen
+    try:
+        yield
+    finally:
+        _core.memo()["seen"] = before

@@ -200,6 +200,18 @@ class Program:
                     found.add(self.info(reads[0]).storage)
         return frozenset(found)
 
+    @functools.cached_property
+    def read_until(self) -> dict[int, int]:
+        """By value that calls read: the first stage with a call that reads its memory, which is the
+        last one to run backward."""
+        first: dict[int, int] = {}  # by storage
+        storages: dict[int, int] = {}  # by value
+        for node in self.nodes.values():
+            for value in (self.imports[k].value for k in node.imports if k >= 0):
+                storage = storages[value] = self.info(value).storage
+                first[storage] = min(node.stage, first.get(storage, node.stage))
+        return {value: first[storage] for value, storage in storages.items()}
+
     def needs_gradient(self, value: int) -> bool:
         return self.made(value).needs_gradient and self.info(value).requires_grad
 
