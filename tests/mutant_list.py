@@ -206,6 +206,27 @@ MUTANTS = [
         "tests/test_hooks_see.py",
     ),
     Mutant(
+        "hooks of nodes: see a share of the gradient of a view",
+        "python/koila/recording/handed_out.py",
+        "root is None or (is_alone and not root.is_inner(value))",
+        "root is None or is_alone",
+        "tests/test_hooks_of_nodes.py",
+    ),
+    Mutant(
+        "hooks of nodes: miss what goes to other outputs",
+        "python/koila/recording/handed_out.py",
+        "root is None or (is_alone and not root.is_inner(value))",
+        "root is None or not root.is_inner(value)",
+        "tests/test_hooks_of_nodes.py",
+    ),
+    Mutant(
+        "hooks of values: not called by a second derivative",
+        "python/koila/recording/cut.py",
+        "any(root.has_hook for root in self.alive())",
+        "any(root is None for root in self.alive())",
+        "tests/test_hooks_of_nodes.py",
+    ),
+    Mutant(
         "views: not taken again after a write",
         "python/koila/running/views.py",
         "if view is None:",

@@ -144,6 +144,21 @@ def writes_what_is_done(x: Tensor, net: Any, seen: list[Any]) -> Tensor:
     return net.head(h.tanh())
 
 
+def returns_lazies(x: Tensor, net: Any, seen: list[Any]) -> Tensor:
+    part = x[:, :4] * 2
+
+    def with_gradients(g: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return g * part
+
+    h = net.first(x)
+    k = h.tanh()
+    k.register_hook(lambda g: part)
+    k.register_hook(with_gradients)
+    h.register_hook(lambda g: part)
+    return net.head(k)
+
+
 def keeps(x: Tensor, net: Any, seen: list[Any]) -> Tensor:
     m = net.first(x).exp()
     m.register_hook(lambda g: seen.append(m.detach()))
@@ -166,6 +181,7 @@ PROGRAMS = [
     retained,
     gradients_of_weights_before,
     writes_what_is_done,
+    returns_lazies,
     keeps,
 ]
 

@@ -238,7 +238,7 @@ def _cut(func: Any) -> bool:
         if value not in handed and value not in others:
             assert program is not None
             others[value] = _taken(program, value, handed[whole], taken)
-            note_view(others[value], made[whole], value)
+            note_view(others[value], made[whole], value, program.n_values)
             if _is_data(value):
                 made[whole].watch(handed[whole])
     if any(others[value].requires_grad != Info.of(value).requires_grad for value in others):

@@ -362,6 +362,11 @@ class Cut:
                 "a gradient is differentiated a third time, through a program that was cut for a "
                 "call that cannot be recorded; run it whole: koila.config(chunks=1)"
             )
+        if any(root.has_hook for root in self.alive()):
+            raise KoilaError(
+                f"{_TWICE}, and a value of it has a hook or retains its gradient, which eager "
+                "would give it once more; run it whole: koila.config(chunks=1)"
+            )
         lazies = [root.lazy for root in roots]
         of = unsplit.Derivative(lazies, None, True)
         left = _core.held(lazies[0], unsplit.check, (torch.autograd.backward, _TWICE, of), {})

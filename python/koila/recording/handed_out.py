@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -17,12 +17,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from koila import _core
 from koila.basics.rows import as_new, without_memory
 from koila.messages.errors import KoilaError
-from koila.staged import meta
+from koila.staged import hooks, meta
+from koila.staged.facts import Info
+from koila.staged.program import Program
 
 _data: Any = torch._C.TensorBase.data  # torch's own attribute
 #: Returns the number of the current pass of autograd's engine.
 task: Callable[[], int] = torch._C._current_graph_task_id
-#: The key in the metadata of a view's node for its `Root` and the number of the view's value.
+#: The key in the metadata of a view's node for its `Root`, the number of the view's value, and
+#: whether its call returned nothing else.
 _VIEW = "koila: a view of what was handed out"
 
 
@@ -58,6 +61,7 @@ class Root:
         self.value = value
         self.number = number
         self.lazy: Any = None  # the value on the part's tape, until its backward
+        self.has_hook = False  # or it retains its gradient; or a view of it
         self.memory: StorageWeakRef | None = None
         #: An empty tensor that shares the version counter of the tensor, but not its memory.
         self.counter, self.n_writes = torch.empty(0), 0
@@ -231,24 +235,117 @@ class HandedOut(torch.autograd.Function):
         return None, *[gradient] * ctx.n
 
 
-def _refuse_hook(node: Any, hook: Any) -> None:
-    """Refuse a hook on a node that replaces the graph of a part."""
-    raise KoilaError(
+def _refusal(hook: Any) -> KoilaError:
+    """Return the error for a hook on a node that replaces the graph of a part."""
+    return KoilaError(
         f"{hook!r} cannot be registered on this grad_fn: the program was cut after the call that "
         "made the tensor, and the node stands for all calls before; register it on the tensor "
         "(Tensor.register_hook), or run it whole: koila.config(chunks=1)"
     )
 
 
-for _name in ("register_hook", "register_prehook"):
-    for _function in (HandedOut, OfLeaves):
-        setattr(_function._backward_cls, _name, _refuse_hook)
+def _refuse_hook(node: Any, hook: Any) -> None:
+    raise _refusal(hook)
+
+
+class _GradInputs:
+    """Stands for the `grad_inputs` of a call before a cut, in hooks of the node behind its result:
+    they exist in chunks only."""
+
+    def __init__(self, hook: Any) -> None:
+        self._hook = hook
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise _refusal(self._hook)
+
+    __getitem__ = __iter__ = __len__ = __bool__ = __eq__ = __repr__ = __add__ = __radd__ = _refuse
+
+
+def _is_only_output(root: Root) -> bool:
+    """Return whether the call that made a handed-out value returned nothing else. Then gradients
+    that arrive at the value are those that arrive at the node of the call in eager."""
+
+    def is_one() -> bool:
+        node = Program([root.lazy]).node_of(root.value)
+        return node is not None and len(node.outs) == 1
+
+    return root.lazy is not None and bool(_core.held(root.lazy, is_one, (), {}))
+
+
+def _register_prehook(node: Any, hook: Any) -> Any:
+    """Register a hook that is called before the node of a handed-out value, with its gradient."""
+    root: Root = node.root
+    if not _is_only_output(root):
+        raise _refusal(hook)
+    root.has_hook = True
+    if not root.is_inner(root.value):
+        return torch._C._FunctionBase.register_prehook(node, hook)
+
+    def of_value(gradient: torch.Tensor) -> Any:
+        made = hook((gradient,))
+        return next(iter(made)) if isinstance(made, tuple) else made
+
+    words: Any = torch.Tensor.register_hook, (root.lazy, of_value), {}
+    return _core.held(root.lazy, hooks.register, words, {})  # its whole gradient arrives there
+
+
+def _register_posthook(node: Any, hook: Any) -> Any:
+    """Register a hook that is called after the node of a handed-out value. It may use the value's
+    gradient, but not what the call makes of it."""
+    root: Root = node.root
+    if not _is_only_output(root) or root.is_inner(root.value):
+        raise _refusal(hook)
+    root.has_hook = True
+
+    def after(_: Any, gradients: Any) -> None:
+        if hook(_GradInputs(hook), gradients) is not None:
+            raise _refusal(hook)
+
+    return torch._C._FunctionBase.register_hook(node, after)
+
+
+for _class, _before, _after in (
+    (HandedOut, _register_prehook, _register_posthook),
+    (OfLeaves, _refuse_hook, _refuse_hook),
+):
+    _node_class: Any = _class._backward_cls
+    _node_class.register_prehook, _node_class.register_hook = _before, _after
+
+
+class ViewNode(hooks.PendingNode):
+    """The `grad_fn` of a view of a handed-out value, where the gradients that arrive at the node
+    are not those of eager."""
+
+    register_hook = register_prehook = _refuse_hook
+
+
+def node_of(lazy: Any, node: Any) -> Any:
+    """Return the `grad_fn` to show of a lazy that has the real node `node`."""
+    root, value, is_alone = _view_behind(node)
+    is_same = root is None or (is_alone and not root.is_inner(value))
+    return node if is_same else ViewNode(lazy, lambda _: node)
+
+
+def _view_behind(node: Any) -> tuple[Root | None, int, bool]:
+    """Return the handed-out value and the number of its view if `node` is of such a view, and
+    whether the call that took the view returned nothing else."""
+    none = None, -1, True
+    found: tuple[Root | None, int, bool] = none if node is None else node.metadata.get(_VIEW, none)
+    return found
 
 
 def _root_of(tensor: torch.Tensor) -> Root | None:
     """Return the `Root` of a tensor that was handed out; None for other tensors."""
     root = getattr(tensor.grad_fn, "root", None)
     return root if isinstance(root, Root) else None
+
+
+def note_hook(tensor: torch.Tensor) -> None:
+    """Note that a hook sees the gradient of a tensor, if it, or what it is a view of, was handed
+    out."""
+    root = _root_of(tensor) or _view_behind(tensor.grad_fn)[0]
+    if root is not None:
+        root.has_hook = True
 
 
 def whole_gradient_of(tensor: torch.Tensor) -> Any:
@@ -260,19 +357,21 @@ def whole_gradient_of(tensor: torch.Tensor) -> Any:
     return root.lazy if root is not None and _is_inner(tensor) else None
 
 
-def note_view(tensor: torch.Tensor, root: Root, value: int) -> None:
-    """Note on a tensor's node that it is a view of a handed-out value."""
+def note_view(tensor: torch.Tensor, root: Root, value: int, n_values: int) -> None:
+    """Note on a tensor's node that it is a view of a handed-out value, `value` of `n_values`."""
     node: Any = tensor.grad_fn
     if node is not None:
-        node.metadata[_VIEW] = root, value
+        near = [v for v in (value - 1, value + 1) if 0 <= v < n_values]  # its call's other results
+        view, *others = (Info.of(v).view for v in (value, *near))
+        is_alone = all(other is None or view is None or other[0] != view[0] for other in others)
+        node.metadata[_VIEW] = root, value, is_alone
 
 
 def _is_inner(tensor: torch.Tensor) -> bool:
     root = _root_of(tensor)
     if root is not None:
         return root.is_inner(root.value)
-    node: Any = tensor.grad_fn
-    root, value = node.metadata.get(_VIEW, (None, -1)) if node is not None else (None, -1)
+    root, value, _ = _view_behind(tensor.grad_fn)
     return root is not None and root.is_inner(value)
 
 

@@ -175,6 +175,8 @@ def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     """Run Tensor.register_hook. For a tensor that was handed out at a cut, register the hook in the
     part that was cut off, where its whole gradient arrives."""
     real = _core.real(args[0]) if type(args[0]) is LazyTensor else None
+    if real is not None:
+        handed_out.note_hook(real)
     whole = handed_out.whole_gradient_of(real) if real is not None else None
     if whole is None:
         handed_out.refuse_inner(args[:1], "register_hook")  # its whole gradient arrives nowhere
@@ -185,6 +187,9 @@ def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run Tensor.retain_grad."""
     handed_out.refuse_inner(args[:1], "retain_grad")
+    real = _core.real(args[0])
+    if real is not None:
+        handed_out.note_hook(real)
     hooks.retain(func, args, kwargs)
 
 
@@ -242,7 +247,9 @@ def of_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     description = _core.describe(args[0]) if is_pending(args[0]) else None
     is_there = description is not None and description[3]
-    return hooks.PendingNode(args[0], whole) if is_there else of_graph(func, args, kwargs)
+    if is_there:
+        return hooks.PendingNode(args[0], whole)
+    return handed_out.node_of(args[0], of_graph(func, args, kwargs))
 
 
 def of_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

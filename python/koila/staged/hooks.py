@@ -170,6 +170,8 @@ def _call(hooks: OrderedDict[Any, Any], gradient: torch.Tensor) -> torch.Tensor:
     for hook in list(hooks.values()):
         with surroundings.inside():
             made = hook(gradient)
+        if type(made) is _core.LazyTensor:  # torch's engine, in C++, would see its placeholder
+            made = _core.force(made) if torch.is_grad_enabled() else _core.read(made)
         gradient = gradient if made is None else made
     return gradient
 

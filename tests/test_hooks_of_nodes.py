@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks on the grad_fn of values where the program was cut: they see eager's gradients, or are
+refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import koila
+from oracle import eager
+
+N_ROWS = 11
+CHUNKS = [None, 1, 2, 3, 7, N_ROWS]
+Lazy = Callable[..., Any]
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        return a * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * 2
+
+
+cut: Any = Double.apply
+
+
+def halved(seen: list[Any]) -> Any:
+    return lambda go: (seen.append(go[0].sum()), (go[0] * 0.5,))[1]
+
+
+def noted(seen: list[Any]) -> Any:
+    return lambda gi, go: seen.append(go[0].sum())
+
+
+def before(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
+    h = net[0](x).tanh()
+    z = cut(h)
+    h.grad_fn.register_prehook(halved(seen))
+    return net[1](z).pow(2).mean() + net[1](h).mean()
+
+
+def after(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
+    h = net[0](x).tanh()
+    z = cut(h)
+    h.grad_fn.register_hook(noted(seen))
+    return net[1](z).pow(2).mean() + net[1](h).mean()
+
+
+def beside_a_hook(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
+    h = net[0](x).tanh()
+    z = cut(h)
+    h.grad_fn.register_prehook(halved(seen))
+    h.grad_fn.register_prehook(lambda go: pytest.fail("called")).remove()
+    h.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    h.retain_grad()
+    seen.append(h)
+    return net[1](z).pow(2).mean() + net[1](h).mean()
+
+
+def of_an_inner_value(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
+    h = net[0](x).tanh()
+    z = cut(h * 2)
+    h.grad_fn.register_prehook(halved(seen))
+    return net[1](z).pow(2).mean() + net[1](h).mean()
+
+
+def of_a_view(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
+    h = net[0](x).tanh()
+    part = h[:, :2]
+    z = cut(h)
+    part.grad_fn.register_prehook(halved(seen))
+    part.grad_fn.register_hook(lambda gi, go: seen.append(gi[0].sum()))
+    return net[1](z).pow(2).mean() + part.sum()
+
+
+def of_a_layer(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
+    h = F.layer_norm(net[0](x), (4,))
+    z = cut(h)
+    h.grad_fn.register_prehook(lambda go: seen.append(go[0].sum()))
+    return net[1](z).pow(2).mean()
+
+
+PROGRAMS = [before, after, beside_a_hook, of_an_inner_value, of_a_view, of_a_layer]
+
+
+def step(program: Any, lazy: Lazy, n_times: int) -> list[Any]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4)).double()
+    x, seen = lazy(torch.randn(N_ROWS, 6, dtype=torch.float64)), list[Any]()
+    loss = program(net, x, seen)
+    for i in range(n_times):
+        loss.backward(retain_graph=i + 1 < n_times)
+    kept = [one.grad for one in seen if one.requires_grad]
+    return [*[p.grad for p in net.parameters()], *seen, *kept]
+
+
+@pytest.mark.parametrize("n_times", [1, 2])
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_same_as_eager(program: Any, chunks: int | None, n_times: int) -> None:
+    want = step(program, eager, n_times)
+    with koila.config(**({} if chunks is None else {"chunks": chunks})):  # type: ignore[arg-type]
+        got = step(program, koila.lazy, n_times)
+        for one, wanted in zip(got, want, strict=True):
+            torch.testing.assert_close((one + 0).detach(), wanted.detach(), rtol=1e-10, atol=1e-14)
+
+
+def uses_grad_inputs(net: Any, x: Tensor) -> Tensor:
+    h = net[0](x).tanh()
+    z = cut(h)
+    h.grad_fn.register_hook(lambda gi, go: [one.sum() for one in gi])
+    return net[1](z).sum()
+
+
+def unpacks_grad_inputs(net: Any, x: Tensor) -> Tensor:
+    def hook(gi: Any, go: Any) -> None:
+        (_,) = gi
+
+    h = net[0](x).tanh()
+    z = cut(h)
+    h.grad_fn.register_hook(hook)
+    return net[1](z).sum()
+
+
+def changes_grad_inputs(net: Any, x: Tensor) -> Tensor:
+    h = net[0](x).tanh()
+    z = cut(h)
+    h.grad_fn.register_hook(lambda gi, go: (go[0] * 3,))
+    return net[1](z).sum()
+
+
+def of_two_outputs(net: Any, x: Tensor) -> Tensor:
+    h = net[0](x).tanh()
+    most = h.max(1).values
+    z = cut(h)
+    most.grad_fn.register_prehook(lambda go: None)
+    return net[1](z).sum() + most.sum()
+
+
+def of_views_together(net: Any, x: Tensor) -> Tensor:
+    a, b, *_ = (net[0](x).tanh() * 1).unbind(1)
+    z = cut(a)
+    b.grad_fn.register_prehook(lambda go: None)
+    return z.sum() + b.sum()
+
+
+def before_an_inner_view(net: Any, x: Tensor) -> Tensor:
+    h = net[0](x).tanh()
+    part = h[:, :2]
+    more = part * 2
+    z = cut(h)
+    part.grad_fn.register_prehook(lambda go: None)
+    return net[1](z).sum() + more.sum() + part.sum()
+
+
+def after_an_inner_view(net: Any, x: Tensor) -> Tensor:
+    h = net[0](x).tanh()
+    part = h[:, :2]
+    more = part * 2
+    z = cut(h)
+    part.grad_fn.register_hook(lambda gi, go: None)
+    return net[1](z).sum() + more.sum() + part.sum()
+
+
+REFUSED = [
+    uses_grad_inputs,
+    unpacks_grad_inputs,
+    changes_grad_inputs,
+    of_two_outputs,
+    of_views_together,
+    before_an_inner_view,
+    after_an_inner_view,
+]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS[2:])
+@pytest.mark.parametrize("program", REFUSED)
+def test_what_only_eager_has_is_refused(program: Any, chunks: int) -> None:
+    net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4)).double()
+    text = "cannot be registered on this grad_fn"
+    with koila.config(chunks=chunks), pytest.raises(koila.KoilaError, match=text):
+        program(net, koila.lazy(torch.randn(N_ROWS, 6, dtype=torch.float64))).backward()
+
+
+def hooked(h: Any, k: Any) -> None:
+    h.register_hook(lambda g: g * 0.5)
+
+
+def inner(h: Any, k: Any) -> None:
+    k.register_hook(lambda g: None)
+
+
+def retained(h: Any, k: Any) -> None:
+    h.retain_grad()
+
+
+def on_its_node(h: Any, k: Any) -> None:
+    h.grad_fn.register_prehook(lambda go: None)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS[2:])
+@pytest.mark.parametrize("see", [hooked, inner, retained, on_its_node])
+def test_a_second_derivative_behind_a_hook_is_refused(see: Any, chunks: int) -> None:
+    """Eager's graph of the gradients leads through the value once more."""
+    net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4)).double()
+    with koila.config(chunks=chunks):
+        k = net[0](koila.lazy(torch.randn(N_ROWS, 6, dtype=torch.float64)))
+        h = k.tanh()
+        z = cut(h)
+        see(h, k)
+        loss = net[1](z).pow(2).mean()
+        (slope,) = torch.autograd.grad(loss, net[0].weight, create_graph=True)
+        with pytest.raises(koila.KoilaError, match="has a hook or retains its gradient"):
+            slope.pow(2).sum().backward()
