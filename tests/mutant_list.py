@@ -304,6 +304,27 @@ MUTANTS = [
         MEASURE,
     ),
     Mutant(
+        "measure: checkpoints keep what they save",
+        "koila_c/core/sweep.c",
+        "} else if (inner == KL_ID_NONE && is_saved) {",
+        "} else if (is_saved) {",
+        "tests/test_checkpoint_bytes.py",
+    ),
+    Mutant(
+        "measure: checkpoints keep what they read to the end",
+        "koila_c/core/sweep.c",
+        "end = sweep->regions[i].end;",
+        "end = end + 0 * i;",
+        "tests/test_checkpoint_bytes.py",
+    ),
+    Mutant(
+        "measure: what a checkpoint makes again is not counted beside what the user holds",
+        "koila_c/core/sweep.c",
+        "(storage->made_at == at && storage->region != sweep->region)",
+        "(storage->made_at == at && storage->region != sweep->region && !storage->is_held)",
+        "tests/test_core_c.py -k test_measure_whole",
+    ),
+    Mutant(
         "waiting: a product is light",
         "koila_c/core/waiting.c",
         "bool is_light = node->mode == KL_MODE_ROWS && !node->row->is_heavy;",

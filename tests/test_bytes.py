@@ -52,7 +52,6 @@ OFF: dict[str, tuple[str, float, float]] = {
 PROGRAMS = [program for program in models.VARIED if not program.whole and not program.baked]
 ALL = [*PROGRAMS, *kernels.PROGRAMS]
 IN_ONE = {name for name, _ in models.MORE}
-IN_CHUNKS = {"checkpoint"}  # under a limit it runs in two at least
 
 
 @functools.cache
@@ -69,12 +68,7 @@ def rows_of(program: Program) -> int:
 
 @pytest.mark.parametrize(
     ("program", "chunks"),
-    [
-        (one, n)
-        for one in ALL
-        for n in (1, N_CHUNKS)
-        if one.name not in (IN_CHUNKS if n == 1 else IN_ONE)
-    ],
+    [(one, n) for one in ALL for n in (1, N_CHUNKS) if n == 1 or one.name not in IN_ONE],
     ids=lambda word: getattr(word, "name", word),
 )
 def test_prediction(program: Program, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,18 +176,17 @@ KINDS = pytest.mark.parametrize("is_reentrant", [False, True], ids=["", "reentra
 @KINDS
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_more_than_eager(name: str, is_reentrant: bool) -> None:
-    """As koila likes; in so many chunks; where a limit would let all of it be kept; where it does
-    not fit whole."""
+    """As koila likes; in so many chunks; where it fits whole; where it does not."""
     want = step(name, is_reentrant, eager)
     check(step(name, is_reentrant, koila.lazy), want)
     for chunks in (1, 2, 3, 7):
         with koila.config(chunks=chunks):
             check(step(name, is_reentrant, koila.lazy), want)
         assert koila.report().n_chunks == chunks
-    for limit in (2**40, want[0] * 3 // 4):
+    for limit, is_whole in ((2**40, True), (want[0] * 3 // 4, False)):
         with koila.config(memory_limit=there() + limit):
             check(step(name, is_reentrant, koila.lazy), want)
-        assert koila.report().n_chunks > 1
+        assert (koila.report().n_chunks == 1) == is_whole
 
 
 @pytest.mark.parametrize("name", ["blocks", "normed"])
@@ -200,16 +199,16 @@ def test_a_loss_that_is_read_before(name: str) -> None:
 
 
 def test_what_is_told() -> None:
-    """That what a checkpoint covers is made again."""
-    with koila.config(memory_limit=2**40):
-        model = Blocks(4)
-        loss = model(koila.lazy(torch.randn(ROWS, WIDTH)), False).sum()
-        text = (
-            "the activations that the script's checkpoints cover recomputed before their backward"
-        )
-        assert text in koila.explain(loss)
-        loss.backward()
-        assert text in str(koila.report())
+    """That what a checkpoint covers is made again, whole and in chunks."""
+    text = "the activations that the script's checkpoints cover recomputed before their backward"
+    for options, how in (({"memory_limit": 2**40}, "runs whole"), ({"chunks": 2}, "in 2 chunks")):
+        with koila.config(**options):  # type: ignore[arg-type]
+            model = Blocks(4)
+            loss = model(koila.lazy(torch.randn(ROWS, WIDTH)), False).sum()
+            told = koila.explain(loss)
+            assert how in told and text in told
+            loss.backward()
+    assert text in str(koila.report())
 
 
 def test_each_row_on_its_own() -> None:

@@ -606,14 +606,21 @@ Function *kl_function_find(PyObject *func);
 /* Whether a call writes its first argument, by its row or by its name. */
 bool kl_function_is_in_place(const Function *function);
 
+/* (axis, dim, outer, inner) of a place of rows; None: there are none. */
+PyObject *kl_py_place(const KlPlace *place);
+/* Add `value` or `item`, and drop the caller's reference to it. NULL: it could not be created, an exception is set.
+ * 0 or -1. */
+int kl_py_set_new(PyObject *dict, const char *key, PyObject *value);
+int kl_py_append_new(PyObject *list, PyObject *item);
+
 /* -- py_program.c: what the tape holds, as plain numbers -------------------------------------------- */
 
 /* New reference: the ids in a slice of a program's array, as a list. */
 PyObject *kl_program_ids(const KlIds *ids, KlSlice slice);
 /* Converter for "O&": the tuple of a storage policy (see _core.pyi, _Homes) to a KlHomes. */
 int kl_schedule_homes(PyObject *object, void *homes);
-/* The program behind a handle of stage(). NULL with an exception if it is none, or the tape changed since. */
-const KlProgram *kl_program_of(PyObject *handle, const Tape *tape);
+/* Converter for "O&": a handle of stage() to the KlProgram * behind it. It raises if the tape changed since. */
+int kl_program_of(PyObject *handle, void *program);
 /* Whether node `id` already drew, or wrote its statistics, in chunks: a live run must not do so again. -1 on failure. */
 int kl_program_is_committed(const Tape *tape, KlNodeId id);
 /* Whether a pending call has statistics to write, even if nobody can reach its results. */

@@ -2,7 +2,6 @@
 /* py_bridge.c - cuts the program before a call that cannot be recorded: the pending calls stay on a tape of their
  * own, and the user's LazyTensors get real tensors instead (bridge.py makes them) */
 #include "py.h"
-#include "py_describe.h"
 
 #include "alloc.h"
 

@@ -228,14 +228,11 @@ static PyObject *decode(Decoder *decoder);
 static PyObject *
 decode_list(Decoder *decoder, uint32_t n)
 {
-    PyObject *list = PyList_New(n);
+    PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list != NULL && i < n; i++) {
-        PyObject *item = decode(decoder);
-        if (item == NULL) {
+        if (kl_py_append_new(list, decode(decoder)) < 0) {
             Py_CLEAR(list);
-            break;
         }
-        PyList_SET_ITEM(list, i, item);
     }
     return list;
 }
@@ -438,14 +435,11 @@ PyObject *
 kl_call_map(PyObject *object, PyObject *(*item)(void *, PyObject *), void *context)
 {
     Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
-    PyObject *list = PyList_New(n);
+    PyObject *list = PyList_New(0);
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
-        PyObject *made = item(context, PySequence_Fast_GET_ITEM(object, i));
-        if (made == NULL) {
+        if (kl_py_append_new(list, item(context, PySequence_Fast_GET_ITEM(object, i))) < 0) {
             Py_CLEAR(list);
-            break;
         }
-        PyList_SET_ITEM(list, i, made);
     }
     if (list != NULL && PyTuple_Check(object)) {
         Py_SETREF(list, PyList_AsTuple(list));

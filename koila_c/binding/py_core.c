@@ -6,7 +6,6 @@
 #include <malloc.h>
 
 #include "alloc.h"
-#include "py_describe.h"
 
 static Value *
 value_argument(PyObject *object)

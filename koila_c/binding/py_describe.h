@@ -12,12 +12,4 @@
 int kl_py_describe(PyObject *dict, const KlInferred *result, const KlSaves *saves,
                    const KlPyBound *bound, Py_ssize_t n_args, PyObject *kwargs);
 
-/* (axis, dim, outer, inner) of a place of rows; None: there are none. */
-PyObject *kl_py_place(const KlPlace *place);
-
-/* Add `value` or `item`, and drop the caller's reference to it. NULL: it could not be created, an exception is set.
- * 0 or -1. */
-int kl_py_set_new(PyObject *dict, const char *key, PyObject *value);
-int kl_py_append_new(PyObject *list, PyObject *item);
-
 #endif

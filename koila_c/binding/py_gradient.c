@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_gradient.c - which leaves get a gradient, and which calls cannot compute theirs */
 #include "py.h"
-#include "py_describe.h"
 
 int
 kl_gradient_find_unwanted(const Tape *tape, PyObject *gets, bool *is_unwanted)
@@ -44,13 +43,10 @@ PyObject *
 kl_gradient_overwritten(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned int before = 0;
-    PyObject *handle = NULL;
+    const KlProgram *program = NULL;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "OO&:overwritten", &handle, kl_py_id, &before)) {
-        return NULL;
-    }
-    const KlProgram *program = kl_program_of(handle, tape);
-    if (program == NULL) {
+    if (tape == NULL ||
+        !PyArg_ParseTuple(args, "O&O&:overwritten", kl_program_of, &program, kl_py_id, &before)) {
         return NULL;
     }
     const KlTape *core = &tape->core;

@@ -9,8 +9,6 @@
 typedef struct Found {
     bool *is_cut_in_place; /* [n_imports] */
     bool *has_grad;        /* [n_values] */
-    bool *is_cloned;       /* [n_nodes] */
-    int64_t *bytes_noise;  /* [n_nodes] */
     PyObject *graphs;      /* list of the tensors that entered with a graph of their own */
 } Found;
 
@@ -64,44 +62,17 @@ find_leaves(const Tape *tape, const KlStages *stages, Found *found)
     return 0;
 }
 
-static int
-find_noise(const Tape *tape, const KlStages *stages, PyObject *noise_of, Found *found)
+/* Return an array that Python made, with one item for each node; NULL: it is empty, or not as long, which is raised. */
+static const void *
+items(PyObject *bytes, const KlStages *stages, size_t size)
 {
-    for (size_t i = 0; i < stages->n_nodes; i++) {
-        const KlNode *node = &tape->core.nodes[i];
-        bool is_staged = stages->node_stage[i] != KL_STAGE_NONE;
-        if (!node->is_random || !is_staged || !kl_stage_is_body(stages->node_stage[i])) {
-            continue;
-        }
-        PyObject *bytes = PyObject_CallFunction(noise_of, "nI", (Py_ssize_t)i, node->first_out);
-        found->bytes_noise[i] = bytes != NULL ? PyLong_AsLongLong(bytes) : -1;
-        Py_XDECREF(bytes);
-        if (PyErr_Occurred()) {
-            return -1;
-        }
+    size_t n_bytes = (size_t)PyBytes_GET_SIZE(bytes);
+    if (n_bytes != 0 && n_bytes != size * stages->n_nodes) {
+        PyErr_Format(PyExc_ValueError, "measure: %zu bytes, and %zu nodes", n_bytes,
+                     stages->n_nodes);
+        return NULL;
     }
-    return 0;
-}
-
-static int
-find_cloned(PyObject *cloned, const KlStages *stages, Found *found)
-{
-    PyObject *iterator = PyObject_GetIter(cloned), *item = NULL;
-    while (iterator != NULL && (item = PyIter_Next(iterator)) != NULL) {
-        unsigned int id = 0;
-        int is_id = kl_py_id(item, &id);
-        Py_DECREF(item);
-        if (is_id && id < stages->n_nodes) {
-            found->is_cloned[id] = true;
-        } else if (is_id) {
-            PyErr_Format(PyExc_IndexError, "measure: there is no node %u", id);
-        }
-        if (PyErr_Occurred()) {
-            break;
-        }
-    }
-    Py_XDECREF(iterator);
-    return PyErr_Occurred() ? -1 : 0;
+    return n_bytes > 0 ? PyBytes_AS_STRING(bytes) : NULL;
 }
 
 static double
@@ -123,52 +94,46 @@ told(const KlMeasured *measured)
                          measured->whole);
 }
 
-/* measure(program, homes, cloned, (bytes of a generator's state, of those kept), noise_of, peak_of, (KlKnown's steps,
- * turns)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
+/* measure(program, homes, (is_cloned, bytes_noise, region_of, outer: arrays of KlOutside as bytes), (bytes of a generator's
+ * state, of those kept), peak_of, (KlKnown's steps, turns)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
 PyObject *
 kl_measure_program(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *handle = NULL, *cloned = NULL, *noise_of = NULL, *peak_of = NULL, *result = NULL;
+    const KlProgram *program = NULL;
+    PyObject *cloned = NULL, *noise = NULL, *regions = NULL, *outer = NULL;
+    PyObject *peak_of = NULL, *result = NULL;
     KlHomes homes = {0};
-    long long bytes_state = 0, bytes_drawn = 0;
-    double steps = 1, turns = 1;
+    KlOutside outside = {.known = {.steps = 1, .turns = 1}};
     KlMeasured measured = {0};
     KlError error;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "OO&O(LL)OO|(dd):measure", &handle,
-                                          kl_schedule_homes, &homes, &cloned, &bytes_state,
-                                          &bytes_drawn, &noise_of, &peak_of, &steps, &turns)) {
-        return NULL;
-    }
-    const KlProgram *program = kl_program_of(handle, tape);
-    if (program == NULL) {
+    if (tape == NULL ||
+        !PyArg_ParseTuple(args, "O&O&(SSSS)(LL)O|(dd):measure", kl_program_of, &program,
+                          kl_schedule_homes, &homes, &cloned, &noise, &regions, &outer,
+                          &outside.bytes_state, &outside.bytes_drawn, &peak_of,
+                          &outside.known.steps, &outside.known.turns)) {
         return NULL;
     }
     const KlStages *stages = &program->stages;
     Found found = {.is_cut_in_place = kl_alloc_zeroed(stages->n_imports, sizeof(bool)),
                    .has_grad = kl_alloc_zeroed(stages->n_values, sizeof(bool)),
-                   .is_cloned = kl_alloc_zeroed(stages->n_nodes, sizeof(bool)),
-                   .bytes_noise = kl_alloc_zeroed(stages->n_nodes, sizeof(int64_t)),
                    .graphs = PySet_New(NULL)};
-    if (found.is_cut_in_place == NULL || found.has_grad == NULL || found.is_cloned == NULL ||
-        found.bytes_noise == NULL || found.graphs == NULL) {
+    outside.known.is_cut_in_place = found.is_cut_in_place;
+    outside.known.has_grad = found.has_grad;
+    outside.known.is_cloned = items(cloned, stages, sizeof(bool));
+    outside.known.region_of = items(regions, stages, sizeof(uint32_t));
+    outside.known.outer = (const void *)PyBytes_AS_STRING(outer);
+    outside.known.n_regions = (size_t)PyBytes_GET_SIZE(outer) / sizeof(uint32_t);
+    outside.bytes_noise = items(noise, stages, sizeof(int64_t));
+    if (found.is_cut_in_place == NULL || found.has_grad == NULL || found.graphs == NULL) {
         (void)PyErr_NoMemory();
         goto error;
     }
-    if (find_cuts(tape, stages, &found) < 0 || find_leaves(tape, stages, &found) < 0 ||
-        find_noise(tape, stages, noise_of, &found) < 0 || find_cloned(cloned, stages, &found) < 0) {
+    if (PyErr_Occurred() || find_cuts(tape, stages, &found) < 0 ||
+        find_leaves(tape, stages, &found) < 0) {
         goto error;
     }
-    double bytes_graphs = homes.is_graph ? bytes_of_graphs(peak_of, found.graphs) : 0;
-    const KlOutside outside = {.known = {.is_cut_in_place = found.is_cut_in_place,
-                                         .has_grad = found.has_grad,
-                                         .is_cloned = found.is_cloned,
-                                         .steps = steps,
-                                         .turns = turns},
-                               .bytes_state = bytes_state,
-                               .bytes_drawn = bytes_drawn,
-                               .bytes_noise = found.bytes_noise,
-                               .bytes_graphs = bytes_graphs};
+    outside.bytes_graphs = homes.is_graph ? bytes_of_graphs(peak_of, found.graphs) : 0;
     if (!PyErr_Occurred() &&
         kl_measure_step(&tape->core, program, &outside, &homes, &measured, &error) != KL_OK) {
         (void)kl_py_raise(&error);
@@ -177,8 +142,6 @@ kl_measure_program(PyObject *Py_UNUSED(module), PyObject *args)
 error:
     kl_measure_fini(&measured);
     Py_XDECREF(found.graphs);
-    kl_alloc_free(found.bytes_noise);
-    kl_alloc_free(found.is_cloned);
     kl_alloc_free(found.has_grad);
     kl_alloc_free(found.is_cut_in_place);
     return result;
@@ -225,7 +188,7 @@ kl_measure_moments_of(PyObject *Py_UNUSED(module), PyObject *args)
     if (read_measured(args, "SLL:moments", &measured, &rows) < 0) {
         return NULL;
     }
-    PyObject *list = PyList_New((Py_ssize_t)measured.moments.n);
+    PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < measured.moments.n; i++) {
         const KlMoment *moment = &measured.moments.moments[i];
         double gradients, temporary;
@@ -233,11 +196,9 @@ kl_measure_moments_of(PyObject *Py_UNUSED(module), PyObject *args)
         PyObject *entry =
             Py_BuildValue("(IIOddd)", moment->step, moment->node,
                           moment->is_back ? Py_True : Py_False, bytes, gradients, temporary);
-        if (entry == NULL) {
+        if (kl_py_append_new(list, entry) < 0) {
             Py_CLEAR(list);
-            break;
         }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, entry);
     }
     return list;
 }

@@ -2,7 +2,6 @@
 /* py_program.c - tells program.py of the tape, as plain numbers: the program, one value, one node. It
  * changes nothing and decides nothing: stages and runs come from the core's program.c. */
 #include "py.h"
-#include "py_describe.h"
 
 #include "alloc.h"
 #include "program.h"
@@ -13,14 +12,15 @@ stage_object(uint32_t stage)
     return stage == KL_STAGE_NONE ? Py_NewRef(Py_None) : PyLong_FromUnsignedLong(stage);
 }
 
+/* The ids of a node's inputs, or of what they are imported as (`imports`); -1: it has no such input. */
 static PyObject *
-node_inputs(const KlTape *core, const KlStages *stages, const KlNode *node)
+node_inputs(const KlTape *core, const uint32_t *imports, const KlNode *node)
 {
     PyObject *tuple = PyTuple_New(node->n_inputs);
     for (uint32_t k = 0; tuple != NULL && k < node->n_inputs; k++) {
-        bool is_none = core->inputs[node->first_input + k].value == KL_ID_NONE;
-        long import = is_none ? -1 : (long)stages->import_of[node->first_input + k];
-        PyObject *item = PyLong_FromLong(import);
+        KlValueId value = core->inputs[node->first_input + k].value;
+        uint32_t id = imports != NULL ? imports[node->first_input + k] : value;
+        PyObject *item = PyLong_FromLong(value == KL_ID_NONE ? -1 : (long)id);
         if (item == NULL) {
             Py_CLEAR(tuple);
             break;
@@ -41,14 +41,14 @@ node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
     bool is_kept =
         node->row == NULL || saves->inputs != 0 || saves->outputs != 0 || saves->bytes_extra > 0;
     is_kept = is_kept && kl_stage_has_gradient(&tape->core, stages, node);
-    return Py_BuildValue("(INNiiiIIOIIOOOION)", id, stage_object(stages->node_stage[id]),
-                         stage_object(stages->late_stage[id]), (int)node->mode, (int)node->reduce,
-                         axis == KL_ID_NONE ? -1 : (int)axis, node->first_out, node->n_outs,
-                         node->is_random ? Py_True : Py_False, node->writes, node->leaf_writes,
-                         stages->is_data[id] ? Py_True : Py_False,
-                         node->is_open ? Py_True : Py_False,
-                         node->is_for_chunks ? Py_True : Py_False, node->region,
-                         is_kept ? Py_True : Py_False, node_inputs(&tape->core, stages, node));
+    return Py_BuildValue(
+        "(INNiiiIIOIIOOOION)", id, stage_object(stages->node_stage[id]),
+        stage_object(stages->late_stage[id]), (int)node->mode, (int)node->reduce,
+        axis == KL_ID_NONE ? -1 : (int)axis, node->first_out, node->n_outs,
+        node->is_random ? Py_True : Py_False, node->writes, node->leaf_writes,
+        stages->is_data[id] ? Py_True : Py_False, node->is_open ? Py_True : Py_False,
+        node->is_for_chunks ? Py_True : Py_False, node->region, is_kept ? Py_True : Py_False,
+        node_inputs(&tape->core, stages->import_of, node));
 }
 
 static PyObject *
@@ -83,61 +83,23 @@ describe_imports(const KlStages *stages)
 PyObject *
 kl_program_ids(const KlIds *ids, KlSlice slice)
 {
-    PyObject *list = PyList_New(slice.n);
+    PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list != NULL && i < slice.n; i++) {
-        PyObject *id = PyLong_FromUnsignedLong(ids->ids[slice.first + i]);
-        if (id == NULL) {
+        if (kl_py_append_new(list, PyLong_FromUnsignedLong(ids->ids[slice.first + i])) < 0) {
             Py_CLEAR(list);
-            break;
         }
-        PyList_SET_ITEM(list, i, id);
     }
     return list;
 }
 
-/* {node: bits} of the reductions that leave parts in a run, bit p for part p */
-static PyObject *
-parts_object(const KlProgram *program, const KlRun *run)
-{
-    PyObject *parts = PyDict_New();
-    for (uint32_t i = 0; parts != NULL && i < run->nodes.n; i++) {
-        uint32_t bits = program->parts.ids[run->nodes.first + i];
-        PyObject *id = PyLong_FromUnsignedLong(program->nodes.ids[run->nodes.first + i]);
-        PyObject *found = PyLong_FromUnsignedLong(bits);
-        if (id == NULL || found == NULL || (bits != 0 && PyDict_SetItem(parts, id, found) < 0)) {
-            Py_CLEAR(parts);
-        }
-        Py_XDECREF(found);
-        Py_XDECREF(id);
-    }
-    return parts;
-}
-
-/* [(value, ...)] that die after each node of a run */
-static PyObject *
-drops_object(const KlProgram *program, const KlRun *run)
-{
-    PyObject *drops = PyList_New(0);
-    for (uint32_t i = 0; drops != NULL && i < run->nodes.n; i++) {
-        uint32_t at = run->nodes.first + i;
-        uint32_t first = at > 0 ? program->drops.ids[at - 1] : 0;
-        KlSlice slice = {.first = first, .n = program->drops.ids[at] - first};
-        PyObject *list = kl_program_ids(&program->dropped, slice);
-        if (kl_py_append_new(drops, list != NULL ? PyList_AsTuple(list) : NULL) < 0) {
-            Py_CLEAR(drops);
-        }
-        Py_XDECREF(list);
-    }
-    return drops;
-}
-
-/* (stage, axis or -1, segment, nodes, parts, imports, exports, inner, combined, shadows, has gradient) */
+/* (stage, axis or -1, segment, nodes, for each node a bit p for each part p that it leaves, imports, exports, inner,
+ * combined, shadows, has gradient) */
 static PyObject *
 run_object(const KlProgram *program, const KlRun *run)
 {
     return Py_BuildValue(
         "(IiINNNNNNNO)", run->stage, run->axis == KL_ID_NONE ? -1 : (int)run->axis, run->segment,
-        kl_program_ids(&program->nodes, run->nodes), parts_object(program, run),
+        kl_program_ids(&program->nodes, run->nodes), kl_program_ids(&program->parts, run->nodes),
         kl_program_ids(&program->imports, run->imports),
         kl_program_ids(&program->exports, run->exports),
         kl_program_ids(&program->inner, run->inner),
@@ -146,11 +108,11 @@ run_object(const KlProgram *program, const KlRun *run)
 }
 
 static PyObject *
-describe_runs(const KlProgram *program, PyObject *(*object_of)(const KlProgram *, const KlRun *))
+describe_runs(const KlProgram *program)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < program->n_staged; i++) {
-        if (kl_py_append_new(list, object_of(program, &program->runs[i])) < 0) {
+        if (kl_py_append_new(list, run_object(program, &program->runs[i])) < 0) {
             Py_CLEAR(list);
         }
     }
@@ -387,20 +349,20 @@ release_program(PyObject *handle)
     kl_alloc_free(program);
 }
 
-const KlProgram *
-kl_program_of(PyObject *handle, const Tape *tape)
+int
+kl_program_of(PyObject *handle, void *program)
 {
-    const KlProgram *program = PyCapsule_GetPointer(handle, HANDLE);
-    if (program == NULL) {
+    const Tape *tape = kl_tape_open();
+    KlProgram *found = tape != NULL ? PyCapsule_GetPointer(handle, HANDLE) : NULL;
+    if (found == NULL) {
         PyErr_SetString(PyExc_TypeError, "not a program that stage() gave");
-        return NULL;
-    }
-    if (program->stages.n_nodes > tape->core.n_nodes ||
-        program->stages.n_values > tape->core.n_values) {
+    } else if (found->stages.n_nodes > tape->core.n_nodes ||
+               found->stages.n_values > tape->core.n_values) {
         PyErr_SetString(PyExc_ValueError, "the program is not of this tape");
-        return NULL;
+        found = NULL;
     }
-    return program;
+    *(KlProgram **)program = found;
+    return found != NULL;
 }
 
 /* What staging alone tells of the nodes of a program. */
@@ -505,7 +467,7 @@ describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached,
     const KlStages *stages = &program->stages;
     Traits traits = traits_of(&tape->core, stages);
     return Py_BuildValue(
-        "(ONNONNNnnnINONOOOO(LLLLL)ON)", handle, ids_object(roots), ids_object(reached), shared,
+        "(ONNONNNnnnINONOOOO(LLLLL)ONn)", handle, ids_object(roots), ids_object(reached), shared,
         axes_object(&tape->core, program), entered_object(tape, stages), devices_object(&traits),
         (Py_ssize_t)traits.n_nodes, (Py_ssize_t)stages->n_values, (Py_ssize_t)stages->n_imports,
         stages->n_stages, stage_object(stages->last_body),
@@ -514,7 +476,7 @@ describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached,
         traits.has_writes ? Py_True : Py_False, traits.has_effects ? Py_True : Py_False,
         traits.is_drawing ? Py_True : Py_False, traits.made, traits.once, traits.entered,
         traits.given, traits.n_once, traits.has_checkpoints ? Py_True : Py_False,
-        stage_object(traits.hidden));
+        stage_object(traits.hidden), (Py_ssize_t)stages->n_nodes);
 }
 
 /* Whether autograd keeps something of a call for its backward. */
@@ -529,15 +491,14 @@ is_saving(const KlNode *node)
 PyObject *
 kl_program_spend(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *handle = NULL;
+    const KlProgram *program = NULL;
     int is_asked = 0;
     Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "Op:spend", &handle, &is_asked)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&p:spend", kl_program_of, &program, &is_asked)) {
         return NULL;
     }
-    const KlProgram *program = kl_program_of(handle, tape);
     KlNodeId found = KL_ID_NONE;
-    for (size_t i = 0; program != NULL && i < program->stages.n_nodes; i++) {
+    for (size_t i = 0; i < program->stages.n_nodes; i++) {
         KlNode *node = &tape->core.nodes[i];
         if (program->stages.node_stage[i] == KL_STAGE_NONE || node->is_for_chunks ||
             !kl_stage_has_gradient(&tape->core, &program->stages, node)) {
@@ -546,38 +507,26 @@ kl_program_spend(PyObject *Py_UNUSED(module), PyObject *args)
         found = node->is_spent && is_saving(node) ? (KlNodeId)i : found;
         node->is_spent = node->is_spent || !is_asked;
     }
-    return program != NULL ? stage_object(found) : NULL;
+    return stage_object(found);
 }
 
-/* told(program, what) -> a list of what a program has: "nodes", "once" (nodes that run once), "imports", "drops"
- * or "runs". */
+/* told(program, what) -> a list of what a program has: "nodes", "once" (nodes that run once), "imports", "runs", or
+ * "drops": where the values that die after each node of these end, and the values. */
 PyObject *
 kl_program_told(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *handle = NULL;
+    const KlProgram *program = NULL;
     const char *what = NULL;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "Os:told", &handle, &what)) {
-        return NULL;
-    }
-    const KlProgram *program = kl_program_of(handle, tape);
-    if (program == NULL) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&s:told", kl_program_of, &program, &what)) {
         return NULL;
     }
     bool is_once = what[0] == 'o';
     return is_once || what[0] == 'n' ? describe_nodes(tape, &program->stages, is_once)
-           : what[0] == 'i' ? describe_imports(&program->stages)
-                            : describe_runs(program, what[0] == 'd' ? drops_object : run_object);
-}
-
-/* The program of a handle and the number beside it; NULL on failure. */
-static const KlProgram *
-read_index(const Tape *tape, PyObject *args, unsigned int *index)
-{
-    PyObject *handle = NULL;
-    return tape != NULL && PyArg_ParseTuple(args, "OO&", &handle, kl_py_id, index)
-               ? kl_program_of(handle, tape)
-               : NULL;
+           : what[0] == 'i'          ? describe_imports(&program->stages)
+           : what[0] == 'r'
+               ? describe_runs(program)
+               : Py_BuildValue("[NN]", ids_object(program->drops), ids_object(program->dropped));
 }
 
 /* maker(program, value) -> (the node that makes a value in this program or None, is it a leaf, does a gradient
@@ -587,10 +536,13 @@ kl_program_maker(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned int id = 0;
     const Tape *tape = kl_tape_open();
-    const KlProgram *program = read_index(tape, args, &id);
-    if (program == NULL || id >= program->stages.n_values) {
-        return program == NULL ? NULL
-                               : PyErr_Format(PyExc_IndexError, "maker: there is no value %u", id);
+    const KlProgram *program = NULL;
+    if (tape == NULL ||
+        !PyArg_ParseTuple(args, "O&O&:maker", kl_program_of, &program, kl_py_id, &id)) {
+        return NULL;
+    }
+    if (id >= program->stages.n_values) {
+        return PyErr_Format(PyExc_IndexError, "maker: there is no value %u", id);
     }
     const KlStages *stages = &program->stages;
     KlNodeId node = tape->core.values[id].node;
@@ -608,13 +560,15 @@ kl_program_staged(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned int id = 0;
     const Tape *tape = kl_tape_open();
-    const KlProgram *program = read_index(tape, args, &id);
-    bool is_in = program != NULL && id < program->stages.n_nodes &&
-                 program->stages.node_stage[id] != KL_STAGE_NONE;
-    if (program != NULL && !is_in) {
-        PyErr_Format(PyExc_KeyError, "staged: node %u is not in the program", id);
+    const KlProgram *program = NULL;
+    if (tape == NULL ||
+        !PyArg_ParseTuple(args, "O&O&:staged", kl_program_of, &program, kl_py_id, &id)) {
+        return NULL;
     }
-    return is_in ? node_object(tape, &program->stages, id) : NULL;
+    if (id >= program->stages.n_nodes || program->stages.node_stage[id] == KL_STAGE_NONE) {
+        return PyErr_Format(PyExc_KeyError, "staged: node %u is not in the program", id);
+    }
+    return node_object(tape, &program->stages, id);
 }
 
 /* What of a program only the binding knows; on failure nothing is left of it. */
@@ -746,20 +700,16 @@ error:
 PyObject *
 kl_program_gradient_part(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *handle = NULL, *values = NULL, *result = NULL;
+    KlProgram *program = NULL;
+    PyObject *values = NULL, *result = NULL;
     unsigned int index = 0;
     uint32_t added = 0;
     KlError error;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "OO&O!:gradient_part", &handle, kl_py_id, &index,
-                                          &PyList_Type, &values)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&O&O!:gradient_part", kl_program_of, &program,
+                                          kl_py_id, &index, &PyList_Type, &values)) {
         return NULL;
     }
-    const KlProgram *found = kl_program_of(handle, tape);
-    if (found == NULL) {
-        return NULL;
-    }
-    KlProgram *program = PyCapsule_GetPointer(handle, HANDLE);
     if (index >= program->n_runs || kl_program_is_body(&program->runs[index])) {
         return PyErr_Format(PyExc_IndexError, "gradient_part: there is no joint %u", index);
     }
@@ -851,25 +801,15 @@ kl_program_node(PyObject *Py_UNUSED(module), PyObject *args)
     }
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
-    PyObject *where = kl_source_where(tape, id);
-    PyObject *inputs = PyTuple_New(node->n_inputs);
-    if (where == NULL || inputs == NULL) {
-        Py_XDECREF(where);
-        Py_XDECREF(inputs);
-        return NULL;
-    }
-    for (uint32_t k = 0; k < node->n_inputs; k++) {
-        KlValueId value = tape->core.inputs[node->first_input + k].value;
-        PyTuple_SET_ITEM(inputs, k, PyLong_FromLong(value == KL_ID_NONE ? -1 : (long)value));
-    }
     const KlSaves *saves = &node->saves;
     return Py_BuildValue("(OzzNLN(KKLOLLL))", tape->nodes[id].func,
-                         node->row != NULL ? node->row->name : NULL, node->reason, where,
-                         (long long)(axis == KL_ID_NONE ? 0 : tape->core.axis_rows[axis]), inputs,
-                         (unsigned long long)saves->inputs, (unsigned long long)saves->outputs,
-                         (long long)saves->bytes_extra, saves->is_extra_rows ? Py_True : Py_False,
-                         (long long)saves->bytes_fixed, (long long)saves->bytes_workspace,
-                         (long long)saves->bytes_backward);
+                         node->row != NULL ? node->row->name : NULL, node->reason,
+                         kl_source_where(tape, id),
+                         (long long)(axis == KL_ID_NONE ? 0 : tape->core.axis_rows[axis]),
+                         node_inputs(&tape->core, NULL, node), (unsigned long long)saves->inputs,
+                         (unsigned long long)saves->outputs, (long long)saves->bytes_extra,
+                         saves->is_extra_rows ? Py_True : Py_False, (long long)saves->bytes_fixed,
+                         (long long)saves->bytes_workspace, (long long)saves->bytes_backward);
 }
 
 /* [(value, place it is read at or None, tensor or None)] of a node's inputs; of a leaf that it writes, a copy */

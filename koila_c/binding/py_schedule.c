@@ -53,34 +53,28 @@ lights_of(const KlSchedule *schedule)
 PyObject *
 kl_schedule_of(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *handle = NULL;
+    const KlProgram *program = NULL;
     KlHomes homes = {0};
     KlSchedule schedule;
     KlError error;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL ||
-        !PyArg_ParseTuple(args, "OO&:schedule", &handle, kl_schedule_homes, &homes)) {
-        return NULL;
-    }
-    const KlProgram *program = kl_program_of(handle, tape);
-    if (program == NULL) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&O&:schedule", kl_program_of, &program,
+                                          kl_schedule_homes, &homes)) {
         return NULL;
     }
     if (kl_schedule_build(&tape->core, program, &homes, &schedule, &error) != KL_OK) {
         return kl_py_raise(&error);
     }
     const KlIds *values = &schedule.values;
-    PyObject *list = PyList_New((Py_ssize_t)schedule.n_steps);
+    PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < schedule.n_steps; i++) {
         const KlStep *step = &schedule.steps[i];
         PyObject *item =
             Py_BuildValue("(iiIINN)", (int)step->op, (int)step->graph, step->run, step->n_runs,
                           ids_in(values, step->values), ids_in(values, step->others));
-        if (item == NULL) {
+        if (kl_py_append_new(list, item) < 0) {
             Py_CLEAR(list);
-            break;
         }
-        PyList_SET_ITEM(list, (Py_ssize_t)i, item);
     }
     /* "N" steals its references also on failure, and treats NULL as an error. */
     PyObject *result = list != NULL ? Py_BuildValue("(NnN)", list, (Py_ssize_t)schedule.n_forward,

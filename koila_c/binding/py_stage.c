@@ -522,16 +522,15 @@ has_room(const Run *run)
 PyObject *
 kl_stage_run(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *handle = NULL;
     unsigned int integer = 0;
     int is_grad_off = 0;
     PyObject *saved = NULL, *again = NULL, *aside = NULL;
     Run run = {.tape = kl_tape_open()};
     if (run.tape == NULL ||
-        !PyArg_ParseTuple(args, "OO&O!O!LpOOO!OOOOO:run", &handle, kl_py_id, &integer, &PyList_Type,
-                          &run.env, &PyList_Type, &run.imports, &run.rows, &is_grad_off,
-                          &run.run_other, &run.cut, &PySet_Type, &run.cloned, &run.clone, &saved,
-                          &run.settle, &again, &aside)) {
+        !PyArg_ParseTuple(args, "O&O&O!O!LpOOO!OOOOO:run", kl_program_of, &run.program, kl_py_id,
+                          &integer, &PyList_Type, &run.env, &PyList_Type, &run.imports, &run.rows,
+                          &is_grad_off, &run.run_other, &run.cut, &PySet_Type, &run.cloned,
+                          &run.clone, &saved, &run.settle, &again, &aside)) {
         return NULL;
     }
     if ((saved != Py_None && !PyList_Check(saved)) || (again != Py_None && !PyTuple_Check(again))) {
@@ -544,8 +543,7 @@ kl_stage_run(PyObject *Py_UNUSED(module), PyObject *args)
     }
     run.aside = aside != Py_None ? (Tape *)aside : NULL;
     run.saved = saved != Py_None ? saved : NULL;
-    run.program = kl_program_of(handle, run.tape);
-    if (run.program == NULL || !has_room(&run)) {
+    if (!has_room(&run)) {
         return NULL;
     }
     if (integer >= run.program->n_runs) {

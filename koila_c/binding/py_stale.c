@@ -2,7 +2,6 @@
 /* py_stale.c - finds leaves that were changed after they were recorded: by their version and address, and by a
  * checksum if their .data was handed out. A change is an error that names the call that reads the leaf. */
 #include "py.h"
-#include "py_describe.h"
 
 #include "alloc.h"
 

@@ -13,8 +13,8 @@
 /* Facts about a step that the binding supplies. */
 typedef struct KlOutside {
     KlKnown known;
-    int64_t bytes_state; /* the state of a random generator */
-    int64_t bytes_drawn; /* generator states that earlier runs of the program saved */
+    long long bytes_state; /* the state of a random generator */
+    long long bytes_drawn; /* generator states that earlier runs of the program saved */
     /* [n_nodes] bytes that a random call draws for all rows at once; -1: it saves a state per chunk; NULL: all 0 */
     const int64_t *bytes_noise;
     double bytes_graphs; /* of the backward through plain graphs that existed before the program */

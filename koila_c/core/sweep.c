@@ -9,6 +9,8 @@
 /* The state of a storage in run `serial`; storage_of() resets the state of an earlier run. */
 struct KlSweepStorage {
     uint32_t serial;
+    uint32_t made_at;  /* the position of the node that makes it; KL_ID_NONE: an import */
+    uint32_t region;   /* the region that ran again when this was found */
     uint32_t last_use; /* the position of the last node that makes or reads it */
     uint32_t saved_by; /* of the first node that saves it, whose backward runs last; KL_ID_NONE */
     bool is_held;      /* it lives to the end of the forward pass */
@@ -38,6 +40,12 @@ plus(KlBytes left, KlBytes right)
     return (KlBytes){left.fixed + right.fixed, left.per_row + right.per_row};
 }
 
+static void
+add(KlBytes *sum, KlBytes more)
+{
+    *sum = plus(*sum, more);
+}
+
 static KlBytes
 times(double n, KlBytes bytes)
 {
@@ -51,12 +59,22 @@ larger(KlBytes left, KlBytes right)
     return right.fixed + right.per_row > left.fixed + left.per_row ? right : left;
 }
 
+static KlSweepStorage
+new_storage(const KlSweep *sweep, uint32_t at)
+{
+    return (KlSweepStorage){.serial = sweep->serial,
+                            .made_at = at,
+                            .region = sweep->region,
+                            .last_use = at,
+                            .saved_by = KL_ID_NONE};
+}
+
 static KlSweepStorage *
 storage_of(const KlSweep *sweep, KlValueId value)
 {
     KlSweepStorage *storage = &sweep->storages[sweep->sizes[value].storage];
     if (storage->serial != sweep->serial) {
-        *storage = (KlSweepStorage){.serial = sweep->serial, .saved_by = KL_ID_NONE};
+        *storage = new_storage(sweep, KL_ID_NONE);
     }
     return storage;
 }
@@ -140,7 +158,7 @@ bytes_of(const KlSweep *sweep, const KlSweepNode *node, double outs, double ins,
         bool is_first = sweep->sizes[first].n_elements > sweep->sizes[out].n_elements;
         KlValueId most = is_first ? first : out;
         double share = masks / sweep->sizes[most].itemsize;
-        bytes = plus(bytes, times(share, size_of(sweep, most)));
+        add(&bytes, times(share, size_of(sweep, most)));
     }
     return bytes;
 }
@@ -216,7 +234,7 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
     }
     if (held != NULL) {
         const KlAmount *run = &held->run;
-        workspace = plus(workspace, bytes_of(sweep, node, run->outs, run->ins, run->masks));
+        add(&workspace, bytes_of(sweep, node, run->outs, run->ins, run->masks));
     }
     if (!has_gradient(sweep, node)) {
         workspace =
@@ -226,29 +244,51 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
     return workspace;
 }
 
-/* -- lifetimes ---------------------------------------------------------------------------------------- */
+/* -- regions ------------------------------------------------------------------------------------------ */
 
-/* Note which values chunks read by rows although they are whole (or have other rows), and which they gather. */
-static void
-find_cut(KlSweep *sweep)
+/* Return the innermost region around node `at`, in a live run; KL_ID_NONE: none. */
+static uint32_t
+region_at(const KlSweep *sweep, uint32_t at)
 {
-    const KlSpan *span = &sweep->span;
-    const KlNode *last =
-        span->n_nodes > 0 ? &sweep->tape->nodes[span->nodes[span->n_nodes - 1]] : NULL;
-    KlAxisId axis = last != NULL ? kl_tape_axis_find(sweep->tape, last->axis) : KL_ID_NONE;
-    sweep->rows = axis != KL_ID_NONE ? sweep->tape->axis_rows[axis] : 0;
-    for (uint32_t i = 0; i < span->n_imports && span->is_body && sweep->rows > 0; i++) {
-        const KlImport *import = &sweep->program->stages.imports[span->imports[i]];
-        const KlValue *value = &sweep->tape->values[import->value];
-        bool has_rows = kl_place_is_rows(&value->meta.place);
-        if (kl_place_is_rows(&import->place) &&
-            !kl_tape_is_place(sweep->tape, &value->meta.place, &import->place)) {
-            sweep->sizes[import->value].cut_in = sweep->serial;
-        } else if (!kl_place_is_rows(&import->place) && has_rows) {
-            sweep->sizes[import->value].gathered_in = sweep->serial;
+    bool has_regions = sweep->span.is_live && sweep->known.n_regions > 0;
+    return has_regions ? sweep->known.region_of[sweep->span.nodes[at]] : KL_ID_NONE;
+}
+
+/* Return the outermost region around node `at` that is inside of the one that runs again, or of the run. */
+static uint32_t
+inner_at(const KlSweep *sweep, uint32_t at)
+{
+    uint32_t inner = KL_ID_NONE;
+    for (uint32_t i = region_at(sweep, at); i != sweep->region; i = sweep->known.outer[i]) {
+        inner = i;
+    }
+    return inner;
+}
+
+static bool
+makes(const KlSweep *sweep, uint32_t region, const KlSweepStorage *storage)
+{
+    return storage->made_at >= sweep->regions[region].first &&
+           storage->made_at < sweep->regions[region].end;
+}
+
+static void
+find_regions(KlSweep *sweep)
+{
+    for (uint32_t at = 0; at < sweep->span.n_nodes; at++) {
+        sweep->n_uneven += node_at(sweep, at)->is_uneven;
+        for (uint32_t i = region_at(sweep, at); i != KL_ID_NONE; i = sweep->known.outer[i]) {
+            KlRegion *region = &sweep->regions[i];
+            *region = region->end > 0 ? *region : (KlRegion){.first = at, .back = KL_ID_NONE};
+            region->end = at + 1;
+            bool is_back = region->back == KL_ID_NONE && has_gradient(sweep, node_at(sweep, at));
+            region->back = is_back ? at : region->back;
+            sweep->n_again++;
         }
     }
 }
+
+/* -- lifetimes ---------------------------------------------------------------------------------------- */
 
 static void
 save(const KlSweep *sweep, KlValueId value, uint32_t at)
@@ -257,74 +297,54 @@ save(const KlSweep *sweep, KlValueId value, uint32_t at)
     storage->saved_by = storage->saved_by == KL_ID_NONE ? at : storage->saved_by;
 }
 
-/* Find each storage's last use and first saver, and whether it lives to the end: exports, and memory the run writes. */
+/* Note a read of a storage by node `at`, which may save it. A region that runs again needs what it reads from outside of
+ * it until the last backward of its nodes, and saves nothing before. */
 static void
-find_lifetimes(KlSweep *sweep)
+note_read(KlSweep *sweep, KlValueId value, uint32_t at, bool is_saved)
 {
-    for (uint32_t i = 0; i < sweep->span.n_exports; i++) {
-        storage_of(sweep, sweep->span.exports[i])->is_held = true;
+    KlSweepStorage *storage = storage_of(sweep, value);
+    uint32_t inner = inner_at(sweep, at);
+    if (sweep->region != KL_ID_NONE && !makes(sweep, sweep->region, storage)) {
+        return; /* the region around, or the run, keeps it */
     }
-    for (uint32_t at = 0; at < sweep->span.n_nodes; at++) {
+    storage->last_use = node_at(sweep, at)->is_open ? storage->last_use : at;
+    if (inner != KL_ID_NONE && !makes(sweep, inner, storage)) {
+        save(sweep, value, sweep->regions[inner].back);
+    } else if (inner == KL_ID_NONE && is_saved) {
+        save(sweep, value, at);
+    }
+}
+
+/* Find, for nodes [first, end), each storage's last use and first saver, and whether it is memory that the run writes,
+ * which lives to the end. */
+static void
+find_lifetimes(KlSweep *sweep, uint32_t first, uint32_t end)
+{
+    for (uint32_t at = first; at < end; at++) {
         const KlSweepNode *node = node_at(sweep, at);
         const KlValueId *inputs = inputs_of(sweep, node);
         bool is_saving = saves_values(sweep, node), is_back = has_gradient(sweep, node);
-        sweep->n_uneven += node->is_uneven;
-        for (uint32_t k = 0; k < node->n_outs; k++) {
-            KlSweepStorage *storage = storage_of(sweep, node->first_out + k);
-            storage->last_use = at;
-            storage->is_held |= node->is_writing && k == 0 && !sweep->span.is_live;
-            state_of(sweep, node->first_out + k)->is_inside = true;
-            if (is_saving && is_output_saved(node, k)) {
-                save(sweep, node->first_out + k, at);
-            }
-        }
         for (uint32_t k = 0; k < node->n_inputs; k++) {
-            if (inputs[k] != KL_ID_NONE && !node->is_open) {
-                storage_of(sweep, inputs[k])->last_use = at;
+            if (inputs[k] != KL_ID_NONE) {
+                note_read(sweep, inputs[k], at, is_saving && is_input_saved(sweep, node, k));
             }
-            if (is_saving && is_input_saved(sweep, node, k)) {
-                save(sweep, inputs[k], at);
-            }
-            if (is_back && is_wanted(sweep, inputs[k])) {
+            if (is_back && is_wanted(sweep, inputs[k]) && sweep->region == KL_ID_NONE) {
                 KlSweepValue *state = state_of(sweep, inputs[k]);
                 state->n_coming += !state->is_inside;
             }
         }
+        for (uint32_t k = 0; k < node->n_outs; k++) {
+            KlValueId out = node->first_out + k;
+            KlSweepStorage *storage = &sweep->storages[sweep->sizes[out].storage];
+            if (storage->serial != sweep->serial ||
+                (storage->made_at == at && storage->region != sweep->region)) {
+                *storage = new_storage(sweep, at);
+            }
+            note_read(sweep, out, at, is_saving && is_output_saved(node, k));
+            storage->is_held |= node->is_writing && k == 0 && !sweep->span.is_live;
+            state_of(sweep, out)->is_inside = true;
+        }
     }
-}
-
-static const uint32_t *
-part(const KlIds *ids, KlSlice slice)
-{
-    return slice.n > 0 ? &ids->ids[slice.first] : NULL;
-}
-
-KlSpan
-kl_sweep_span(const KlProgram *program, const KlRun *run, bool is_graph)
-{
-    bool is_body = kl_program_is_body(run);
-    return (KlSpan){.nodes = part(&program->nodes, run->nodes),
-                    .imports = part(&program->imports, run->imports),
-                    .exports = part(&program->exports, run->exports),
-                    .combined = part(&program->combined, run->combined),
-                    .n_nodes = run->nodes.n,
-                    .n_imports = run->imports.n,
-                    .n_exports = run->exports.n,
-                    .n_combined = run->combined.n,
-                    .stage = run->stage,
-                    .is_body = is_body,
-                    .has_graph = is_graph && (run->has_gradient || !is_body)};
-}
-
-KlSpan
-kl_sweep_span_of_light(const KlProgram *program, const KlLights *lights, const KlLight *light)
-{
-    KlSpan span = kl_sweep_span(program, &program->runs[light->run], false);
-    span.nodes = part(&lights->ids, light->nodes);
-    span.n_nodes = light->nodes.n;
-    span.exports = &light->value;
-    span.n_exports = 1;
-    return span;
 }
 
 void
@@ -335,15 +355,20 @@ kl_sweep_open(KlSweep *sweep, const KlSpan *span)
     sweep->made = sweep->further = sweep->gradients = zero;
     sweep->freed = 0;
     sweep->most = 0;
-    sweep->n_uneven = 0;
-    find_cut(sweep);
+    sweep->n_uneven = sweep->n_again = 0;
+    sweep->region = KL_ID_NONE;
+    kl_sweep_known_cuts(sweep);
     for (uint32_t i = 0; i < span->n_combined; i++) {
         const KlSweepNode *node = &sweep->nodes[span->combined[i]];
         for (uint32_t k = 0; k < node->n_outs; k++) {
             state_of(sweep, node->first_out + k)->is_inside = true;
         }
     }
-    find_lifetimes(sweep);
+    find_regions(sweep);
+    find_lifetimes(sweep, 0, span->n_nodes);
+    for (uint32_t i = 0; i < span->n_exports; i++) {
+        storage_of(sweep, span->exports[i])->is_held = true;
+    }
 }
 
 /* -- forward ------------------------------------------------------------------------------------------ */
@@ -355,7 +380,7 @@ hold(KlSweep *sweep, KlValueId value, KlBytes size)
     if (!storage->is_live) {
         storage->is_live = true;
         storage->size = size;
-        sweep->made = plus(sweep->made, size);
+        add(&sweep->made, size);
     }
 }
 
@@ -364,7 +389,7 @@ drop(KlSweep *sweep, KlSweepStorage *storage)
 {
     if (storage->is_live) {
         storage->is_live = false;
-        sweep->made = plus(sweep->made, times(-1, storage->size));
+        add(&sweep->made, times(-1, storage->size));
     }
 }
 
@@ -465,7 +490,8 @@ make_room(const KlSweep *sweep, KlMoments *moments, KlError *error)
     return moments == NULL
                ? KL_OK
                : kl_alloc_reserve((void **)&moments->moments, &moments->n_max,
-                                  moments->n + 2 * sweep->span.n_nodes + 5 * sweep->n_uneven + 1,
+                                  moments->n + 2 * (sweep->span.n_nodes + sweep->n_again) +
+                                      5 * sweep->n_uneven + 1,
                                   sizeof(KlMoment), error);
 }
 
@@ -505,19 +531,21 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     if (is_parts) {
         /* With a graph, they live until its backward has run, and added up until the run ends; else see measure.c. */
         double left = sweep->span.has_graph || node->parts->added ? node->parts->left : 0;
-        sweep->made = plus(sweep->made, plus(terms, times(left, size_of(sweep, node->first_out))));
+        add(&sweep->made, plus(terms, times(left, size_of(sweep, node->first_out))));
     }
     for (uint32_t k = 0; k < node->n_outs && !is_parts; k++) {
         KlValueId out = node->first_out + k;
         KlBytes size = sweep->sizes[out].is_there ? zero : size_of(sweep, out);
         hold(sweep, out, k == 0 ? plus(size, terms) : size);
     }
-    if (!sweep->span.is_live && sweep->known.is_cloned[sweep->span.nodes[at]]) {
+    if (!sweep->span.is_live && sweep->known.is_cloned != NULL &&
+        sweep->known.is_cloned[sweep->span.nodes[at]]) {
         /* The clone lives to the end of the run, like all memory that the run writes. */
-        sweep->made = plus(sweep->made, size_of(sweep, node->first_out + node->n_outs - 1));
+        add(&sweep->made, size_of(sweep, node->first_out + node->n_outs - 1));
     }
     KlBytes workspace = find_kept(sweep, at, &node->further);
-    sweep->further = plus(sweep->further, node->further);
+    bool is_inner = inner_at(sweep, at) != KL_ID_NONE; /* and saves nothing until it runs again */
+    add(is_inner ? &workspace : &sweep->further, node->further);
     note(sweep, sweep->span.nodes[at], workspace, moments);
     for (uint32_t k = 0; k < node->n_outs; k++) {
         drop_dead(sweep, node->first_out + k, at);
@@ -563,7 +591,7 @@ put(KlSweep *sweep, KlValueId value, KlValueId shared)
     state->buffer = shared != KL_ID_NONE ? state_of(sweep, shared)->buffer : value;
     KlSweepValue *owner = state_of(sweep, state->buffer);
     if (owner->n_users++ == 0 && !owner->is_expanded) {
-        sweep->gradients = plus(sweep->gradients, size_of(sweep, state->buffer));
+        add(&sweep->gradients, size_of(sweep, state->buffer));
     }
     return true;
 }
@@ -577,7 +605,7 @@ take(KlSweep *sweep, KlValueId value)
     state->buffer = KL_ID_NONE;
     KlSweepValue *owner = buffer != KL_ID_NONE ? state_of(sweep, buffer) : NULL;
     if (owner != NULL && --owner->n_users == 0 && !owner->is_expanded) {
-        sweep->gradients = plus(sweep->gradients, times(-1, size_of(sweep, buffer)));
+        add(&sweep->gradients, times(-1, size_of(sweep, buffer)));
     }
 }
 
@@ -628,7 +656,7 @@ wide_gradients(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held
             sweep->sizes[value].n_elements < out->n_elements) {
             KlBytes size = size_of(sweep, value);
             most = n++ == 0 ? size : larger(most, size);
-            sum = plus(sum, size);
+            add(&sum, size);
         }
     }
     KlBytes more = n > 0 ? plus(times(n, size_of(sweep, node->first_out)), most) : zero;
@@ -648,7 +676,7 @@ backward_workspace(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *
         }
     }
     if (held->relaid > 0 && sweep->sizes[node->first_out].has_other_layout) {
-        more = plus(more, times(held->relaid, size_of(sweep, node->first_out)));
+        add(&more, times(held->relaid, size_of(sweep, node->first_out)));
     }
     return held->is_wide ? plus(more, wide_gradients(sweep, node, held)) : more;
 }
@@ -745,7 +773,7 @@ add_gradients(KlSweep *sweep, const KlSweepNode *node, bool *has_sums)
         }
         *has_sums = true;
         if (state->buffer == value && !state->is_expanded) {
-            sums = plus(sums, size_of(sweep, value)); /* other values keep using its old buffer */
+            add(&sums, size_of(sweep, value)); /* other values keep using its old buffer */
             continue;
         }
         take(sweep, value);
@@ -769,26 +797,28 @@ is_added(const KlSweep *sweep, KlValueId value)
 static void
 free_saved(KlSweep *sweep, KlValueId value, uint32_t at)
 {
-    KlSweepStorage *storage = storage_of(sweep, value);
-    if (storage->saved_by == at && !storage->is_held) {
+    KlSweepStorage *storage = value != KL_ID_NONE ? storage_of(sweep, value) : NULL;
+    if (storage != NULL && storage->saved_by == at && !storage->is_held) {
         drop(sweep, storage);
     }
 }
 
-/* Free what a node saved, after its backward. */
+/* Free what a node saved, after its backward, and what the second runs of regions read if this was their last. */
 static void
 free_kept(KlSweep *sweep, uint32_t at)
 {
-    const KlSweepNode *node = node_at(sweep, at);
-    sweep->further = plus(sweep->further, times(-1, node->further));
-    bool is_saving = saves_values(sweep, node);
-    for (uint32_t k = 0; is_saving && k < node->n_inputs; k++) {
-        if (is_input_saved(sweep, node, k)) {
+    uint32_t first = at, end = at + 1, i = region_at(sweep, at);
+    for (; i != KL_ID_NONE && sweep->regions[i].back == at; i = sweep->known.outer[i]) {
+        first = sweep->regions[i].first;
+        end = sweep->regions[i].end;
+    }
+    add(&sweep->further, times(-1, node_at(sweep, at)->further));
+    for (uint32_t n = first; n < end; n++) {
+        const KlSweepNode *node = node_at(sweep, n);
+        for (uint32_t k = 0; k < node->n_inputs; k++) {
             free_saved(sweep, inputs_of(sweep, node)[k], at);
         }
-    }
-    for (uint32_t k = 0; is_saving && k < node->n_outs; k++) {
-        if (is_output_saved(node, k)) {
+        for (uint32_t k = 0; k < node->n_outs; k++) {
             free_saved(sweep, node->first_out + k, at);
         }
     }
@@ -831,22 +861,22 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     KlBytes more = held != NULL ? backward_workspace(sweep, node, held) : zero, second = zero;
     const KlRow *row = sweep->tape->nodes[id].row;
     if (state_of(sweep, node->first_out)->is_broadcast && row != NULL && row->copies_expanded) {
-        more = plus(more, size_of(sweep, node->first_out));
+        add(&more, size_of(sweep, node->first_out));
     }
     if (node->is_uneven) {
         go_back_through_steps(sweep, at, more, moments);
     } else if (node->has_bytes) {
         const KlNode *call = &sweep->tape->nodes[id];
-        more = plus(more, by_rows(sweep, call, call->saves.bytes_backward));
+        add(&more, by_rows(sweep, call, call->saves.bytes_backward));
         more.fixed += (double)call->saves.bytes_row;
     }
     if (node->held != NULL && node->held->is_composed) {
-        more = plus(more, node->further);
+        add(&more, node->further);
     }
-    more = plus(more, behind_view(sweep, node));
+    add(&more, behind_view(sweep, node));
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         if (is_wanted(sweep, inputs_of(sweep, node)[k])) {
-            second = plus(second, make_gradient(sweep, node, k));
+            add(&second, make_gradient(sweep, node, k));
         }
     }
     if (!node->is_uneven) {
@@ -869,6 +899,23 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
             take(sweep, inputs_of(sweep, node)[k]);
         }
     }
+}
+
+/* Before the backward of the last node of a region, run its nodes again, after those of the regions around it. */
+static void
+run_again(KlSweep *sweep, uint32_t region, KlMoments *moments)
+{
+    if (region == KL_ID_NONE || sweep->regions[region].is_again) {
+        return;
+    }
+    run_again(sweep, sweep->known.outer[region], moments);
+    sweep->regions[region].is_again = true;
+    sweep->region = region;
+    find_lifetimes(sweep, sweep->regions[region].first, sweep->regions[region].end);
+    for (uint32_t at = sweep->regions[region].first; at < sweep->regions[region].end; at++) {
+        go_through(sweep, at, moments);
+    }
+    sweep->region = KL_ID_NONE;
 }
 
 /* Before a chunk's backward, free what was held only for the forward: memory that the run wrote, and exports that get no
@@ -906,6 +953,7 @@ kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error)
     double before = kl_sweep_live(sweep).fixed;
     for (uint32_t at = sweep->span.n_nodes; at-- > 0;) {
         if (has_gradient(sweep, node_at(sweep, at))) {
+            run_again(sweep, region_at(sweep, at), moments);
             go_back_through(sweep, at, moments);
         }
     }
@@ -929,6 +977,7 @@ kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program, cons
     sweep->values = kl_alloc_scratch(&sweep->scratch, stages->n_values, sizeof(KlSweepValue));
     sweep->nodes = kl_alloc_scratch(&sweep->scratch, stages->n_nodes, sizeof(KlSweepNode));
     sweep->inputs = kl_alloc_scratch(&sweep->scratch, tape->n_inputs, sizeof(KlValueId));
+    sweep->regions = kl_alloc_scratch(&sweep->scratch, known->n_regions, sizeof(KlRegion));
     if (sweep->scratch.is_short) {
         kl_sweep_fini(sweep);
         return kl_error_set(error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",

@@ -36,6 +36,9 @@ typedef struct KlKnown {
     const bool *has_grad;        /* [n_values] a leaf whose .grad exists already */
     const bool *is_cloned;       /* [n_nodes] instead of its input, it writes a clone of it */
     double steps, turns;         /* of a chunk, relative to those of average rows (KlUneven) */
+    const uint32_t *region_of;   /* [n_nodes] the region that a node is in, or KL_ID_NONE */
+    const uint32_t *outer;       /* [n_regions] the region around it, or KL_ID_NONE */
+    size_t n_regions;            /* 0: region_of is not read */
 } KlKnown;
 
 /* The nodes that a sweep walks: a run, or the whole program in call order. */
@@ -87,6 +90,13 @@ typedef struct KlSweepNode {
     bool is_for_chunks; /* as of KlNode: a live run skips it */
 } KlSweepNode;
 
+/* The function of a checkpoint, whose nodes a live run makes again before their backward. */
+typedef struct KlRegion {
+    uint32_t first, end; /* its nodes have the positions [first, end) */
+    uint32_t back; /* its first node with a gradient, whose backward is its last; KL_ID_NONE */
+    bool is_again; /* its nodes have run again */
+} KlRegion;
+
 typedef struct KlSweepStorage KlSweepStorage;
 typedef struct KlSweepValue KlSweepValue;
 
@@ -100,10 +110,12 @@ typedef struct KlSweep {
     KlSweepValue *values;     /* [n_values] */
     KlSweepNode *nodes;       /* [n_nodes] only staged nodes are filled in */
     KlValueId *inputs;        /* [n_inputs] as the tape's */
+    KlRegion *regions;        /* [n_regions] in a live run */
+    uint32_t region;          /* whose nodes run again now, or KL_ID_NONE */
     KlSpan span;
     uint32_t serial;                  /* the number of the open run, from 1 on */
     int64_t rows;                     /* of the body's axis */
-    uint32_t n_uneven;                /* nodes of the span that are uneven */
+    uint32_t n_uneven, n_again;       /* nodes of the span that are uneven; that run again */
     KlBytes made, further, gradients; /* live now: storages, other saved bytes, gradients */
     double freed;                     /* fixed bytes that the backward has freed */
     double most;                      /* the peak of the fixed bytes so far */
@@ -114,8 +126,10 @@ KlStatus kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *prog
                        const KlKnown *known, KlError *error);
 void kl_sweep_fini(KlSweep *sweep);
 
-/* sweep_known.c: set `sizes`; node by node, `nodes`, `inputs` and, where gradients turn, has_other_layout. */
+/* sweep_known.c: set `sizes`; of the open run, cut_in and gathered_in; node by node, `nodes`, `inputs` and, where
+ * gradients turn, has_other_layout. */
 void kl_sweep_known_sizes(KlSweep *sweep);
+void kl_sweep_known_cuts(KlSweep *sweep);
 void kl_sweep_known_node(KlSweep *sweep, KlNodeId id);
 
 KlSpan kl_sweep_span(const KlProgram *program, const KlRun *run, bool is_graph);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* sweep_known.c - copies what sweeps read of values and nodes into small structs, which are faster to walk. */
+/* sweep_known.c - copies what sweeps read of values, nodes and runs into small structs, which are faster to walk. */
 #include "sweep.h"
 
 void
@@ -68,4 +68,60 @@ kl_sweep_known_node(KlSweep *sweep, KlNodeId id)
             note_layout(sweep, value);
         }
     }
+}
+
+/* Note which values chunks read by rows although they are whole (or have other rows), and which they gather. */
+void
+kl_sweep_known_cuts(KlSweep *sweep)
+{
+    const KlSpan *span = &sweep->span;
+    const KlNode *last =
+        span->n_nodes > 0 ? &sweep->tape->nodes[span->nodes[span->n_nodes - 1]] : NULL;
+    KlAxisId axis = last != NULL ? kl_tape_axis_find(sweep->tape, last->axis) : KL_ID_NONE;
+    sweep->rows = axis != KL_ID_NONE ? sweep->tape->axis_rows[axis] : 0;
+    for (uint32_t i = 0; i < span->n_imports && span->is_body && sweep->rows > 0; i++) {
+        const KlImport *import = &sweep->program->stages.imports[span->imports[i]];
+        const KlValue *value = &sweep->tape->values[import->value];
+        bool has_rows = kl_place_is_rows(&value->meta.place);
+        if (kl_place_is_rows(&import->place) &&
+            !kl_tape_is_place(sweep->tape, &value->meta.place, &import->place)) {
+            sweep->sizes[import->value].cut_in = sweep->serial;
+        } else if (!kl_place_is_rows(&import->place) && has_rows) {
+            sweep->sizes[import->value].gathered_in = sweep->serial;
+        }
+    }
+}
+
+static const uint32_t *
+part(const KlIds *ids, KlSlice slice)
+{
+    return slice.n > 0 ? &ids->ids[slice.first] : NULL;
+}
+
+KlSpan
+kl_sweep_span(const KlProgram *program, const KlRun *run, bool is_graph)
+{
+    bool is_body = kl_program_is_body(run);
+    return (KlSpan){.nodes = part(&program->nodes, run->nodes),
+                    .imports = part(&program->imports, run->imports),
+                    .exports = part(&program->exports, run->exports),
+                    .combined = part(&program->combined, run->combined),
+                    .n_nodes = run->nodes.n,
+                    .n_imports = run->imports.n,
+                    .n_exports = run->exports.n,
+                    .n_combined = run->combined.n,
+                    .stage = run->stage,
+                    .is_body = is_body,
+                    .has_graph = is_graph && (run->has_gradient || !is_body)};
+}
+
+KlSpan
+kl_sweep_span_of_light(const KlProgram *program, const KlLights *lights, const KlLight *light)
+{
+    KlSpan span = kl_sweep_span(program, &program->runs[light->run], false);
+    span.nodes = part(&lights->ids, light->nodes);
+    span.n_nodes = light->nodes.n;
+    span.exports = &light->value;
+    span.n_exports = 1;
+    return span;
 }

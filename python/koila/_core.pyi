@@ -74,6 +74,7 @@ _Staged = tuple[
     tuple[int, int, int, int, int],
     bool,
     int | None,
+    int,
 ]
 
 # Bytes as multiples: of the result, of the first operand, of the element count of the larger
@@ -282,9 +283,8 @@ def gradient_part(
 def measure(
     program: object,
     homes: _Homes,
-    cloned: set[int],
+    nodes: tuple[bytes, bytes, bytes, bytes],
     states: tuple[int, int],
-    noise_of: Callable[[int, int], int],
     peak_of: Callable[[set[torch.Tensor]], float],
     uneven: tuple[float, float] = ...,
     /,

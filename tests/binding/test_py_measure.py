@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import array
 import struct
 from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import koila
 from koila import _core
@@ -21,6 +23,10 @@ pytestmark = pytest.mark.sanitize
 
 ROWS, WIDTH = 8, 3
 N_BYTES = ROWS * WIDTH * 4
+
+#: No call writes a clone, draws, or is in a checkpoint.
+NONE = b"", b"", b"", b""
+FORWARD, BACK = (False, 1, False, 1, 0, 0), (True, 1, False, 1, 0, 0)
 
 
 def program_of(x: Tensor, w: Tensor) -> Program:
@@ -80,55 +86,77 @@ def test_graphs_from_before_are_asked_for() -> None:
         seen.append(tensors)
         return 1e6
 
-    measured = _core.measure(
-        staged.handle, (True, 1, False, 1, 0, 0), set(), (0, 0), draws.bytes_whole, peak_of
-    )
+    measured = _core.measure(staged.handle, BACK, NONE, (0, 0), peak_of)
     assert seen == [{before}] and measured[2] > 1e6
-    _core.measure(
-        staged.handle, (False, 1, False, 1, 0, 0), set(), (0, 0), draws.bytes_whole, peak_of
-    )
+    _core.measure(staged.handle, FORWARD, NONE, (0, 0), peak_of)
     assert len(seen) == 1
 
 
 def test_a_clone_is_counted() -> None:
     staged = program_of(torch.ones(ROWS, WIDTH), weight())
-    last = next(node.id for node in staged.nodes.values() if node.mode == 0)
-    states, noise_of, peak_of = (0, 0), draws.bytes_whole, outside.peak
-    plain, *_ = _core.measure(
-        staged.handle, (False, 1, False, 1, 0, 0), set(), states, noise_of, peak_of
-    )
-    cloned, *_ = _core.measure(
-        staged.handle, (False, 1, False, 1, 0, 0), {last}, states, noise_of, peak_of
-    )
+    flags = bytearray(staged.n_recorded)
+    flags[next(node.id for node in staged.nodes.values() if node.mode == 0)] = 1
+    nodes = bytes(flags), b"", b"", b""
+    plain, *_ = _core.measure(staged.handle, FORWARD, NONE, (0, 0), outside.peak)
+    cloned, *_ = _core.measure(staged.handle, FORWARD, nodes, (0, 0), outside.peak)
     assert _core.peak(cloned, ROWS, ROWS)[0] == _core.peak(plain, ROWS, ROWS)[0] + N_BYTES
 
 
-def test_what_is_drawn_whole_is_asked_for() -> None:
+def drawing(n_bytes: int) -> tuple[Program, tuple[bytes, bytes, bytes, bytes]]:
+    """A program with dropout, of which so many bytes of noise are told."""
     x = koila.lazy(torch.ones(ROWS, WIDTH))
     staged = Program([(torch.dropout(x, 0.5, True) * weight()).sum()])
     (draw,) = (node for node in staged.nodes.values() if node.is_random)
+    noise = array.array("q", [n_bytes if i == draw.id else 0 for i in range(staged.n_recorded)])
+    return staged, (b"", noise.tobytes(), b"", b"")
+
+
+def test_what_is_drawn_whole_is_counted() -> None:
+    staged, nodes = drawing(10**6)
+    moments, *_ = _core.measure(staged.handle, FORWARD, nodes, (10, 5), outside.peak)
+    # the state before and after, the one kept, and the one before the draw
+    assert _core.peak(moments, ROWS, ROWS)[1] == 2 * 10 + 5 + 10 + 10**6
+
+
+def test_noise_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    staged, _ = drawing(0)
+    (draw,) = (node for node in staged.nodes.values() if node.is_random)
     asked: list[tuple[int, int]] = []
 
-    def noise_of(node: int, first_out: int) -> int:
+    def bytes_whole(node: int, first_out: int) -> int:
         asked.append((node, first_out))
         return 10**6
 
-    moments, *_ = _core.measure(
-        staged.handle, (False, 1, False, 1, 0, 0), set(), (10, 5), noise_of, outside.peak
-    )
+    monkeypatch.setattr(draws, "bytes_whole", bytes_whole)
+    assert estimates.estimate(staged, False).peak(ROWS)[0] > 10**6
     assert asked == [(draw.id, draw.first_out)]
-    # the state before and after, the one kept, and the one before the draw
-    assert _core.peak(moments, ROWS, ROWS)[1] == 2 * 10 + 5 + 10 + 10**6
+
+
+def test_checkpoints_are_told() -> None:
+    """The innermost that each call is in, and the one around each."""
+
+    def inner(x: Tensor) -> Tensor:
+        return x.exp().sin()
+
+    def outer(x: Tensor) -> Tensor:
+        x = checkpoint(inner, x, use_reentrant=False)
+        return checkpoint(inner, x, use_reentrant=False).cos()
+
+    with koila.config(chunks=2):
+        x = koila.lazy(torch.ones(ROWS, WIDTH)) * weight()
+        h = checkpoint(inner, checkpoint(outer, x, use_reentrant=False), use_reentrant=False)
+        staged = Program([h.sum()])
+    regions, around = (memoryview(one).cast("I").tolist() for one in staged.regions)
+    none = 2**32 - 1
+    assert regions == [none, 1, 1, 2, 2, 0, 3, 3, none]
+    assert around == [none, 0, 0, none]
 
 
 @pytest.mark.parametrize(("n_bytes", "fixed", "per_chunk"), [(0, 55, 0.0), (-1, 35, 10.0)])
 def test_states_that_are_kept(n_bytes: int, fixed: int, per_chunk: int) -> None:
     """Where a call starts, where its last chunk started and ended; or where each chunk starts."""
-    x = koila.lazy(torch.ones(ROWS, WIDTH))
-    staged = Program([(torch.dropout(x, 0.5, True) * weight()).sum()])
-    measured = _core.measure(
-        staged.handle, (False, 1, False, 1, 0, 0), set(), (10, 5), lambda *_: n_bytes, outside.peak
-    )
+    staged, nodes = drawing(n_bytes)
+    measured = _core.measure(staged.handle, FORWARD, nodes, (10, 5), outside.peak)
     for found, _, of_chunk, _ in moments_of(Estimate(*measured)):
         assert found - fixed in (0, 4) and of_chunk == per_chunk  # 4: the sum is there
 
@@ -139,19 +167,14 @@ def test_what_is_wrong_is_said() -> None:
     def fails(*_: object) -> int:
         raise RuntimeError("no number")
 
-    rest = (0, 0), draws.bytes_whole, outside.peak
     with pytest.raises(TypeError, match="not a program"):
-        _core.measure(object(), (True, 1, False, 1, 0, 0), set(), *rest)
-    with pytest.raises(IndexError, match="there is no node 99"):
-        _core.measure(staged.handle, (True, 1, False, 1, 0, 0), {99}, *rest)
-    x = koila.lazy(torch.ones(ROWS, WIDTH))
-    drawing = Program([(torch.dropout(x, 0.5, True) * weight().exp()).sum()])
+        _core.measure(object(), BACK, NONE, (0, 0), outside.peak)
+    for nodes in ((b"1", *NONE[1:]), (b"", b"1", b"", b""), (b"", b"", b"1", b"")):
+        with pytest.raises(ValueError, match="measure: 1 bytes, and 3 nodes"):
+            _core.measure(staged.handle, BACK, nodes, (0, 0), outside.peak)
+    staged = program_of(torch.ones(ROWS, WIDTH), weight().exp())
     with pytest.raises(RuntimeError, match="no number"):
-        _core.measure(drawing.handle, (True, 1, False, 1, 0, 0), set(), (0, 0), fails, outside.peak)
-    with pytest.raises(RuntimeError, match="no number"):
-        _core.measure(
-            drawing.handle, (True, 1, False, 1, 0, 0), set(), (0, 0), draws.bytes_whole, fails
-        )
+        _core.measure(staged.handle, BACK, NONE, (0, 0), fails)
     with pytest.raises(ValueError, match="not the moments"):
         _core.peak(b"123", ROWS, 1)
     with pytest.raises(ValueError, match="not the moments"):

@@ -4,6 +4,7 @@ fits."""
 
 from __future__ import annotations
 
+import array
 import functools
 import math
 from collections.abc import Callable
@@ -83,6 +84,21 @@ class Estimate:
         return fits
 
 
+def _of_nodes(program: Program) -> tuple[bytes, bytes, bytes, bytes]:
+    """Return what the core has to know of each recorded call, as arrays of KlOutside: whether it
+    writes a clone, the bytes of its noise, and its checkpoint, with those around each of these.
+    An array of zeros is empty."""
+    cloned, noise = bytearray(program.n_recorded if program.cloned else 0), array.array("q")
+    for node in program.cloned:
+        cloned[node] = True
+    if program.is_drawing:
+        noise.extend([0] * program.n_recorded)
+        for one in program.nodes.values():
+            if one.is_random and one.stage % 2 == 1:
+                noise[one.id] = draws.bytes_whole(one.id, one.first_out)
+    return bytes(cloned), noise.tobytes(), *program.regions
+
+
 def estimate(
     program: Program, is_graph: bool, way: Way = AS_IT_IS, is_live: bool = False
 ) -> Estimate:
@@ -96,8 +112,7 @@ def estimate(
     """
     states = _STATE * program.is_drawing, draws.bytes_kept()
     homes = way.homes(is_graph, is_live)
-    noise_of, peak_of = draws.bytes_whole, outside.peak
-    arguments = program.handle, homes, program.cloned, states, noise_of, peak_of
+    arguments = program.handle, homes, _of_nodes(program), states, outside.peak
     moments, rows, whole = _core.measure(*arguments)
     lengths = list(_core.memo().get("lengths", {}).values())
     if not lengths or is_live:

@@ -25,7 +25,7 @@ from koila.reporting.reports import Decision
 from koila.staged import layers
 from koila.staged.facts import REDUCE, Run, name_of_node, where_of_node
 from koila.staged.program import Program
-from koila.staged.schedule import Schedule, Way
+from koila.staged.schedule import AS_IT_IS, Schedule, Way
 
 ASKED = Decision("config(chunks=1) asks for it")
 FITS = Decision("it certainly fits")
@@ -280,8 +280,11 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
         needed, _ = estimate.peak(rows)
     n_chunks = -(-estimate.rows // rows)
     schedule = cut.schedule(is_graph, way)
-    how = schedule_words.way_in_words(cut, way, schedule)
-    is_whole = n_chunks == 1 and not how
+    is_whole = n_chunks == 1 and way == AS_IT_IS
+    if is_whole:
+        how = schedule_words.checkpoints_in_words(cut, way)
+    else:
+        how = schedule_words.way_in_words(cut, way, schedule)
     chunked = f"{count(n_chunks, 'chunk')} of {count(rows, 'sample')}"
     text = f"so it runs whole and takes {size(needed)}"
     if not is_whole:

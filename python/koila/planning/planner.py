@@ -304,7 +304,7 @@ def _fit(
     staged = 0 if is_graph else estimate.peak(estimate.rows)[0]
     needed = max(estimate.whole + besides * is_graph, staged)
     fits = needed <= (left + slack if was_whole else share * allowed)
-    if fits and not program.has_checkpoints:
+    if fits:
         planned = Plan(1, 1, needed, allowed, shape)
         planned.keep(program)
         return planned

@@ -77,6 +77,15 @@ def head_of(program: Program, passes: Mapping[int, Passes], run: Run, position: 
     return f"part {position}, in chunks over {rows} samples{part}: {of}"
 
 
+def checkpoints_in_words(program: Program, way: Way) -> str:
+    """Describe what becomes of the activations in the script's checkpoints; empty if there are
+    none."""
+    if not program.has_checkpoints:
+        return ""
+    how = "recomputed before their backward" if way.n_segments > 0 else "kept"
+    return f"the activations that the script's checkpoints cover {how}"
+
+
 def way_in_words(program: Program, way: Way, schedule: Schedule) -> str:
     """Describe what saves memory beside chunks, and what it costs; empty if nothing does.
 
@@ -85,10 +94,8 @@ def way_in_words(program: Program, way: Way, schedule: Schedule) -> str:
         way: how it is scheduled.
         schedule: its schedule.
     """
-    words = []
-    if program.has_checkpoints:
-        how = "recomputed before their backward" if way.n_segments > 0 else "kept"
-        words.append(f"the activations that the script's checkpoints cover {how}")
+    checkpoints = checkpoints_in_words(program, way)
+    words = [checkpoints] if checkpoints else []
     if way.n_segments > 1:
         loops = (step for step in schedule.steps if step.op == Op.LOOP)
         n_segments = max((len(step.runs) for step in loops), default=1)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
 import functools
 import itertools
@@ -29,6 +30,7 @@ from koila.staged.schedule import AS_IT_IS, Graph, Light, Op, Schedule, Step, Wa
 
 _OPS, _GRAPHS = tuple(Op), tuple(Graph)
 _T = TypeVar("_T")
+_NO_ID = 2**32 - 1  # KL_ID_NONE of base.h
 
 
 class _Cache(dict[int, _T]):
@@ -107,6 +109,7 @@ class Program:
         #: Whether a gradient goes through calls that the script checkpoints.
         self.has_checkpoints: bool = staged[19]
         self._data_write: int | None = staged[20]  # a call that writes memory through x.data
+        self.n_recorded: int = staged[21]  # the calls of the tape, also those that are not staged
         #: Whether calls of its tape differentiate others (`derived.py`).
         self.is_derived = "recipes" in _core.memo()
         self.is_known_only = is_known_only
@@ -124,6 +127,23 @@ class Program:
     def nodes(self) -> dict[int, Node]:
         """All calls, by id. `node` reads a single one."""
         return {node.id: node for node in map(Node._make, _core.told(self.handle, "nodes"))}
+
+    @functools.cached_property
+    def regions(self) -> tuple[bytes, bytes]:
+        """The checkpoint that each call is in, and the one around each checkpoint: indices, as
+        arrays of uint32. Without checkpoints they are empty."""
+        around: dict[int, tuple[int, ...]] = _core.memo().get("around", {})
+        index, outer = {0: _NO_ID}, array.array("I")
+        of_node = array.array("I", [_NO_ID] * self.n_recorded if self.has_checkpoints else [])
+        for node in self.nodes.values() if self.has_checkpoints else ():
+            inside = _NO_ID
+            for region in around.get(node.region, (node.region,)):
+                if region not in index:
+                    index[region] = len(outer)
+                    outer.append(inside)
+                inside = index[region]
+            of_node[node.id] = inside
+        return of_node.tobytes(), outer.tobytes()
 
     def once(self) -> list[Node]:
         """Return the calls that run once, on whole values."""
@@ -160,7 +180,7 @@ class Program:
         axis: int,
         segment: int,
         nodes: list[int],
-        parts: dict[int, int],
+        parts: list[int],
         imports: list[int],
         exports: list[int],
         inner: list[int],
@@ -169,7 +189,7 @@ class Program:
         has_gradient: bool,
     ) -> Run:
         reductions = [self.node(i) for i in combined]
-        numbers = {i: parts_in(bits) for i, bits in parts.items()}
+        numbers = {i: parts_in(bits) for i, bits in zip(nodes, parts, strict=True) if bits}
         lists = nodes, numbers, imports, exports, inner, reductions, shadows
         return Run(index, stage, axis, segment, *lists, has_gradient)
 
