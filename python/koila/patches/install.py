@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.fx.experimental.proxy_tensor
 import torch.utils._device
 import torch.utils.checkpoint
 from torch.optim.optimizer import (
@@ -24,7 +23,7 @@ from koila import _core
 from koila.basics import engine, surroundings, switches
 from koila.basics.threads import in_turn
 from koila.memory import budget
-from koila.patches import patching
+from koila.patches import patching, tracers
 from koila.planning import unsplit
 from koila.random import generators, plain
 from koila.recording import apart, bridge, flush, handed_out, handlers, replicated, sharded
@@ -353,18 +352,6 @@ def _patch_set() -> None:
     patching.replace(torch.Tensor, "set_", patched)
 
 
-def _patch_scripts() -> None:
-    """A TorchScript function would see only the placeholder of a lazy."""
-    patching.replace(
-        torch.jit.ScriptFunction,
-        "__call__",
-        patching.cut_if_lazy(torch.jit.ScriptFunction.__call__),
-    )
-    if hasattr(torch.jit, "_script"):
-        script_method = torch._C.ScriptMethod
-        patching.replace(script_method, "__call__", patching.cut_if_lazy(script_method.__call__))
-
-
 def _patch_nodes() -> None:
     """Functions that pass a node of autograd's graph to C++ need a real one."""
     graph: Any = torch.autograd.graph
@@ -383,34 +370,6 @@ def _patch_nodes() -> None:
     patching.replace(
         graph, "get_gradient_edge", patching.live_if_lazy(graph.get_gradient_edge, True)
     )
-
-
-def _patch_tracers() -> None:
-    """A tracer would keep the placeholder of a lazy as a constant."""
-    for owner, name in (
-        (torch._C, "_create_function_from_trace"),
-        (torch._C, "_create_function_from_trace_with_dict"),
-        (torch._C, "_create_graph_by_tracing"),
-        (torch._C.ScriptModule, "_create_method_from_trace"),
-        (torch._C.ScriptModule, "_create_method_from_trace_with_dict"),
-        (torch.fx.experimental.proxy_tensor._MakefxTracer, "trace"),
-    ):
-        patching.replace(owner, name, _counted(patching.live_if_lazy(getattr(owner, name), True)))
-
-
-def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `original`, wrapped so that calls on lazies in it run at once: a traced function may
-    refer to some."""
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        _core.count_interpreters(1)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _core.count_interpreters(-1)
-
-    return patched
 
 
 def _patch_unwritten() -> None:
@@ -473,11 +432,10 @@ def _install() -> None:
     _patch_switches()
     _patch_dual_levels()
     _patch_graphs()
-    _patch_scripts()
     _patch_nodes()
     replicated.patch(patching.replace, patching.holds_lazy)
     apart.patch(patching.replace)
-    _patch_tracers()
+    tracers.patch()
     _patch_unwritten()
     patching.hooks.append(register_optimizer_step_pre_hook(_before_step))
     patching.hooks.append(register_optimizer_step_post_hook(_after_step))

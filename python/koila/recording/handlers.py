@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from koila import _core
 from koila.basics import devices, enter
@@ -267,7 +268,8 @@ def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
     What was recorded before the transform runs first, and outside of it.
     """
-    if torch._C._get_tracing_state() is not None or devices.is_capturing():
+    is_traced = torch._C._get_tracing_state() is not None or get_proxy_mode() is not None
+    if is_traced or devices.is_capturing():
         return _core.live(func, args, kwargs, True)
     if torch._C._functorch.peek_interpreter_stack() is None:
         return NotImplemented  # the transform is another thread's

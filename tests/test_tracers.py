@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions that are traced, beside lazies: these get real tensors, as arguments and where the
+function refers to a lazy. `test_not_intercepted` has torch.jit.trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import aot_function, nop
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+import koila
+
+N_ROWS = 7
+
+
+def ramp(*shape: int) -> Tensor:
+    return torch.linspace(0.1, 1, shape[0] * shape[1], dtype=torch.float64).view(*shape)
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer, or by a tensor that it refers to."""
+
+    def __init__(self, scale: Tensor, is_buffer: bool) -> None:
+        super().__init__()
+        self.scales = [scale]
+        if is_buffer:
+            self.register_buffer("scale", scale)
+
+    def forward(self, a: Tensor) -> Tensor:
+        return (a * (self.scale if hasattr(self, "scale") else self.scales[0])).sin()
+
+
+Net = nn.Module
+Program = Callable[[Tensor, Tensor, Net], Any]
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(run: Program) -> Program:
+    PROGRAMS[run.__name__] = run
+    return run
+
+
+@program
+def linearize(x: Tensor, y: Tensor, net: Net) -> Any:
+    out, f = torch.func.linearize(torch.sin, x)
+    return out, f(ramp(N_ROWS, 6))
+
+
+@program
+def linearize_around_a_lazy(x: Tensor, y: Tensor, net: Net) -> Any:
+    k = x[:, :4] * 2
+    out, f = torch.func.linearize(lambda w: w * k.sin(), ramp(N_ROWS, 4))
+    return out, f(ramp(N_ROWS, 4)), f(net(x))
+
+
+@program
+def linearize_with_two_primals(x: Tensor, y: Tensor, net: Net) -> Any:
+    h = net(x).detach()
+    out, f = torch.func.linearize(lambda a, b: {"q": a.sin() * h * b}, h, ramp(N_ROWS, 4))
+    return out["q"], f(h * 2, h)["q"]
+
+
+@program
+def an_index(x: Tensor, y: Tensor, net: Net) -> Any:
+    return make_fx(lambda a: a[y])(ramp(N_ROWS, 4))(net(x))
+
+
+@program
+def a_product(x: Tensor, y: Tensor, net: Net) -> Any:
+    return make_fx(lambda a: a * x[:, :4])(ramp(N_ROWS, 4))(net(x)).sin()
+
+
+@program
+def before_autograd(x: Tensor, y: Tensor, net: Net) -> Any:
+    k = x[:, :4] * 2
+    return make_fx(lambda a: a * k.sin(), pre_dispatch=True)(ramp(N_ROWS, 4))(net(x))
+
+
+@program
+def a_layer(x: Tensor, y: Tensor, net: Net) -> Any:
+    k = x[:, :4] * 2
+    f = make_fx(lambda a: nn.functional.linear(a * k, net.weight.T))  # type: ignore[arg-type]
+    return f(ramp(N_ROWS, 4))(net(x))
+
+
+@program
+def a_value_with_a_gradient(x: Tensor, y: Tensor, net: Net) -> Any:
+    h = net(x)
+    f = make_fx(lambda a: torch.autograd.grad((a * h).sin().sum(), a)[0])
+    return f(ramp(N_ROWS, 4).requires_grad_())(ramp(N_ROWS, 4).requires_grad_())
+
+
+@program
+def transforms_in_it(x: Tensor, y: Tensor, net: Net) -> Any:
+    k, a = x[:, :4] * 2, ramp(N_ROWS, 4)
+    batched = make_fx(torch.func.vmap(lambda a: a * k.sum()))(a)
+    slope = make_fx(torch.func.grad(lambda a: (a.sin() * k.sin()).sum()))(a)
+    pure = make_fx(torch.func.functionalize(lambda a: (a * k).add_(k)))(a)
+    return batched(net(x)), slope(net(x)), pure(net(x))
+
+
+@program
+def lazy_arguments(x: Tensor, y: Tensor, net: Net) -> Any:
+    k = x[:, :4] * 2
+    chosen = make_fx(lambda a: torch.where(k > 0, a, k))(net(x).detach())
+    named = make_fx(lambda given: given["a"] * k)({"a": net(x)})
+    return chosen(ramp(N_ROWS, 4)), named({"a": net(x)})
+
+
+@program
+def a_condition(x: Tensor, y: Tensor, net: Net) -> Any:
+    k = x[:, :4] * 2
+    f = make_fx(lambda a: torch.cond(a.sum() > 0, torch.sin, torch.cos, (a * k,)))
+    return f(ramp(N_ROWS, 4))(net(x))
+
+
+@program
+def a_trace_in_a_transform(x: Tensor, y: Tensor, net: Net) -> Any:
+    def f(a: Tensor) -> Any:
+        return make_fx(lambda q: q * x[:, :4])(a)(a)
+
+    return torch.func.jvp(f, (ramp(N_ROWS, 4),), (ramp(N_ROWS, 4),))
+
+
+@program
+def exported(x: Tensor, y: Tensor, net: Net) -> Any:
+    k = x[:, :4] * 2
+    parts = [
+        torch.export.export(Scaled(k, is_buffer), (given,), strict=False).module()(net(x))
+        for is_buffer in (False, True)
+        for given in (ramp(N_ROWS, 4), net(x).detach())
+    ]
+    return parts
+
+
+@program
+def ahead_of_time(x: Tensor, y: Tensor, net: Net) -> Any:
+    return aot_function(lambda a: a.sin() * 2, fw_compiler=nop)(net(x))
+
+
+@program
+def symbolic(x: Tensor, y: Tensor, net: Net) -> Any:
+    k = x[:, :4]
+    f = torch.fx.symbolic_trace(lambda a: (k * a + torch.cat([k, a])[:N_ROWS]).sin())
+    return f(net(x))
+
+
+def run(made: Program, lazy: Any, chunks: int | None) -> list[Tensor]:
+    """Return what the program returns, and the gradients of its sum."""
+    torch.manual_seed(0)
+    net = nn.Linear(6, 4).double()
+    x, y = lazy(torch.randn(N_ROWS, 6).double(), torch.randint(0, 4, (N_ROWS,)))
+    with koila.config(chunks=chunks):
+        outs = pytree.tree_leaves(made(x, y, net))
+        total = sum(out.sum() for out in outs)
+        if isinstance(total, Tensor) and total.requires_grad:
+            total.backward()
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    return [torch.as_tensor(out.detach() * 1) for out in (*outs, *grads)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own, in eager too
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_equals_eager(name: str) -> None:
+    want = run(PROGRAMS[name], lambda *given: given, None)
+    for chunks in (None, 1, 2, 3, N_ROWS):
+        got = run(PROGRAMS[name], koila.lazy, chunks)
+        assert len(got) == len(want)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_calls_in_a_trace_return_tensors() -> None:
+    """And after it, or after an error in it, they are recorded again."""
+    x = koila.lazy(torch.ones(N_ROWS, 2))
+
+    def fails(a: Tensor) -> Tensor:
+        assert type(x * 2) is Tensor
+        raise ValueError("in the trace")
+
+    with pytest.raises(ValueError, match="in the trace"):
+        make_fx(fails)(torch.ones(2))
+    assert type(x * 2) is koila.LazyTensor
