@@ -227,6 +227,13 @@ MUTANTS = [
         "tests/test_hooks_of_nodes.py",
     ),
     Mutant(
+        "gradients within a part: without what was computed from the value",
+        "python/koila/recording/within.py",
+        "found.update(out for out in node.outs if program.info(out).requires_grad)",
+        "pass",
+        "tests/test_gradients_within.py",
+    ),
+    Mutant(
         "views: not taken again after a write",
         "python/koila/running/views.py",
         "if view is None:",

@@ -11,7 +11,7 @@ import torch
 from koila import _core
 from koila.basics import engine, surroundings
 from koila.planning import unsplit
-from koila.recording import handed_out, replicated, sharded
+from koila.recording import handed_out, replicated, sharded, within
 from koila.reporting import reports
 from koila.running import derived, replay, spent
 
@@ -210,7 +210,38 @@ def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         cause = f" where {recorded}"
     reports.note_backward()
     with reports.Asking("autograd.grad()", _HAD_RUN):
+        found = _through_parts(func, words)
+        if found is not None:
+            return found
+        handed_out.refuse_inner(_listed(words["inputs"]), "grad")
         return _autograd_grad(func, args, kwargs, words, cause)
+
+
+def _through_parts(func: Callable[..., Any], words: dict[str, Any]) -> tuple[Any, ...] | None:
+    """Return gradients of values that a part handed out and has read itself; None if they are not
+    such values, or it cannot be done."""
+    if words.get("create_graph") or words.get("is_grads_batched"):
+        return None
+    others = {name: value for name, value in words.items() if name not in ("outputs", "inputs")}
+    others.update(allow_unused=True, materialize_grads=False)
+
+    def find(tensors: list[torch.Tensor]) -> Any:
+        args = words["outputs"], tensors
+        return _autograd_grad(func, args, others, words_of(GRAD_WORDS, args, others), "")
+
+    inputs = _listed(words["inputs"])
+    found = within.gradients(inputs, find)
+    if found is None or None not in found:
+        return None if found is None else tuple(found)
+    if words.get("materialize_grads"):
+        pairs = zip(found, inputs, strict=True)
+        return tuple(torch.zeros_like(one) if g is None else g for g, one in pairs)
+    if words.get("allow_unused"):
+        return tuple(found)
+    raise RuntimeError(
+        "One of the differentiated Tensors appears to not have been used in the graph. Set "
+        "allow_unused=True if this is the desired behavior."
+    )
 
 
 def _autograd_grad(
@@ -220,7 +251,6 @@ def _autograd_grad(
     words: dict[str, Any],
     cause: str,
 ) -> Any:
-    handed_out.refuse_inner(_listed(words["inputs"]), "grad")
     found = _grad_in_chunks(words)
     if found is not NotImplemented:
         return found

@@ -204,11 +204,7 @@ class Cut:
     ) -> Sequence[torch.Tensor | None]:
         if any(root.lazy is None for root, _ in given):
             raise spent.used_up()
-        checkpoints.write_what_is_moved()
-        for prepare in self.before.values():
-            prepare()
-        self.fill()
-        self.keep_what_it_reads(self.early)
+        self.prepare()
         roots = [root for root, _ in given]
         gradients = [gradient for _, gradient in given]
         if torch.is_grad_enabled():  # create_graph=True: the gradients need a graph
@@ -218,6 +214,14 @@ class Cut:
         if not is_retained:
             self._free(roots)
         return found
+
+    def prepare(self) -> None:
+        """Make what the part reads as it was, before its backward."""
+        checkpoints.write_what_is_moved()
+        for prepare in self.before.values():
+            prepare()
+        self.fill()
+        self.keep_what_it_reads(self.early)
 
     def _on_a_graph(
         self,

@@ -61,6 +61,7 @@ class Root:
         self.value = value
         self.number = number
         self.lazy: Any = None  # the value on the part's tape, until its backward
+        self.tensor: Callable[[], torch.Tensor | None] = lambda: None  # as which it was handed out
         self.has_hook = False  # or it retains its gradient; or a view of it
         self.memory: StorageWeakRef | None = None
         #: An empty tensor that shares the version counter of the tensor, but not its memory.
@@ -71,6 +72,7 @@ class Root:
 
     def note(self, tensor: torch.Tensor) -> None:
         """Note the tensor as which the value was handed out."""
+        self.tensor = weakref.ref(tensor)
         self.memory = StorageWeakRef(tensor.untyped_storage())
         self.counter = tensor.detach()
         _data.__set__(self.counter, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
@@ -263,13 +265,14 @@ class _GradInputs:
 
 def _is_only_output(root: Root) -> bool:
     """Return whether the call that made a handed-out value returned nothing else. Then gradients
-    that arrive at the value are those that arrive at the node of the call in eager."""
+    that arrive at the value are those that arrive at the node of the call in eager. After the
+    backward none arrives any more."""
 
     def is_one() -> bool:
         node = Program([root.lazy]).node_of(root.value)
         return node is not None and len(node.outs) == 1
 
-    return root.lazy is not None and bool(_core.held(root.lazy, is_one, (), {}))
+    return root.lazy is None or bool(_core.held(root.lazy, is_one, (), {}))
 
 
 def _register_prehook(node: Any, hook: Any) -> Any:
@@ -278,7 +281,7 @@ def _register_prehook(node: Any, hook: Any) -> Any:
     if not _is_only_output(root):
         raise _refusal(hook)
     root.has_hook = True
-    if not root.is_inner(root.value):
+    if root.lazy is None or not root.is_inner(root.value):
         return torch._C._FunctionBase.register_prehook(node, hook)
 
     def of_value(gradient: torch.Tensor) -> Any:
@@ -293,7 +296,7 @@ def _register_posthook(node: Any, hook: Any) -> Any:
     """Register a hook that is called after the node of a handed-out value. It may use the value's
     gradient, but not what the call makes of it."""
     root: Root = node.root
-    if not _is_only_output(root) or root.is_inner(root.value):
+    if not _is_only_output(root) or (root.lazy is not None and root.is_inner(root.value)):
         raise _refusal(hook)
     root.has_hook = True
 
@@ -334,7 +337,7 @@ def _view_behind(node: Any) -> tuple[Root | None, int, bool]:
     return found
 
 
-def _root_of(tensor: torch.Tensor) -> Root | None:
+def root_of(tensor: torch.Tensor) -> Root | None:
     """Return the `Root` of a tensor that was handed out; None for other tensors."""
     root = getattr(tensor.grad_fn, "root", None)
     return root if isinstance(root, Root) else None
@@ -343,7 +346,7 @@ def _root_of(tensor: torch.Tensor) -> Root | None:
 def note_hook(tensor: torch.Tensor) -> None:
     """Note that a hook sees the gradient of a tensor, if it, or what it is a view of, was handed
     out."""
-    root = _root_of(tensor) or _view_behind(tensor.grad_fn)[0]
+    root = root_of(tensor) or _view_behind(tensor.grad_fn)[0]
     if root is not None:
         root.has_hook = True
 
@@ -353,7 +356,7 @@ def whole_gradient_of(tensor: torch.Tensor) -> Any:
 
     Return None if the tensor itself gets it, or was not handed out.
     """
-    root = _root_of(tensor)
+    root = root_of(tensor)
     return root.lazy if root is not None and _is_inner(tensor) else None
 
 
@@ -368,7 +371,7 @@ def note_view(tensor: torch.Tensor, root: Root, value: int, n_values: int) -> No
 
 
 def _is_inner(tensor: torch.Tensor) -> bool:
-    root = _root_of(tensor)
+    root = root_of(tensor)
     if root is not None:
         return root.is_inner(root.value)
     root, value, _ = _view_behind(tensor.grad_fn)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of values that were handed out where a program was cut, and that it has read itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import koila
+from oracle import eager
+
+N_ROWS = 11
+CHUNKS = [None, 1, 2, 3, 7, N_ROWS]
+Lazy = Callable[..., Any]
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        return a * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * 2
+
+
+cut: Any = Double.apply
+grad = torch.autograd.grad
+Made = tuple[list[Any], Any]  # gradients, and a loss to differentiate then
+
+
+def within(net: Any, x: Tensor) -> Made:
+    h = net[0](x).tanh()
+    k = h.sin()
+    z = cut(k)
+    return [*grad(k.sum(), h, retain_graph=True)], z.sum()
+
+
+def through_all(net: Any, x: Tensor) -> Made:
+    h = net[0](x).tanh()
+    k = h.sin()
+    z = cut(k)
+    loss = net[1](z).pow(2).mean() + k.mean() + h.exp().sum()
+    return [*grad(loss, h, retain_graph=True)], loss
+
+
+def several(net: Any, x: Tensor) -> Made:
+    h = net[0](x).tanh()
+    k = h.sin()
+    m = k.cos()
+    z = cut(m)
+    loss = net[1](z).pow(2).mean() + k.mean() + h.exp().sum()
+    return [*grad(loss, [h, m, k], retain_graph=True)], loss
+
+
+def drawn(net: Any, x: Tensor) -> Made:
+    h = net[0](x).tanh()
+    k = F.dropout(net[2](h), 0.5)
+    z = cut(k)
+    loss = net[1](z).pow(2).mean()
+    return [*grad(loss, h, retain_graph=True), torch.rand(3)], loss
+
+
+def hooked_weights(net: Any, x: Tensor) -> Made:
+    seen: list[Tensor] = []
+    h = net[0](x).tanh()
+    k = h.sin()
+    z = cut(k)
+    net[0].weight.register_hook(lambda g: seen.append(g.sum()))
+    loss = net[1](z).pow(2).mean()
+    found = grad(loss, h, retain_graph=True)
+    assert not seen
+    return [*found], loss
+
+
+def two_cuts(net: Any, x: Tensor) -> Made:
+    h = net[0](x).tanh()
+    k = h.sin()
+    m = net[1](cut(k)).tanh() * h
+    q = m.exp()
+    w = cut(q)
+    loss = w.sum() + (q * h).sum() + k.mean()
+    return [*grad(loss, h, retain_graph=True), *grad(loss, m, retain_graph=True)], loss
+
+
+def written(net: Any, x: Tensor) -> Made:
+    h = net[0](x) * 1
+    h.add_(1)
+    k = h.sin()
+    z = cut(k)
+    loss = net[1](z).pow(2).mean()
+    return [*grad(loss, h, retain_graph=True)], loss
+
+
+def viewed(net: Any, x: Tensor) -> Made:
+    h = net[0](x).tanh()
+    part = h[:, :2]
+    k = part.sin()
+    z = cut(k)
+    loss = z.pow(2).mean() + h.sum()
+    return [*grad(loss, h, retain_graph=True)], loss
+
+
+def in_a_checkpoint(net: Any, x: Tensor) -> Made:
+    h = net[0](x).tanh()
+    k = checkpoint(lambda a: net[1](a).sin(), h, use_reentrant=False)
+    z = cut(k)
+    loss = z.pow(2).mean() + h.sum()
+    return [*grad(loss, h, retain_graph=True)], loss
+
+
+def of_a_batch(net: Any, x: Tensor) -> Made:
+    x.requires_grad_()
+    h = net[0](x).tanh()
+    k = h.sin()
+    z = cut(k)
+    loss = z.pow(2).mean() + h.sum()
+    start = torch.tensor(0.3, dtype=torch.float64)
+    return [*grad(loss, h, start, retain_graph=True), *grad(loss, x, retain_graph=True)], loss
+
+
+def unused(net: Any, x: Tensor) -> Made:
+    h = net[0](x).tanh()
+    k = h.sin()
+    z = cut(k)
+    other = net[1](x[:, :4]).sum()
+    assert grad(other, h, allow_unused=True, retain_graph=True) == (None,)
+    with pytest.raises(RuntimeError, match="appears to not have been used"):
+        grad(other, h, retain_graph=True)
+    zeros = grad(other, h, allow_unused=True, materialize_grads=True, retain_graph=True)
+    return [*zeros], z.sum()
+
+
+PROGRAMS = [
+    within,
+    through_all,
+    several,
+    drawn,
+    hooked_weights,
+    two_cuts,
+    written,
+    viewed,
+    in_a_checkpoint,
+    of_a_batch,
+    unused,
+]
+
+
+def step(program: Any, lazy: Lazy) -> list[Any]:
+    torch.manual_seed(0)
+    net = nn.ModuleList([nn.Linear(6, 4), nn.Linear(4, 4), nn.BatchNorm1d(4)]).double()
+    found, loss = program(net, lazy(torch.randn(N_ROWS, 6, dtype=torch.float64)))
+    loss.backward()
+    gradients = [p.grad for p in net.parameters() if p.grad is not None]
+    return [*found, *gradients, *net.buffers(), torch.rand(3)]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_same_as_eager(program: Any, chunks: int | None) -> None:
+    want = step(program, eager)
+    with koila.config(**({} if chunks is None else {"chunks": chunks})):  # type: ignore[arg-type]
+        got = step(program, koila.lazy)
+    for one, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close((one + 0).detach(), wanted, rtol=1e-10, atol=1e-14)
+
+
+def of_a_hooked_value(net: Any, x: Tensor) -> None:
+    h = net[0](x).tanh()
+    k = h.sin()
+    z = cut(k)
+    k.register_hook(lambda g: g * 2)
+    grad(z.sum(), h)
+
+
+def with_weights(net: Any, x: Tensor) -> None:
+    h = net[0](x).tanh()
+    k = h.sin()
+    z = cut(k)
+    grad(z.sum() + k.sum(), [h, net[0].weight])
+
+
+def of_a_view(net: Any, x: Tensor) -> None:
+    h = net[0](x).tanh()
+    part = h[:, :2]
+    k = part.sin()
+    z = cut(k)
+    grad(z.sum() + h.sum(), part)
+
+
+def with_a_graph(net: Any, x: Tensor) -> None:
+    h = net[0](x).tanh()
+    k = h.sin()
+    z = cut(k)
+    grad(z.sum(), h, create_graph=True)
+
+
+def behind_what_is_gone(net: Any, x: Tensor) -> None:
+    h = net[0](x).tanh()
+    z = cut(h.sin())
+    grad(z.sum(), h)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS[2:])
+@pytest.mark.parametrize(
+    "program", [of_a_hooked_value, with_weights, of_a_view, with_a_graph, behind_what_is_gone]
+)
+def test_what_cannot_be_told_apart_is_refused(program: Any, chunks: int) -> None:
+    net = nn.ModuleList([nn.Linear(6, 4), nn.Linear(4, 4)]).double()
+    text = "only a part of its gradient comes here"
+    with koila.config(chunks=chunks), pytest.raises(koila.KoilaError, match=text):
+        program(net, koila.lazy(torch.randn(N_ROWS, 6, dtype=torch.float64)))
