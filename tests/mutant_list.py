@@ -332,6 +332,27 @@ MUTANTS = [
         "tests/test_core_c.py -k test_measure_whole",
     ),
     Mutant(
+        "custom functions: their backward is not counted",
+        "python/koila/running/custom_memory.py",
+        "node.apply = apply",
+        "node.applied = apply",
+        "tests/test_custom_memory.py",
+    ),
+    Mutant(
+        "custom functions: what they take is not remembered",
+        "python/koila/running/custom_memory.py",
+        "plans.remember(_known, key, counter.most)",
+        "plans.remember({}, key, counter.most)",
+        "tests/test_custom_memory.py",
+    ),
+    Mutant(
+        "custom functions: what counts keeps what they saved",
+        "python/koila/running/custom_memory.py",
+        "of = weakref.ref(node)",
+        "of = lambda node=node: node",
+        "tests/test_custom_memory.py",
+    ),
+    Mutant(
         "waiting: a product is light",
         "koila_c/core/waiting.c",
         "bool is_light = node->mode == KL_MODE_ROWS && !node->row->is_heavy;",

@@ -145,7 +145,7 @@ def check_known(func: Callable[..., Any], why: str, n_bytes: float) -> None:
     check_whole(program, decision, waiting + n_bytes)
 
 
-def _too_much(func: Callable[..., Any], why: str, needed: float, left: float) -> MemoryLimitError:
+def too_much(func: Callable[..., Any], why: str, needed: float, left: float) -> MemoryLimitError:
     """Return the error for a call on the whole batch that needs more bytes than are left."""
     what = f"{reports.name_of(func)} ({lines.user_line()}) runs on the whole batch: {why}"
     return planner.too_large(Program([]), what, needed, left)
@@ -388,7 +388,7 @@ def _ones(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def counting(left: Left | None) -> Iterator[None]:
+def counting(left: Left | None) -> Iterator[Counter]:
     """Wrap a call on the whole batch, and stop it when it allocates more bytes than are left.
 
     Args:
@@ -398,15 +398,15 @@ def counting(left: Left | None) -> Iterator[None]:
         MemoryLimitError: the call was stopped.
     """
     if left is None:
-        yield
+        yield Counter()  # which counts nothing
         return
     counter = Counter(left.n_bytes)
     try:
         with counter:
-            yield
+            yield counter
     except TooMuchError as error:
         let_go(error)
-        raise _too_much(left.func, left.why, counter.most, left.n_bytes) from None
+        raise too_much(left.func, left.why, counter.most, left.n_bytes) from None
 
 
 def run(
@@ -430,7 +430,7 @@ def run(
     if left is not None:
         needed, has = outside.peak(_tensors(made)), limits.left_for(_pending())
         if needed > has:
-            raise _too_much(func, left.why, needed, has)
+            raise too_much(func, left.why, needed, has)
     return made
 
 

@@ -20,7 +20,7 @@ from koila import _core
 from koila.basics import lines, surroundings, switches
 from koila.messages.errors import KoilaError
 from koila.random import generators
-from koila.running import checkpoints, recomputed
+from koila.running import checkpoints, custom_memory, recomputed
 from koila.running.recomputed import Body, Handle, version_of
 from koila.running.repeated import Call, Layout, Memory, OfPart, Ref, map_nested
 from koila.staged import meta, noise
@@ -56,7 +56,8 @@ def _bound(run: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
 def run_live(apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run `apply` of a custom function on real tensors. In the forward of another one, return
     tensors."""
-    return _core.live_with_all(_in_body(apply), args, kwargs, _core.set_in_forward(None))
+    apply = custom_memory.counted(_in_body(apply))
+    return _core.live_with_all(apply, args, kwargs, _core.set_in_forward(None))
 
 
 def _in_body(apply: Callable[..., Any]) -> Callable[..., Any]:
