@@ -158,6 +158,20 @@ class Scaled(torch.autograd.Function):
         return gradients[0] * (x > 0) * 0.5
 
 
+class Called(torch.autograd.Function):
+    """A function of the user's that calls others, which may read what it does not get."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: Any, backward: Any) -> Tensor:
+        ctx.backward = backward
+        made: Tensor = forward(x)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return ctx.backward(gradients[0]), None, None
+
+
 class WithScaled(nn.Module):
     """A layer with a function of the user's."""
 
@@ -342,6 +356,7 @@ COMMON = (
     "Residual",
     "Experts",
     "Scaled",
+    "Called",
     "WithScaled",
     "Drop",
     "Half",
@@ -433,6 +448,14 @@ KINDS: dict[str, list[str]] = {
         "{name} = checkpoint(lambda a, b={g}: {head}(a) * b, {f}, use_reentrant=False)",
         "{name} = checkpoint(lambda a, b: {head}(a) * b, {f}, {g}, use_reentrant=False)",
         "{name} = checkpoint({head}, {f}, use_reentrant=False, preserve_rng_state=False)",
+        "{name} = checkpoint(lambda a: a * {g}, {s}, use_reentrant=True)",
+        "{name} = checkpoint(lambda a: {head}(a) * {g}.detach(), {s}, use_reentrant=True,"
+        " preserve_rng_state=False)",
+        "{name} = checkpoint(lambda a: {head}(a) + {g}.mean(0), {s}, use_reentrant=False)",
+        "{name} = Called.apply({s}, lambda a: a * {g}, lambda b: b * 0.5)",
+        "{name} = Called.apply({s}, lambda a: {head}({g}) + a, lambda b: b * 0.5)",
+        "{name} = Called.apply({s}, lambda a: a * {q} - F.dropout({g}, 0.3), lambda b: b * 0.5)",
+        "{name} = Called.apply({s}, torch.tanh, lambda b, c={g}: b * c.detach() + c.mean())",
         "{name} = checkpoint_sequential(nn.Sequential({head}, {head}), 2, {s},"
         " use_reentrant=False)",
         "with default_dtype(torch.float64):\n    {name} = {head}({f}) + torch.ones(4)",

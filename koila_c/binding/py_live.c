@@ -505,8 +505,7 @@ PyObject *
 kl_live_force(Value *value)
 {
     KlTurn turn;
-    /* Checkpoints run their functions again, and hooks run, in the middle of a backward: they may read what has its
-     * tensor, but the program cannot run within itself. */
+    /* Within a run, hooks and the functions of checkpoints may read what has its tensor; nothing else can run. */
     bool is_known = value->tape != NULL && value->tape->is_running && kl_lazy_real(value) != NULL;
     if (value->tape != NULL && !is_known) {
         if (kl_turn_begin(&turn, value->tape) < 0) {

@@ -736,12 +736,12 @@ raise_if_illegal(const Function *function, PyObject *func, PyObject *args, PyObj
 static PyObject *
 call_for_tensors(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
 {
-    bool is_grad_enabled = false;
+    bool is_grad_enabled = false, is_write = may_write(function, out_of(kwargs));
     if (draw_pending_first(function) < 0 || kl_context_now(&is_grad_enabled) < 0) {
         return NULL;
     }
-    return is_grad_enabled ? kl_record_live(func, args, kwargs, KL_LIVE_PLAIN)
-                           : kl_live_call(func, args, kwargs, KL_LIVE_READ);
+    return is_grad_enabled || is_write ? kl_record_live(func, args, kwargs, KL_LIVE_PLAIN)
+                                       : kl_live_call(func, args, kwargs, KL_LIVE_READ);
 }
 
 PyObject *
@@ -755,7 +755,8 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         return NULL;
     }
     int is_plain = kl_record_is_in_forward ? 1 : is_in_hook(found.tape);
-    if (is_plain < 0 || (is_plain > 0 && !may_write(function, out_of(kwargs)))) {
+    bool is_safe = kl_record_is_in_forward || !may_write(function, out_of(kwargs));
+    if (is_plain < 0 || (is_plain > 0 && is_safe)) {
         return is_plain < 0 ? NULL : call_for_tensors(function, func, args, kwargs);
     }
     /* In a checkpoint's body a normalization is recorded: backward updates its statistics once more. */

@@ -10,7 +10,7 @@ import re
 import sys
 import types
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
@@ -19,6 +19,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from koila import _core
 from koila.running import recomputed
+from koila.staged.facts import Info
 
 
 def names_in(code: types.CodeType) -> set[str]:
@@ -56,7 +57,7 @@ class Reached(NamedTuple):
     names."""
 
     modules: list[nn.Module]
-    tensors: list[Tensor]  # plain ones without a gradient, and no buffers of the modules
+    tensors: list[Tensor]  # lazies, and plain ones without a gradient; no buffers of the modules
 
 
 def reached_by(objs: Iterable[Any]) -> Reached:
@@ -65,8 +66,9 @@ def reached_by(objs: Iterable[Any]) -> Reached:
     modules = [one for one in found if isinstance(one, nn.Module)]
     inside = (one for module in modules for one in vars(module).values())
     tensors = {id(one): one for one in (*found, *inside) if isinstance(one, Tensor)}
-    plain = (one for one in tensors.values() if type(one) is not _core.LazyTensor)
-    return Reached(modules, [one for one in plain if not one.requires_grad])
+    return Reached(
+        modules, [one for one in tensors.values() if _is_lazy(one) or not one.requires_grad]
+    )
 
 
 def _reached_by(objs: Iterable[Any], names: set[str], depth: int) -> Iterator[nn.Module | Tensor]:
@@ -164,16 +166,20 @@ def can_record(found: list[nn.Module]) -> bool:
 
 
 class Guarded(NamedTuple):
-    """A buffer of a module, or a tensor that a function can reach, with its version at a moment."""
+    """A buffer of a module, or a tensor that a function can reach, with its version at a moment: of
+    a lazy the number of its value."""
 
     module: nn.Module | None
     name: str
     tensor: Tensor
     version: int | None
 
-    def is_written(self) -> bool:
+    def is_written(self, region: int) -> bool:
+        """Return whether it was written in the body of a checkpoint, the last that began."""
         now: Any = self.tensor if self.module is None else self.module._buffers.get(self.name)
-        return now is not self.tensor or version_of(self.tensor) != self.version
+        if now is self.tensor and _is_lazy(now):
+            return any(_is_written_in(region, one) for one in {self.version, _core.id(now)})
+        return now is not self.tensor or recomputed.version_of(now) != self.version
 
     def __str__(self) -> str:
         """Return its name for messages."""
@@ -182,25 +188,48 @@ class Guarded(NamedTuple):
         return f"{type(self.module).__name__}.{self.name}"
 
 
-def version_of(tensor: Tensor) -> int | None:
-    """Return the version counter of a tensor; of a lazy the number of its value, which a write
-    changes."""
-    if type(tensor) is _core.LazyTensor:
-        return _core.id(tensor)
-    return recomputed.version_of(tensor)
+def _is_lazy(tensor: Tensor) -> bool:
+    return type(tensor) is _core.LazyTensor
 
 
-def guarded_in(found: Reached) -> list[Guarded]:
+def _version_of(tensor: Tensor) -> int | None:
+    return _core.id(tensor) if _is_lazy(tensor) else recomputed.version_of(tensor)
+
+
+def _number_of(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of a lazy, if it has one or its number is known."""
+    if not _is_lazy(tensor):
+        return None
+    value = _core.id(tensor)
+    if value is None:
+        return _core.real(cast("_core.LazyTensor", tensor))
+    info = Info.of(value)
+    return info.result if info.real is None else info.real
+
+
+def _is_written_in(region: int, value: int | None) -> bool:
+    """Return whether a recorded call of a body, the last that began, writes the memory of a value.
+    Calls of bodies in it have larger numbers."""
+    written = None if value is None else _core.writer_from(0, value)
+    while written is not None and value is not None and written[1] < region:
+        written = _core.writer_from(written[0] + 1, value)
+    return written is not None
+
+
+def guarded_in(found: Reached, given: tuple[Any, ...]) -> list[Guarded]:
     """Return what the function of a checkpoint must not write, as it is now: buffers and tensors.
 
-    The batch counts of batch norms are left out: they are updated again after backward. Their
-    statistics are too, and stay in this list since they are written without a new version.
+    Left out are lazies that are arguments (`given`), since torch sees that they were written, and
+    the batch counts of batch norms, which are updated again after backward. Their statistics are
+    too, and stay in this list since they are written without a new version.
     """
     buffers = [
-        Guarded(module, name, tensor, version_of(tensor))
+        Guarded(module, name, tensor, _version_of(tensor))
         for module in dict.fromkeys(found.modules)
         for name, tensor in module._buffers.items()
         if tensor is not None and not (isinstance(module, _BatchNorm) and tensor.dim() == 0)
     ]
-    others = (Guarded(None, "", tensor, version_of(tensor)) for tensor in found.tensors)
-    return [*buffers, *others]
+    arguments = {id(one) for one in given if type(one) is _core.LazyTensor}
+    others = [one for one in found.tensors if id(one) not in arguments]
+    others += [number for number in map(_number_of, others) if number is not None]
+    return [*buffers, *(Guarded(None, "", one, _version_of(one)) for one in others)]

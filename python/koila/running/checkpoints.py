@@ -155,8 +155,8 @@ def _recording(
         KoilaError: the body wrote a buffer of a module, or another tensor that it did not make.
     """
     global _n_recording
-    outer, guarded, group = _state.groups, checkpoint_bodies.guarded_in(found), norms.Group()
-    around = _state.around
+    outer, around, group = _state.groups, _state.around, norms.Group()
+    guarded = checkpoint_bodies.guarded_in(found, given)
     _state.groups = (*outer, group)
     _n_recording += 1
     _torch.batch_norm, unwritten.on_read = _batch_norm, _note_read
@@ -183,7 +183,7 @@ def _recording(
         if _n_recording == 0:
             _torch.batch_norm, unwritten.on_read = _plain_batch_norm, None
     for one in guarded:
-        if one.is_written():
+        if one.is_written(region):
             recomputed.refuse(f"writes {one}")
 
 
