@@ -350,8 +350,8 @@ NOT_READ_AGAIN = (
     "r = c(g, x); r.data.mul_(2)",
     "r = c(g, x); r.pow(2).sum().backward(retain_graph=True); r.data.mul_(2)",
     "r = c(lambda x: (x + v) * 2, x); x.mul_(3); x.data.add_(1)",
-    "h = x * 2\ndef s(x):\n    r = (h + v).tanh(); m.copy_(r.detach().mean(0)); return r * m\n"
-    "m = h.sum(0); r = c(s, x)",
+    "h = x * 2\ndef s(x):\n    m = h.sum(0); r = (h + v).tanh(); m.copy_(r.detach().mean(0))\n"
+    "    return r * m\nr = c(s, x)",
     "r = c(lambda x: c(g, x * 2).mul(2), x); x = x * 2",
 )
 
