@@ -245,7 +245,8 @@ class Body:
         self.is_reentrant: bool = region % 2 == 1 or (outer is not None and outer.is_reentrant)
         self.is_running = False  # its second run goes on
         self.calls: list[Call] = []
-        self.last: dict[int, int] = {}  # key -> index of the last call that reads or makes it
+        #: By key, the last call that reads or makes it; it is not there for the call that runs.
+        self.last: dict[int, int] = {}
         #: By key, tensors from outside of this body.
         self.entered: dict[int, _Kept | OfPart | Handle] = {}
         self.saved: list[weakref.ref[Handle]] = []  # in the order in which autograd saved them
@@ -353,7 +354,7 @@ class Body:
                     with own if call.region == self.region else others:
                         call.make(env)
                     give(call.outs)
-                    for key in [key for key in env if self.last[key] <= i]:
+                    for key in [key for key in env if self.last.get(key, -1) <= i]:
                         del env[key]
         except _StopError as error:
             let_go(error)
