@@ -188,9 +188,11 @@ typedef struct KlPyState {
     PyObject *settle;          /* numbers.settle_outdated */
     PyObject *is_out_of_memory; /* errors.py: whether an exception is an out-of-memory error */
     PyObject *note_write, *note_written; /* unwritten.py: pending side writes of a call */
-    PyObject *note_left;                 /* explain.py: a call made or wrote a large plain tensor */
-    PyObject *is_in_hook;                /* engine.py: whether torch's engine runs a hook */
-    PyObject *name_of_file;              /* lines.py: the file name that the user knows */
+    PyObject *aliased;      /* aliases.py: memory that is shared without a version, by storage */
+    PyObject *note_leaf;    /* aliases.py: a tensor became a leaf */
+    PyObject *note_left;    /* explain.py: a call made or wrote a large plain tensor */
+    PyObject *is_in_hook;   /* engine.py: whether torch's engine runs a hook */
+    PyObject *name_of_file; /* lines.py: the file name that the user knows */
     PyObject *read;         /* replay.read: compute numbers in chunks, or say that it cannot */
     PyObject *in_transform; /* handlers.in_transform: a call inside torch.func */
     PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */

@@ -368,8 +368,7 @@ kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves 
 static int
 call_ignoring(PyObject *callable, PyObject *first, PyObject *second)
 {
-    PyObject *result = PyObject_CallFunctionObjArgs(callable, first, second, NULL);
-    return kl_py_done(result);
+    return kl_py_done(PyObject_CallFunctionObjArgs(callable, first, second, NULL));
 }
 
 static int

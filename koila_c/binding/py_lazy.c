@@ -396,8 +396,7 @@ set_requires_grad(PyObject *self, PyObject *flag, void *Py_UNUSED(closure))
         return -1;
     }
     if (PyBool_Check(flag)) {
-        PyObject *same = PyObject_CallMethod(self, "requires_grad_", "O", flag);
-        return kl_py_done(same);
+        return kl_py_done(PyObject_CallMethod(self, "requires_grad_", "O", flag));
     }
     PyObject *real = kl_live_force(value); /* torch raises its own error */
     int result = real == NULL ? -1 : PyObject_SetAttrString(real, "requires_grad", flag);

@@ -76,8 +76,7 @@ bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
     if (!kl_tape_is_looked_at(&tape->core, value) && !tape->values[value].is_told) {
         return 0;
     }
-    PyObject *result = PyObject_CallFunction(kl_py.bind_hooks, "IO", (unsigned int)value, real);
-    return kl_py_done(result);
+    return kl_py_done(PyObject_CallFunction(kl_py.bind_hooks, "IO", (unsigned int)value, real));
 }
 
 static int
@@ -497,8 +496,7 @@ settle(const Tape *tape)
     if (!tape->is_kept || tape->is_running || tape != kl_tape_open_or_null()) {
         return 0;
     }
-    PyObject *settled = PyObject_CallNoArgs(kl_py.settle);
-    return kl_py_done(settled);
+    return kl_py_done(PyObject_CallNoArgs(kl_py.settle));
 }
 
 PyObject *
@@ -726,9 +724,8 @@ report_plain(PyObject *tensor, void *context)
     KlMeta meta;
     if (!kl_lazy_check(tensor) && kl_meta_read(tensor, &meta) == 0 &&
         kl_meta_n_bytes(&meta) >= KL_BYTES_REPORTED) {
-        PyObject *noted = PyObject_CallFunctionObjArgs(kl_py.note_left, left->func, tensor,
-                                                       left->is_written ? Py_True : Py_False, NULL);
-        return kl_py_done(noted);
+        return kl_py_done(PyObject_CallFunctionObjArgs(
+            kl_py.note_left, left->func, tensor, left->is_written ? Py_True : Py_False, NULL));
     }
     PyErr_Clear();
     return 0;

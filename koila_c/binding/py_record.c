@@ -512,8 +512,7 @@ draw_pending_first(const Function *function)
         !kl_tape_has_draw(&tape->core)) {
         return 0;
     }
-    PyObject *moved = PyObject_CallNoArgs(kl_py.move_on);
-    return kl_py_done(moved);
+    return kl_py_done(PyObject_CallNoArgs(kl_py.move_on));
 }
 
 /* Whether a call may write a tensor that it is given. */
@@ -726,10 +725,9 @@ raise_if_illegal(const Function *function, PyObject *func, PyObject *args, PyObj
     if (!can_ask || function->is_random || may_write(function, out_of(kwargs))) {
         return 0;
     }
-    PyObject *done =
-        PyObject_CallFunctionObjArgs(kl_py.refuse, func, args, kwargs != NULL ? kwargs : Py_None,
-                                     is_illegal ? Py_True : Py_False, NULL);
-    return kl_py_done(done);
+    return kl_py_done(PyObject_CallFunctionObjArgs(kl_py.refuse, func, args,
+                                                   kwargs != NULL ? kwargs : Py_None,
+                                                   is_illegal ? Py_True : Py_False, NULL));
 }
 
 /* Run a call whose results torch's C++ gets. With gradients off, numbers of its LazyTensors are enough. */

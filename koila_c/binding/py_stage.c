@@ -325,8 +325,7 @@ kl_stage_wait_for_copy(const Tape *tape, const KlNode *node)
         uint8_t device = value == KL_ID_NONE ? 0 : core->values[value].meta.device;
         if (device != 0) {
             PyObject *from = PyList_GET_ITEM(kl_py.devices, device);
-            PyObject *result = PyObject_CallOneArg(kl_py.wait_for_copy, from);
-            return kl_py_done(result);
+            return kl_py_done(PyObject_CallOneArg(kl_py.wait_for_copy, from));
         }
     }
     return 0;
@@ -468,8 +467,7 @@ settle_saved(const Run *run, KlNodeId id)
     if (run->saved == NULL || PyList_GET_SIZE(run->saved) == 0) {
         return 0;
     }
-    PyObject *result = PyObject_CallFunction(run->settle, "I", id);
-    return kl_py_done(result);
+    return kl_py_done(PyObject_CallFunction(run->settle, "I", id));
 }
 
 /* Run nodes in order; without a program, the node `alone`. New reference to None, or NULL. */

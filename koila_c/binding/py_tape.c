@@ -120,7 +120,8 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
     entry->pointer = kl_stale_pointer(tensor);
     entry->version = kl_stale_version(tensor);
     entry->looked_at = kl_py.n_looks;
-    return 0;
+    bool is_alone = kl_py.aliased == NULL || PyDict_GET_SIZE(kl_py.aliased) == 0;
+    return is_alone ? 0 : kl_py_done(PyObject_CallFunction(kl_py.note_leaf, "IO", *value, tensor));
 }
 
 int

@@ -30,7 +30,7 @@ from koila.recording import (
 from koila.reductions import batch_softmax, calls, norms, scans
 from koila.reporting import reports, versions
 from koila.running import derived, numbers, recomputed, replay, unwritten
-from koila.staged import hooks, meta
+from koila.staged import aliases, hooks, meta
 
 OP, LIVE, READ, ENTER, HANDLER = range(5)
 
@@ -258,6 +258,8 @@ def register_all() -> None:
             "is_out_of_memory": is_out_of_memory,
             "note_write": unwritten.watch,
             "note_written": unwritten.note_written,
+            "aliased": aliases.by_storage,
+            "note_leaf": aliases.note_leaf,
             "note_left": explain.note_left,
             "is_in_hook": engine.is_in_hook,
             "name_of_file": lines.name_of_file,

@@ -26,7 +26,7 @@ from koila.messages.errors import KoilaError, let_go
 from koila.random import draws
 from koila.reductions import norms
 from koila.running.repeated import Call, Layout, Memory, OfPart, Ref, map_nested
-from koila.staged import meta, noise
+from koila.staged import aliases, meta, noise
 from koila.staged.facts import is_data
 
 _is_alias: Callable[[Tensor, Tensor], bool] = vars(torch._C)["_is_alias_of"]
@@ -58,7 +58,8 @@ class _Kept:
         self.needs_gradient = tensor.requires_grad
         self.name = name  # the first call that read it
         self.version = version_of(self.tensor)
-        self.checksum: tuple[int, int] | None = None  # set if x.data was taken of its memory
+        #: Not None if x.data was taken of its memory.
+        self.checksum = meta.checksum(tensor) if aliases.is_shared(tensor) else None
         _kept.add(self)
 
     def get(self) -> Tensor:

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Patches of attributes of tensors: x.data, whose writes torch does not count, and attributes that
+are set to a lazy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from koila import _core
+from koila.basics.threads import in_turn
+from koila.patches import patching
+from koila.recording import bridge, flush
+from koila.reporting import reports
+from koila.running import recomputed
+from koila.staged import aliases
+
+
+def patch() -> None:
+    """Make the patches of this file."""
+    _patch_data()
+    _patch_setters()
+
+
+def _patch_data() -> None:
+    """Watch x.data: writes through it change numbers and no version counter."""
+    original: Any = torch._C.TensorBase.data
+
+    def get(self: torch.Tensor) -> Any:
+        if type(self) is _core.LazyTensor:  # call it directly, with torch's own getter
+            bridge.watch_handed_out(self)
+            real = _core.real(self)
+            if real is not None:
+                recomputed.watch(real)
+            return self.__torch_function__(original.__get__, (type(self),), (self,), {})
+        share(self)
+        return aliases.noted(original.__get__(self))
+
+    def share(tensor: torch.Tensor) -> None:
+        """Watch the memory of a plain tensor for writes that torch does not count."""
+        if _core.leaves_of(tensor):
+            watch(tensor)
+        bridge.watch(tensor)
+        recomputed.watch(tensor)
+
+    @in_turn
+    def watch(self: torch.Tensor) -> None:
+        if _core.is_busy():
+            return
+        flush.flush_known(".data of a tensor that waits to be read")
+        bridge.watch_here(self)
+
+    def is_put(self: torch.Tensor, value: Any) -> bool:
+        """Set the data of a lazy's real tensor, and return True, if no pending call reads it."""
+        if type(self) is not _core.LazyTensor or _core.is_busy():
+            return False
+        real = _core.leave(self)
+        if real is None or _core.leaves_of(real):
+            return False
+        original.__set__(real, value)
+        _core.release()
+        return True
+
+    def put(self: torch.Tensor, value: Any) -> None:
+        if type(value) is _core.LazyTensor:
+            value = _number_of(value, "data")  # first: it may be computed from `self`
+        share(value)
+        if not is_put(self, value):
+            original.__set__(self, value)
+            aliases.noted(self)
+
+    get.__name__ = "data"  # the name in messages
+    patching.replace(torch.Tensor, "data", property(get, put))
+
+
+def _number_of(lazy: Any, attribute: str) -> Any:
+    """Return the number of a lazy, to set it as an attribute of a plain tensor.
+
+    Both then share memory, as in torch. So no call on the lazy, or on others that share this
+    memory, is recorded any more.
+    """
+
+    def itself(number: torch.Tensor) -> torch.Tensor:
+        return number
+
+    with reports.Asking(f".{attribute} ="):
+        number = _core.read(lazy)
+    left = number if _core.is_busy() else _core.leave(lazy)
+    if left is None:
+        itself.__name__ = f".{attribute} ="
+        left = _core.live_with_all(itself, (lazy,), {}, True)
+    return left
+
+
+def _patch_setters() -> None:
+    """`p.grad = lazy`, `z.real = lazy`: torch looks for __torch_function__ on the tensor whose
+    attribute is set, and not on the value."""
+
+    def put_gradient(descriptor: Any) -> Callable[[torch.Tensor, Any], None]:
+        def put(tensor: torch.Tensor, lazy: Any) -> None:
+            if lazy.requires_grad:
+                _core.live_with_all(descriptor.__set__, (tensor, lazy), {}, True)
+            else:
+                descriptor.__set__(tensor, _number_of(lazy, "grad"))
+
+        return put
+
+    def put_part(descriptor: Any) -> Callable[[torch.Tensor, Any], None]:
+        return lambda tensor, lazy: descriptor.__get__(tensor).copy_(lazy)
+
+    for name, putting in (
+        ("grad", put_gradient),
+        ("_grad", put_gradient),
+        ("real", put_part),
+        ("imag", put_part),
+    ):
+        descriptor = vars(torch._C.TensorBase)[name]
+        if not _core.set_attribute_by(descriptor, putting(descriptor)):
+            raise RuntimeError(f"torch.Tensor.{name} cannot be set to what koila makes")
+        patching.descriptors.append(descriptor)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Note which tensors share memory but no version counter: `x` and `x.data`, and `x` and `other`
+after `x.data = other`.
+
+A write to one of them does not change the version of the other. So a leaf whose memory such a
+tensor shares is watched by a checksum from the moment a recorded call reads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+from koila import _core
+from koila.staged import meta
+
+#: By storage, the living tensors that share it without a version counter in common.
+by_storage: dict[int, set[weakref.ref[torch.Tensor]]] = {}
+
+#: How often a storage is held if one tensor has it: by that, and by the object that Python sees.
+_ALONE = 2
+_count: Any = torch._C._storage_Use_Count
+
+
+def noted(tensor: torch.Tensor) -> torch.Tensor:
+    """Note that a tensor, while it lives, shares its memory with others of another version; return
+    it."""
+    if tensor.layout is torch.strided:
+        key = tensor.untyped_storage()._cdata
+        ref = weakref.ref(tensor, functools.partial(_forget, key))
+        by_storage.setdefault(key, set()).add(ref)
+    return tensor
+
+
+def _forget(key: int, ref: weakref.ref[torch.Tensor]) -> None:
+    left = by_storage.get(key, set())
+    left.discard(ref)
+    if not left:
+        by_storage.pop(key, None)
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Return whether a write that does not change a tensor's version may change its numbers."""
+    if not by_storage or tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return False
+    key = tensor.untyped_storage()._cdata
+    return key in by_storage and _count(key) > _ALONE
+
+
+def note_leaf(value: int, tensor: torch.Tensor) -> None:
+    """Watch a tensor that has just become leaf number `value` of this thread's tape."""
+    if is_shared(tensor):
+        _core.memo().setdefault("watched", {}).setdefault(value, meta.checksum(tensor))
