@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -294,13 +293,9 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def refresh() -> None:
-    """Patch FSDP, and tell dynamo not to trace lazies, once the script has imported them."""
+    """Patch FSDP and dynamo, once the script has imported them."""
     sharded.patch(patching.replace, patching.holds_lazy)
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        classes = getattr(dynamo.config, "nontraceable_tensor_subclasses", None)
-        if classes is not None:
-            classes.add(_core.LazyTensor)
+    tracers.refresh()
 
 
 def install() -> None:

@@ -22,13 +22,18 @@ descriptors: list[Any] = []
 operators: list[Any] = []  # kept alive: TorchScript knows them by id(), which must stay unique
 
 
+_CONTAINERS = tuple, list, dict
+_LAZY = _core.LazyTensor
+
+
 def holds_lazy(obj: Any) -> bool:
-    if type(obj) is _core.LazyTensor:
+    """Return whether nested arguments hold a lazy. Each call of a compiled function asks."""
+    if type(obj) is _LAZY:
         return True
-    if isinstance(obj, tuple | list):
-        return any(holds_lazy(item) for item in obj)
-    if isinstance(obj, dict):
-        return any(holds_lazy(item) for item in obj.values())
+    if isinstance(obj, _CONTAINERS):
+        for item in obj.values() if isinstance(obj, dict) else obj:
+            if type(item) is _LAZY or (isinstance(item, _CONTAINERS) and holds_lazy(item)):
+                return True
     return False
 
 

@@ -5,6 +5,10 @@ lazy. It gets real tensors, and calls on lazies that a traced function refers to
 from __future__ import annotations
 
 import functools
+import gc
+import importlib
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +16,12 @@ import torch
 import torch.fx.experimental.proxy_tensor
 
 from koila import _core
+from koila.basics import lines
 from koila.patches import patching
+from koila.planning import explain
+from koila.reporting import reports
+
+_eval_frame: Any = torch._C._dynamo.eval_frame
 
 
 def patch() -> None:
@@ -27,6 +36,19 @@ def patch() -> None:
     ):
         patching.replace(owner, name, _counted(patching.live_if_lazy(getattr(owner, name), True)))
     _patch_scripts()
+    patching.replace(torch, "compile", _refreshed(torch.compile))
+
+
+def _refreshed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `original`, which imports dynamo, wrapped to patch dynamo first."""
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        importlib.import_module("torch._dynamo")
+        refresh()
+        return original(*args, **kwargs)
+
+    return patched
 
 
 def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,3 +76,100 @@ def _patch_scripts() -> None:
     if hasattr(torch.jit, "_script"):
         script_method = torch._C.ScriptMethod
         patching.replace(script_method, "__call__", patching.cut_if_lazy(script_method.__call__))
+
+
+def refresh() -> None:
+    """Patch dynamo, once the script has imported it."""
+    frames: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None or hasattr(frames._TorchDynamoContext.__call__, "__wrapped__"):
+        return
+    classes = getattr(torch._dynamo.config, "nontraceable_tensor_subclasses", None)
+    if classes is not None:
+        classes.add(_core.LazyTensor)
+    context: Any = frames._TorchDynamoContext
+    make = context.__call__
+
+    @functools.wraps(make)
+    def compile_function(self: Any, fn: Any) -> Any:
+        made = make(self, fn)
+        _give_tensors(made)
+        return made
+
+    patching.replace(context, "__call__", compile_function)
+    for code in make.__code__.co_consts:  # of functions that were compiled before
+        if isinstance(code, types.CodeType) and set(code.co_freevars) >= _IN_WRAPPER:
+            for made in gc.get_referrers(code):
+                _give_tensors(made)
+    _leave_uncompiled()
+    builder = importlib.import_module("torch._dynamo.variables.builder").VariableBuilder
+    wrap = builder._wrap
+
+    @functools.wraps(wrap)
+    def note_lazy(self: Any, value: Any) -> Any:
+        if type(value) is _core.LazyTensor:
+            explain.note_uncompiled(self.source)
+        return wrap(self, value)
+
+    patching.replace(builder, "_wrap", note_lazy)
+
+
+#: Variables of the function that dynamo returns for a compiled function: it calls `fn`.
+_IN_WRAPPER = {"fn", "callback"}
+
+
+def _give_tensors(made: Any) -> None:
+    """Let a compiled function call the user's with real tensors in place of lazies. A script may
+    have compiled it before it had koila, so what dynamo returned stays, and its variable is set."""
+    names = made.__code__.co_freevars if isinstance(made, types.FunctionType) else ()
+    if not set(names) >= _IN_WRAPPER:
+        return
+    cell = made.__closure__[names.index("fn")]
+    original = cell.cell_contents
+    set_callback, holds_lazy, plain = _eval_frame.set_eval_frame, patching.holds_lazy, torch.Tensor
+
+    @functools.wraps(original, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        callback = set_callback(None)  # else koila's own work is compiled too
+        for arg in (*args, *kwargs.values()) if kwargs else args:
+            if type(arg) is not plain and holds_lazy(arg):
+                is_plain = _core.set_in_forward(None)
+                return _core.live_with_all(run, (callback, *args), kwargs, is_plain)
+        set_callback(callback)
+        return original(*args, **kwargs)
+
+    def run(callback: Any, *args: Any, **kwargs: Any) -> Any:
+        set_callback(callback)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            set_callback(None)
+
+    owner = getattr(original, "__self__", None)
+    run.__name__ = type(owner).__name__ if owner is not None else reports.name_of(original)
+    _let_run(call, is_inner_too=False)
+    cell.cell_contents = call
+
+
+def _let_run(function: Any, is_inner_too: bool) -> None:
+    """Let dynamo run a function as it is, and not compile it where a compiled function calls it;
+    nor what the function calls, if `is_inner_too`."""
+    kinds: Any = importlib.import_module("torch._dynamo.types")
+    inner = kinds.FrameAction.SKIP if is_inner_too else kinds.FrameAction.DEFAULT
+    strategy = kinds.FrameExecStrategy(kinds.FrameAction.SKIP, inner)
+    _eval_frame.set_code_exec_strategy(function.__code__, strategy)
+
+
+def _leave_uncompiled() -> None:
+    """Let dynamo run koila's functions as they are: where a compiled function refers to a lazy, it
+    would compile them, and the calls that they run."""
+    for name, module in list(sys.modules.items()):
+        owners = list(vars(module).values()) if name.split(".")[0] == "koila" else []
+        classes = [vars(one).values() for one in owners if isinstance(one, type)]
+        for one in [*owners, *(member for members in classes for member in members)]:
+            function = one.__func__ if isinstance(one, staticmethod | classmethod) else one
+            if isinstance(function, types.FunctionType) and _is_own(function.__code__):
+                _let_run(function, is_inner_too=True)
+
+
+def _is_own(code: types.CodeType) -> bool:
+    return code.co_filename.startswith(lines.INSIDE[0])

@@ -214,6 +214,22 @@ def log_at_once(func: Any, why: str) -> None:
         )
 
 
+def note_uncompiled(source: Any) -> None:
+    """Note, in the report and once for each line in the log, that dynamo found a lazy which a
+    compiled function refers to: it leaves the calls on it uncompiled."""
+    where, name = lines.user_line(), getattr(source, "name", "")
+    name = name() if callable(name) else name
+    why = f"it refers to a lazy tensor ({name}) that is not an argument"
+    reports.note(ProgramReport("torch.compile", where, why=f"not all of it is compiled: {why}"))
+    _log(
+        f"torch.compile {where} {name}",
+        "torch.compile (%s) leaves calls uncompiled, so its backend may not be called: the "
+        "function refers to a lazy tensor (%s); pass that tensor as an argument",
+        where,
+        name,
+    )
+
+
 def note_left(func: Any, tensor: torch.Tensor, is_written: bool) -> None:
     """Note a large plain tensor that a call made of lazy tensors, or wrote from them.
 

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""torch.compile: a compiled function gets real tensors in place of lazies, so that its backend
+runs; of a lazy that it refers to, koila says that the calls on it are not compiled."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+import koila
+
+N_ROWS = 7
+
+n_calls = 0
+
+
+def twice(graph: Any, _: Any) -> Any:
+    """A backend whose numbers show that it ran."""
+
+    def run(*args: Any) -> Any:
+        global n_calls
+        n_calls += 1
+        assert not any(koila.is_lazy(arg) for arg in args)
+        return tuple(out * 2 if isinstance(out, Tensor) else out for out in graph(*args))
+
+    return run
+
+
+def compiled(function: Any, **words: Any) -> Any:
+    return torch.compile(function, backend=twice, **words)
+
+
+Net = nn.Module
+Program = Callable[[Tensor, Tensor, Net], Any]
+PROGRAMS: dict[str, Program] = {}
+
+
+def program(run: Program) -> Program:
+    PROGRAMS[run.__name__] = run
+    return run
+
+
+@program
+def a_function(x: Tensor, y: Tensor, net: Net) -> Any:
+    f = compiled(torch.sin)
+    return f(net(x)).sum() + f(net(x) * 2).sum()
+
+
+@program
+def the_whole_graph(x: Tensor, y: Tensor, net: Net) -> Any:
+    return compiled(lambda a: a.sin(), fullgraph=True)(net(x))
+
+
+@program
+def decorated(x: Tensor, y: Tensor, net: Net) -> Any:
+    @torch.compile(backend=twice)
+    def loss(a: Tensor, target: Tensor) -> Tensor:
+        return cross_entropy(a, target)
+
+    return loss(net(x), target=y)
+
+
+@program
+def a_module(x: Tensor, y: Tensor, net: Net) -> Any:
+    return compiled(net)(x).sin()
+
+
+@program
+def a_module_in_place(x: Tensor, y: Tensor, net: Net) -> Any:
+    net.compile(backend=twice)
+    return net(x).sin()
+
+
+@program
+def with_statistics(x: Tensor, y: Tensor, net: Net) -> Any:
+    norm = nn.BatchNorm1d(4).double()
+    out = compiled(nn.Sequential(net, norm, nn.ReLU()))(x)
+    return cross_entropy(out, y), norm.running_mean
+
+
+@program
+def nested_arguments(x: Tensor, y: Tensor, net: Net) -> Any:
+    f = compiled(lambda given, more: {"sum": given["a"] + more[0], "list": [more[0].sin()]})
+    made = f({"a": net(x)}, more=[x[:, :4]])
+    return made["sum"], made["list"][0]
+
+
+@program
+def a_graph_break(x: Tensor, y: Tensor, net: Net) -> Any:
+    def f(a: Tensor) -> Tensor:
+        a = a.sin()
+        torch._dynamo.graph_break()
+        return a.cos()
+
+    return compiled(f)(net(x))
+
+
+@program
+def a_write(x: Tensor, y: Tensor, net: Net) -> Any:
+    h = net(x) * 1
+    return torch.compile(lambda a, b: a.add_(b), backend="eager")(h, x[:, :4]), h
+
+
+@program
+def ahead_of_time(x: Tensor, y: Tensor, net: Net) -> Any:
+    return torch.compile(lambda a, b: a.sin() * b, backend="aot_eager")(net(x), x[:, :4])
+
+
+@program
+def without_gradients(x: Tensor, y: Tensor, net: Net) -> Any:
+    with torch.no_grad():
+        return compiled(lambda a: a.sin())(net(x))
+
+
+@program
+def one_in_another(x: Tensor, y: Tensor, net: Net) -> Any:
+    f = compiled(lambda a: a.sin())
+    return compiled(lambda a: f(a) + 1)(net(x))
+
+
+@program
+def in_checkpoints(x: Tensor, y: Tensor, net: Net) -> Any:
+    f = compiled(lambda a: a.sin() * a)
+    direct = checkpoint(f, net(x), use_reentrant=False)
+    reentrant = checkpoint(f, net(x), use_reentrant=True)
+    return direct + reentrant + checkpoint(lambda a: f(net(a)), x, use_reentrant=False)
+
+
+@program
+def in_a_forward(x: Tensor, y: Tensor, net: Net) -> Any:
+    f = compiled(lambda a: a.sin())
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Any:
+            return a * f(x[:, :4])
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:
+            return g * f(x[:, :4])
+
+    return Function.apply(net(x))
+
+
+@program
+def in_a_hook(x: Tensor, y: Tensor, net: Net) -> Any:
+    h = net(x)
+    f = compiled(lambda a: a.sin())
+    h.register_hook(lambda g: f(g * x[:, :4]))
+    return h.sin()
+
+
+@program
+def an_optimized_function(x: Tensor, y: Tensor, net: Net) -> Any:
+    return torch._dynamo.optimize(twice)(lambda a: a.cos())(net(x))
+
+
+def run(made: Program, lazy: Any, chunks: int | None) -> list[Tensor]:
+    """Return what the program returns, and the gradients of its sum."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = nn.Linear(6, 4).double()
+    x, y = lazy(torch.randn(N_ROWS, 6).double(), torch.randint(0, 4, (N_ROWS,)))
+    with koila.config(chunks=chunks):
+        outs = pytree.tree_leaves(made(x, y, net))
+        total = sum(out.sum() for out in outs)
+        if isinstance(total, Tensor) and total.requires_grad:
+            total.backward()
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    return [torch.as_tensor(out.detach() * 1) for out in (*outs, *grads)]
+
+
+@pytest.fixture(autouse=True)
+def _reset() -> Iterator[None]:
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own, in eager too
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_runs_compiled(name: str) -> None:
+    want = run(PROGRAMS[name], lambda *given: given, None)
+    for chunks in (None, 1, 2, 3, N_ROWS):
+        got = run(PROGRAMS[name], koila.lazy, chunks)
+        assert len(got) == len(want)
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+BEFORE = """
+import torch
+f = torch.compile(lambda a: a.sin(), backend=lambda graph, _: lambda *a: [graph(*a)[0] * 2])
+import koila
+x = koila.lazy(torch.ones(3, 2))
+assert torch.equal(f(x) * 1, torch.ones(3, 2).sin() * 2)
+"""
+
+AFTER = """
+import torch, koila, sys
+x = koila.lazy(torch.ones(3, 2))
+assert "torch._dynamo" not in sys.modules
+f = torch.compile(lambda a: a.sin(), backend=lambda graph, _: lambda *a: [graph(*a)[0] * 2])
+assert torch.equal(f(x) * 1, torch.ones(3, 2).sin() * 2)
+"""
+
+
+@pytest.mark.parametrize("script", [BEFORE, AFTER])
+def test_compiled_before_koila_is_imported_or_after(script: str) -> None:
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, a: Tensor) -> Tensor:
+        return a * self.scale
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_a_captured_lazy_is_named(is_module: bool, caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    scale = koila.lazy(torch.ones(N_ROWS, 2).double()) * 3
+    f = compiled(Scaled(scale) if is_module else lambda a: a * scale)
+    with caplog.at_level(logging.WARNING, "koila"):
+        out = f(torch.ones(2).double())
+    assert torch.equal(out * 1, torch.full((N_ROWS, 2), 3.0).double())
+    told = [
+        record.message for record in caplog.records if "leaves calls uncompiled" in record.message
+    ]
+    assert told, caplog.text
+    assert "test_compiled.py" in told[0]
+    assert "scale" in told[0]
+    assert "pass that tensor as an argument" in told[0]
+    assert "not all of it is compiled" in str(koila.report())
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 3])
+def test_what_a_captured_lazy_needs_runs_uncompiled(chunks: int | None) -> None:
+    """What is read runs in koila, whose functions dynamo would compile as the user's."""
+    torch._dynamo.reset()
+    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)).double()
+    x, y = koila.lazy(torch.randn(N_ROWS, 6).double(), torch.randint(0, 4, (N_ROWS,)))
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    with koila.config(chunks=chunks):
+        k = cross_entropy(net(x), y)
+        got = torch.compile(lambda a: (a.sin() * k.item()).cos() + k, backend=backend)(
+            torch.ones(3)
+        )
+        torch.testing.assert_close(got * 1, (torch.ones(3).sin() * k.item()).cos() + k * 1)
+    assert len(graphs) == 1, [graph.code for graph in graphs]
+
+
+def test_of_plain_tensors_nothing_changes() -> None:
+    global n_calls
+    torch._dynamo.reset()
+    koila.lazy(torch.ones(2))
+    n_calls, f = 0, compiled(lambda a: a.sin())
+    assert torch.equal(f(torch.ones(2)), torch.ones(2).sin() * 2)
+    assert torch.equal(f(torch.ones(2)), torch.ones(2).sin() * 2)
+    assert n_calls == 2
