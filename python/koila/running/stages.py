@@ -90,6 +90,9 @@ class Stages:
         self.by_chunk: dict[int, int] = {}
         self.draws = draws.Draws(program, self.grids, hooked.generators)
         self.kept: dict[int, hooks.Kept] = {}  # by value: what hooks must not write
+        #: The leaves of autograd's graph behind the program, each with the first call through which
+        #: it gets a gradient, and what stands for its `.grad`; once hooks are called.
+        self.leaves: list[tuple[torch.Tensor, int, torch.Tensor]] | None = None
         self.bar: progress.Bar | None = None
 
     @functools.cached_property

@@ -45,7 +45,10 @@ def call_hooks(stages: Stages, value: int, gradient: torch.Tensor) -> torch.Tens
     stages.tracked.settle()
     values = list(_computed(stages))
     show(stages, Numbers(stages.program, stages.cross, False, values))
-    _keep_leaves(stages)
+    if stages.leaves is None:
+        first = _first_readers(stages.program)
+        stages.leaves = [(leaf, reader, _Undelivered(leaf)) for leaf, reader in first]
+        _keep_leaves(stages)
     _now.steps.append(stages)
     try:
         with _undelivered(stages, value), hooks.visible(stages.hooked):
@@ -153,16 +156,15 @@ def _undelivered(stages: Stages, value: int) -> Iterator[None]:
     has delivered their gradient: all calls that read them come after the one that made it."""
     node = stages.program.node_of(value)
     after = -1 if node is None else node.id
-    late = [leaf for leaf, first in _leaves_of(stages.program) if first > after]
-    before = [leaf.grad for leaf in late]
-    marks = [_Undelivered(leaf) for leaf in late]
-    for leaf, mark in zip(late, marks, strict=True):
+    late = [(leaf, mark) for leaf, first, mark in stages.leaves or () if first > after]
+    before = [leaf.grad for leaf, _ in late]
+    for leaf, mark in late:
         leaf.grad = mark
     is_as_left = True
     try:
         yield
     finally:
-        for leaf, mark, gradient in zip(late, marks, before, strict=True):
+        for (leaf, mark), gradient in zip(late, before, strict=True):
             is_same = leaf.grad is mark
             is_as_left = is_as_left and is_same
             if is_same:
@@ -171,7 +173,7 @@ def _undelivered(stages: Stages, value: int) -> Iterator[None]:
         _refuse_gradient()
 
 
-def _leaves_of(program: Program) -> list[tuple[torch.Tensor, int]]:
+def _first_readers(program: Program) -> list[tuple[torch.Tensor, int]]:
     """Return the leaves of autograd's graph behind a program, each with the first call through
     which it gets a gradient."""
     first: dict[int, tuple[torch.Tensor, int]] = {}
