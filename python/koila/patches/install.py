@@ -49,6 +49,20 @@ def _patch_function_apply() -> None:
 
     own = _core.call_class_method_by(_OF_FUNCTIONS, apply)
     patching.replace(engine.Function, "apply", own)
+    node: Any = torch.autograd.function.BackwardCFunction
+    for name in ("apply", "apply_boxed"):
+        if hasattr(node, name):
+            patching.replace(node, name, custom_functions.in_backward(getattr(node, name)))
+
+
+def _patch_engine() -> None:
+    """The engine would read the placeholder of a lazy that is given as a gradient of a plain
+    tensor."""
+    autograd: Any = torch.autograd
+    run = autograd._engine_run_backward
+    patching.replace(
+        autograd, "_engine_run_backward", patching.live_if_lazy(run, True, _core.live_with_all)
+    )
 
 
 def _patch_node_hooks() -> None:
@@ -330,6 +344,7 @@ def _install() -> None:
     _patch_graphs()
     _patch_nodes()
     replicated.patch(patching.replace, patching.holds_lazy)
+    _patch_engine()
     apart.patch(patching.replace)
     tracers.patch()
     _patch_unwritten()

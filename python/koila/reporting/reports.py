@@ -45,6 +45,7 @@ _TRANSFORMS = {
     "jvp_impl": "torch.func.jvp",
     "_jvp_with_argnums": "torch.func.jvp",
     "vmap_impl": "torch.func.vmap",
+    "_engine_run_backward": "backward",
 }
 
 

@@ -7,6 +7,7 @@ place of what they save (`recomputed.py`), in the body of the outermost checkpoi
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from koila import _core
-from koila.basics import lines, surroundings, switches
+from koila.basics import engine, lines, surroundings, switches
 from koila.messages.errors import KoilaError
 from koila.random import generators
 from koila.running import checkpoints, custom_memory, recomputed
@@ -45,6 +46,30 @@ def in_forward(apply: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return _bound(run, apply)
+
+
+def in_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `apply` of the node of custom functions, such that calls in its backward on lazies run
+    at once and return tensors, with a graph too: autograd gets what it returns."""
+
+    @functools.wraps(apply)
+    def run(node: Any, *grads: Any) -> Any:
+        if issubclass(node._forward_cls, engine.Function):
+            return apply(node, *grads)
+        before = _core.set_in_forward(True)
+        try:
+            made = apply(node, *grads)
+            are_many = isinstance(made, tuple | list)
+            results = [_as_tensor(one) for one in (made if are_many else (made,))]
+        finally:
+            _core.set_in_forward(before)
+        return tuple(results) if are_many else results[0]
+
+    return run
+
+
+def _as_tensor(made: Any) -> Any:
+    return made.view_as(made) if type(made) is _core.LazyTensor else made
 
 
 def _bound(run: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
