@@ -13,6 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops.associative_scan import associative_scan
+from torch._higher_order_ops.map import map as each
+from torch._higher_order_ops.scan import scan
+from torch._higher_order_ops.while_loop import while_loop
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import cross_entropy
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -165,6 +170,41 @@ def an_optimized_function(x: Tensor, y: Tensor, net: Net) -> Any:
     return torch._dynamo.optimize(twice)(lambda a: a.cos())(net(x))
 
 
+# The higher-order ops compile what they are given
+
+
+@program
+def a_condition(x: Tensor, y: Tensor, net: Net) -> Any:
+    h = net(x)
+    plain = torch.linspace(0, 1, 4).double()
+    one = torch.cond(h.sum() > 0, torch.sin, torch.cos, (h,))
+    two = torch.cond(x.sum() > -100, lambda a, b: a * b, lambda a, b: a + b, (h, plain))
+    return one + two
+
+
+@program
+def loops(x: Tensor, y: Tensor, net: Net) -> Any:
+    h = net(x).detach()
+    start = torch.zeros(4).double()
+    scanned = scan(lambda carry, a: (carry + a, carry * a), start, h)
+    looped: Any = while_loop(
+        lambda i, a: i < 3, lambda i, a: (i + 1, a.sin()), (torch.tensor(0), h)
+    )
+    return scanned, looped[1], associative_scan(torch.add, h, 0, combine_mode="generic")
+
+
+@program
+def a_map(x: Tensor, y: Tensor, net: Net) -> Any:
+    return each(lambda a: a.sin(), net(x))
+
+
+@program
+def attention(x: Tensor, y: Tensor, net: Net) -> Any:
+    with torch.no_grad():
+        q = net(x)[None, None].expand(2, 2, N_ROWS, 4)
+        return flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score * 2 + i)
+
+
 def run(made: Program, lazy: Any, chunks: int | None) -> list[Tensor]:
     """Return what the program returns, and the gradients of its sum."""
     torch._dynamo.reset()
@@ -244,6 +284,32 @@ def test_a_captured_lazy_is_named(is_module: bool, caplog: pytest.LogCaptureFixt
     assert "scale" in told[0]
     assert "pass that tensor as an argument" in told[0]
     assert "not all of it is compiled" in str(koila.report())
+
+
+#: Functions that are compiled as one graph and refer to a lazy `k`.
+CAPTURING: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "fullgraph": lambda a, k: compiled(lambda a: a * k, fullgraph=True)(a),
+    "cond": lambda a, k: torch.cond(a.sum() > 0, lambda a: a * k, torch.cos, (a,)),
+    "scan": lambda a, k: scan(lambda carry, one: (carry + one * k[0], one), a[0], a),
+    "while_loop": lambda a, k: while_loop(
+        lambda i, a: i < 3, lambda i, a: (i + 1, a * k), (torch.tensor(0), a)
+    ),
+    "map": lambda a, k: each(lambda one: one * k[0], a),
+    "flex_attention": lambda a, k: flex_attention(
+        *[a[None, None]] * 3, score_mod=lambda score, b, h, i, j: score + k[i, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("chunks", [None, 3])
+@pytest.mark.parametrize("name", CAPTURING)
+def test_one_graph_around_a_lazy_is_refused(name: str, chunks: int | None) -> None:
+    torch._dynamo.reset()
+    with koila.config(chunks=chunks):
+        k = koila.lazy(torch.ones(N_ROWS, 2).double()) * 3
+        with pytest.raises(koila.KoilaError, match=r"test_compiled.py:\d+\).* as an operand"):
+            CAPTURING[name](torch.ones(N_ROWS, 2).double(), k)
+        assert torch.equal(k * 1, torch.full((N_ROWS, 2), 3.0).double())
 
 
 @pytest.mark.parametrize("chunks", [None, 1, 3])

@@ -17,6 +17,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import dlpack
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+import koila
 from oracle import Lazy, assert_same_story
 from small import Smalls, linear, ones
 
@@ -73,6 +74,40 @@ def new_tensor_of_lazy(x: Tensor) -> Any:
 @SMALLS.add_refusable
 def legacy_constructor(x: Tensor) -> Any:
     return torch.DoubleTensor(x), torch.Tensor(x.float())
+
+
+@SMALLS.add
+def sparse(x: Tensor) -> Any:
+    index, h = torch.arange(4), x[:, 0] * 2
+    coo = torch.sparse_coo_tensor(torch.stack([index, index % 3]), h, (4, 3))
+    csr = torch.sparse_csr_tensor(torch.arange(5), index % 3, h, (4, 3))
+    return coo.to_dense(), csr.to_dense()
+
+
+@SMALLS.add
+def parameters(x: Tensor) -> Any:
+    made = [nn.Parameter(one) for one in (x * 2, (x * 2)[0], x.sum().detach())]
+    loss = sum((one * x).sum() for one in made)
+    assert isinstance(loss, Tensor)
+    loss.backward()
+    return [*made, *(one.grad for one in made), x.detach()]
+
+
+@SMALLS.add
+def load_state_dict(x: Tensor) -> Any:
+    layers = [linear(), linear(), nn.BatchNorm1d(3).double().eval()]
+    state = {"weight": x[:2] * 2, "bias": x[0, :2] * 1}
+    layers[0].load_state_dict(state)
+    layers[1].load_state_dict(state, assign=True)
+    statistics = {**layers[2].state_dict(), "running_mean": x.mean(0)}
+    layers[2].load_state_dict(statistics, assign=True)
+    return [layer(ones(4, 3)) for layer in layers]
+
+
+@SMALLS.add
+def check_of_gradients(x: Tensor) -> Any:
+    leaf = (x * 1).detach().requires_grad_()
+    return torch.autograd.gradcheck(lambda a: (a * x.detach()).sin(), (leaf,))
 
 
 @SMALLS.add
@@ -365,6 +400,28 @@ def save(x: Tensor) -> Any:
 @pytest.mark.parametrize("name", SMALLS)
 def test_equals_eager(name: str, requires_grad: bool) -> None:
     SMALLS[name].check(requires_grad)
+
+
+def test_swapping_a_lazy_is_refused() -> None:
+    x = koila.lazy(torch.ones(4, 3))
+    with pytest.raises(koila.KoilaError, match=r"test_not_intercepted.py:\d+\) cannot swap"):
+        torch.utils.swap_tensors(torch.ones(4, 3), x * 2)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("chunks", [None, 1, 2, 3, 7])
+def test_nested_tensors(chunks: int | None) -> None:
+    """torch does not know the size of a nested tensor's gradient before backward."""
+
+    def story(lazy: Lazy) -> Any:
+        model = linear()
+        h = model(lazy(torch.linspace(-1, 1, 21, dtype=torch.float64).view(7, 3)))
+        nested = torch.nested.as_nested_tensor([h[:3], h[3:]])
+        out = (nested * 2).to_padded_tensor(0.0)
+        out.sin().sum().backward()
+        return out, [p.grad for p in model.parameters()]
+
+    assert_same_story(story, chunks, partly="a backward" if (chunks or 1) > 1 else "")
 
 
 def test_transformer_in_eval_takes_eagers_path() -> None:

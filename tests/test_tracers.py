@@ -151,6 +151,51 @@ def symbolic(x: Tensor, y: Tensor, net: Net) -> Any:
     return f(net(x))
 
 
+@program
+def jit_trace_with_a_buffer(x: Tensor, y: Tensor, net: Net) -> Any:
+    k = x[:, :4] * 2
+    traced = torch.jit.trace(Scaled(k, is_buffer=True), (ramp(N_ROWS, 4),))
+    pending = torch.jit.trace(Scaled(x[:, :4], is_buffer=True), (net(x),))
+    return traced(net(x)), pending(ramp(N_ROWS, 4))
+
+
+captured: list[Tensor] = []
+
+
+@torch.jit.ignore  # type: ignore[untyped-decorator]
+def times_captured(a):  # type: ignore[no-untyped-def]
+    return a * captured[-1]
+
+
+def scripted_body(a):  # type: ignore[no-untyped-def]
+    return times_captured(a).sin() * 2
+
+
+class ScriptedModule(nn.Module):
+    @torch.jit.ignore  # type: ignore[untyped-decorator]
+    def times(self, a):  # type: ignore[no-untyped-def]
+        return a * captured[-1]
+
+    def forward(self, a):  # type: ignore[no-untyped-def]
+        return self.times(a) * 2 + a
+
+
+@program
+def jit_ignored_functions(x: Tensor, y: Tensor, net: Net) -> Any:
+    f, module = torch.jit.script(scripted_body), torch.jit.script(ScriptedModule())
+    found = []
+    for k in (x[:, :4] * 2, net(x), x.mean()):
+        captured[:] = [k]
+        found += [f(ramp(N_ROWS, 4)), f(net(x)), module(ramp(N_ROWS, 4)), module(net(x))]
+    return found
+
+
+@program
+def functionalized(x: Tensor, y: Tensor, net: Net) -> Any:
+    f = torch.func.functionalize(lambda a: (a * x[:, :4]).add_(a))
+    return f(net(x)), f(ramp(N_ROWS, 4))
+
+
 def run(made: Program, lazy: Any, chunks: int | None) -> list[Tensor]:
     """Return what the program returns, and the gradients of its sum."""
     torch.manual_seed(0)

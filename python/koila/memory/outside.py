@@ -40,13 +40,36 @@ _HELD = {row["name"].replace("_", ""): max(row["held"][1]) for row in _core.op_t
 def _held(node: Any) -> float:
     """Return the bytes that the backward of a node holds beside gradients."""
     n_results: float = _HELD.get(node.name().partition("Backward")[0].lower(), 0.0)
-    return n_results * max(map(_bytes, node._input_metadata), default=0) if n_results else 0.0
+    return n_results * max(results(node), default=0) if n_results else 0.0
 
 
-def _bytes(metadata: Any) -> int:
-    """Return the bytes of a tensor from the metadata that a node has of it."""
-    n: int = torch.Size(metadata.shape).numel() * metadata.dtype.itemsize
-    return n
+def results(node: Any) -> list[int]:
+    """Return the bytes of each result of a node's call."""
+    return [_bytes(node, output) for output in range(len(node._input_metadata))]
+
+
+def _bytes(node: Any, output: int) -> int:
+    """Return the bytes of a result of a node's call.
+
+    A node does not know the size of a nested tensor with strides: it is taken to be as large as
+    what its graph made it of.
+    """
+    found = 0
+    seen: set[tuple[Any, int]] = {(node, output)}
+    steps: list[tuple[Any, int]] = [(node, output)]
+    while steps:
+        node, output = steps.pop()
+        if type(node) is ACCUMULATE_GRAD:
+            found += node.variable.nbytes  # type: ignore[attr-defined]
+            continue
+        made = node._input_metadata[output]
+        if not getattr(made, "is_cpp_nested_tensor", False):
+            found += torch.Size(made.shape).numel() * made.dtype.itemsize
+            continue
+        following = {step for step in node.next_functions if step[0] is not None} - seen
+        seen |= following
+        steps += following
+    return found
 
 
 def peak(tensors: Iterable[torch.Tensor]) -> float:
@@ -76,7 +99,7 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
             # By its type, since a custom node may have any attribute, `variable` too.
             is_leaf = type(following) is ACCUMULATE_GRAD
             leaf = getattr(following, "variable", None) if is_leaf else None
-            size = leaf.nbytes if leaf is not None else _bytes(following._input_metadata[output])
+            size = leaf.nbytes if leaf is not None else _bytes(following, output)
             made += 0 if node.name() in _RETURNS_GRADIENT and size <= taken else size
             shard = getattr(leaf, "_koila_shard", None)
             if shard is not None and (following, output) not in arrived:
@@ -141,7 +164,7 @@ def total(tensors: Iterable[torch.Tensor]) -> float:
     found = 0.0
     for node in nodes(tensors):
         leaf = getattr(node, "variable", None) if type(node) is ACCUMULATE_GRAD else None
-        found += sum([leaf.nbytes] if leaf is not None else map(_bytes, node._input_metadata))
+        found += sum([leaf.nbytes] if leaf is not None else results(node))
     return found
 
 

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of attributes of tensors: x.data, whose writes torch does not count, and attributes that
-are set to a lazy."""
+"""Patches of attributes of tensors: x.data, whose writes torch does not count, attributes that are
+set to a lazy, and parameters made of one."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from koila import _core
+from koila.basics import lines
 from koila.basics.threads import in_turn
+from koila.messages.errors import KoilaError
 from koila.patches import patching
 from koila.recording import bridge, flush
 from koila.reporting import reports
@@ -22,6 +25,7 @@ def patch() -> None:
     """Make the patches of this file."""
     _patch_data()
     _patch_setters()
+    _patch_parameter()
 
 
 def _patch_data() -> None:
@@ -120,3 +124,29 @@ def _patch_setters() -> None:
         if not _core.set_attribute_by(descriptor, putting(descriptor)):
             raise RuntimeError(f"torch.Tensor.{name} cannot be set to what koila makes")
         patching.descriptors.append(descriptor)
+
+
+def _patch_parameter() -> None:
+    """A parameter made of a lazy is a plain one: torch looks at the type of `lazy.detach()`."""
+    make: Any = torch.nn.Parameter.__new__
+
+    @functools.wraps(make)
+    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if type(data) is _core.LazyTensor:
+            data = _number_of(data, "data").detach()
+        return make(cls, data, requires_grad)
+
+    patching.replace(torch.nn.Parameter, "__new__", staticmethod(new))
+
+    swap: Any = torch.utils.swap_tensors
+
+    @functools.wraps(swap)
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        if patching.holds_lazy((t1, t2)):
+            raise KoilaError(
+                f"torch.utils.swap_tensors ({lines.user_line()}) cannot swap a lazy tensor, to "
+                "which recorded calls refer; swap a plain copy, copy.deepcopy(x.detach())"
+            )
+        swap(t1, t2)
+
+    patching.replace(torch.utils, "swap_tensors", swap_tensors)

@@ -21,8 +21,7 @@ from torch.optim.optimizer import (
 from koila import _core
 from koila.basics import engine, surroundings, switches
 from koila.memory import budget
-from koila.patches import attributes, patching, tracers
-from koila.planning import unsplit
+from koila.patches import attributes, patching, tracers, transforms
 from koila.random import generators, plain
 from koila.recording import apart, bridge, flush, handed_out, handlers, replicated, sharded
 from koila.reporting import reports
@@ -90,45 +89,13 @@ def _patch_factories() -> None:
         patching.replace(torch, name, patching.read_if_lazy(getattr(torch, name)))
     for name in ("as_tensor", "asarray"):
         patching.replace(torch, name, patching.same_if_lazy(getattr(torch, name)))
+    for layout in ("coo", "csr", "csc", "bsr", "bsc", "compressed"):
+        name = f"sparse_{layout}_tensor"
+        patching.replace(torch, name, patching.live_if_lazy(getattr(torch, name), True))
     for owner in (torch, torch.utils.dlpack, torch._C):
         for name in ("to_dlpack", "_to_dlpack"):
             if name in vars(owner):
                 patching.replace(owner, name, patching.live_if_lazy(getattr(owner, name), True))
-
-
-def _patch_functorch() -> None:
-    """vmap and the transforms of torch.func would wrap the empty placeholder of a lazy before any
-    call is dispatched."""
-    vmap: Any = torch._functorch.vmap
-    patching.replace(vmap, "_add_batch_dim", patching.live_if_lazy(vmap._add_batch_dim, True))
-    apis: Any = torch._functorch.apis
-    patching.replace(
-        apis, "vmap_impl", patching.live_if_lazy(apis.vmap_impl, True, unsplit.transform)
-    )
-    transforms = torch._functorch.eager_transforms
-    for name in ("grad_impl", "grad_and_value_impl", "vjp_impl", "_vjp_with_argnums", "jvp_impl"):
-        if hasattr(transforms, name):
-            original = getattr(transforms, name)
-            patching.replace(
-                transforms, name, patching.live_if_lazy(original, True, unsplit.transform)
-            )
-    for name in ("_vjp_with_argnums", "_jvp_with_argnums", "functionalize"):
-        if hasattr(transforms, name) and vars(transforms)[name] is not None:
-            original = getattr(transforms, name)
-            if not hasattr(original, "__wrapped__"):
-                patching.replace(
-                    transforms, name, patching.live_if_lazy(original, True, unsplit.transform)
-                )
-
-
-def _patch_transforms() -> None:
-    """Count the active transforms for the recorder: inside of one, calls on lazies run at once."""
-    for owner in (torch._functorch.vmap, torch._functorch.eager_transforms):
-        for kind in ("vmap", "grad", "jvp", "func"):
-            for name, step in (("increment", 1), ("decrement", -1)):
-                full = f"_{kind}_{name}_nesting"
-                if hasattr(owner, full):
-                    patching.replace(owner, full, patching.counting(getattr(owner, full), step))
 
 
 def _patch_grad_modes() -> None:
@@ -219,13 +186,6 @@ def _patch_switches() -> None:
                 full = f"{verb}_{name}"
                 patching.replace(native, full, patching.flush_first(getattr(native, full)))
     switches.note()
-
-
-def _patch_dual_levels() -> None:
-    """Count the levels of forward-mode AD for the recorder: inside of one, calls run at once."""
-    levels: Any = torch.autograd.forward_ad
-    for name, step in (("enter_dual_level", 1), ("exit_dual_level", -1)):
-        patching.replace(levels, name, surroundings.count_duals(getattr(levels, name), step))
 
 
 def _patch_graphs() -> None:
@@ -332,15 +292,13 @@ def _install() -> None:
     _patch_checkpoint()
     _patch_node_hooks()
     _patch_factories()
-    _patch_functorch()
-    _patch_transforms()
+    transforms.patch()
     _patch_grad_modes()
     _patch_fast_paths()
     attributes.patch()
     _patch_set()
     _patch_generator()
     _patch_switches()
-    _patch_dual_levels()
     _patch_graphs()
     _patch_nodes()
     replicated.patch(patching.replace, patching.holds_lazy)

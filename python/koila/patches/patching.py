@@ -74,6 +74,20 @@ def cut_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
     return live_if_lazy(original, False, _core.live_with_all)
 
 
+def returning_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `original`, wrapped so that calls on lazies in it run at once and return tensors."""
+
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        before = _core.set_in_forward(True)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _core.set_in_forward(before)
+
+    return patched
+
+
 def _numbers(obj: Any) -> Any:
     """Return the object with lazies replaced by their numbers."""
     if type(obj) is _core.LazyTensor:

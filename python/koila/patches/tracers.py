@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +18,20 @@ import torch.fx.experimental.proxy_tensor
 
 from koila import _core
 from koila.basics import lines
+from koila.messages.errors import KoilaError
 from koila.patches import patching
 from koila.planning import explain
 from koila.reporting import reports
 
 _eval_frame: Any = torch._C._dynamo.eval_frame
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.found: list[str] = []  # lazies that compiled functions refer to
+
+
+_state = _State()
 
 
 def patch() -> None:
@@ -67,15 +77,14 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_scripts() -> None:
-    """A TorchScript function would see only the placeholder of a lazy."""
-    patching.replace(
-        torch.jit.ScriptFunction,
-        "__call__",
-        patching.cut_if_lazy(torch.jit.ScriptFunction.__call__),
-    )
+    """A TorchScript function would see only the placeholder of a lazy: of an argument, and of what
+    a Python function that it calls returns."""
+    owners: list[Any] = [torch.jit.ScriptFunction]
     if hasattr(torch.jit, "_script"):
-        script_method = torch._C.ScriptMethod
-        patching.replace(script_method, "__call__", patching.cut_if_lazy(script_method.__call__))
+        owners.append(torch._C.ScriptMethod)
+    for owner in owners:
+        call = patching.returning_tensors(owner.__call__)
+        patching.replace(owner, "__call__", patching.cut_if_lazy(call))
 
 
 def refresh() -> None:
@@ -107,7 +116,7 @@ def refresh() -> None:
     @functools.wraps(wrap)
     def note_lazy(self: Any, value: Any) -> Any:
         if type(value) is _core.LazyTensor:
-            explain.note_uncompiled(self.source)
+            _state.found.append(explain.note_uncompiled(self.source))
         return wrap(self, value)
 
     patching.replace(builder, "_wrap", note_lazy)
@@ -134,13 +143,24 @@ def _give_tensors(made: Any) -> None:
             if type(arg) is not plain and holds_lazy(arg):
                 is_plain = _core.set_in_forward(None)
                 return _core.live_with_all(run, (callback, *args), kwargs, is_plain)
-        set_callback(callback)
-        return original(*args, **kwargs)
+        n_found = len(_state.found)
+        try:
+            set_callback(callback)
+            return original(*args, **kwargs)
+        except Exception as error:
+            set_callback(None)
+            _refuse_found(n_found, error)
+            raise
 
     def run(callback: Any, *args: Any, **kwargs: Any) -> Any:
+        n_found = len(_state.found)
         set_callback(callback)
         try:
             return original(*args, **kwargs)
+        except Exception as error:
+            set_callback(None)
+            _refuse_found(n_found, error)
+            raise
         finally:
             set_callback(None)
 
@@ -148,6 +168,17 @@ def _give_tensors(made: Any) -> None:
     run.__name__ = type(owner).__name__ if owner is not None else reports.name_of(original)
     _let_run(call, is_inner_too=False)
     cell.cell_contents = call
+
+
+def _refuse_found(n_found: int, error: Exception) -> None:
+    """Raise if dynamo failed after it found a lazy."""
+    exc: Any = importlib.import_module("torch._dynamo.exc")
+    if isinstance(error, exc.TorchDynamoException) and len(_state.found) > n_found:
+        raise KoilaError(
+            f"torch.compile ({lines.user_line()}) fails since the function refers to a lazy tensor "
+            f"({_state.found[-1]}). Pass that tensor as an argument (to torch.cond and its kin as "
+            "an operand), or refer to a plain copy, copy.deepcopy(x.detach())"
+        ) from error
 
 
 def _let_run(function: Any, is_inner_too: bool) -> None:

@@ -214,9 +214,9 @@ def log_at_once(func: Any, why: str) -> None:
         )
 
 
-def note_uncompiled(source: Any) -> None:
+def note_uncompiled(source: Any) -> str:
     """Note, in the report and once for each line in the log, that dynamo found a lazy which a
-    compiled function refers to: it leaves the calls on it uncompiled."""
+    compiled function refers to: it leaves the calls on it uncompiled. Return the lazy's name."""
     where, name = lines.user_line(), getattr(source, "name", "")
     name = name() if callable(name) else name
     why = f"it refers to a lazy tensor ({name}) that is not an argument"
@@ -228,6 +228,7 @@ def note_uncompiled(source: Any) -> None:
         where,
         name,
     )
+    return str(name)
 
 
 def note_left(func: Any, tensor: torch.Tensor, is_written: bool) -> None:

@@ -268,8 +268,15 @@ def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
     What was recorded before the transform runs first, and outside of it.
     """
-    is_traced = torch._C._get_tracing_state() is not None or get_proxy_mode() is not None
-    if is_traced or devices.is_capturing():
+    tracers: Any = torch._C
+    state = tracers._get_tracing_state()
+    if state is not None:
+        tracers._set_tracing_state(None)
+        try:
+            _core.live(_nothing, (args, kwargs), {}, True)
+        finally:
+            tracers._set_tracing_state(state)
+    if state is not None or get_proxy_mode() is not None or devices.is_capturing():
         return _core.live(func, args, kwargs, True)
     if torch._C._functorch.peek_interpreter_stack() is None:
         return NotImplemented  # the transform is another thread's
