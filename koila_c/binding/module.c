@@ -82,6 +82,8 @@ core_bind(PyObject *Py_UNUSED(module), PyObject *args)
         {&kl_py.note_written, "note_written"},
         {&kl_py.aliased, "aliased"},
         {&kl_py.note_leaf, "note_leaf"},
+        {&kl_py.autograd_key, "autograd_key"},
+        {&kl_py.is_worker, "is_worker"},
         {&kl_py.note_left, "note_left"},
         {&kl_py.is_in_hook, "is_in_hook"},
         {&kl_py.name_of_file, "name_of_file"},

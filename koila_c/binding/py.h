@@ -189,6 +189,8 @@ typedef struct KlPyState {
     PyObject *is_out_of_memory; /* errors.py: whether an exception is an out-of-memory error */
     PyObject *note_write, *note_written; /* unwritten.py: pending side writes of a call */
     PyObject *aliased;      /* aliases.py: memory that is shared without a version, by storage */
+    PyObject *is_worker;    /* threads.py: whether this is a thread of autograd's */
+    PyObject *autograd_key; /* number of torch's dispatch key of autograd */
     PyObject *note_leaf;    /* aliases.py: a tensor became a leaf */
     PyObject *note_left;    /* explain.py: a call made or wrote a large plain tensor */
     PyObject *is_in_hook;   /* engine.py: whether torch's engine runs a hook */
@@ -522,6 +524,8 @@ void kl_context_end_outside(PyObject *guard);
 int kl_context_runs_at_once(PyObject *func);
 /* Take the user's hooks and modes off until kl_context_end_outside() gets the guard; NULL on failure. */
 PyObject *kl_context_leave_user(void);
+/* Whether torch's C++ gets what this code returns: in a custom function's forward, or below autograd. */
+bool kl_context_is_for_torch(void);
 /* kl_infer_call and kl_infer_saves in context `id`: under autocast, for inputs as torch would cast them. */
 KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
                           KlError *error);

@@ -45,6 +45,7 @@ static struct {
     int64_t (*n_function_modes)(void);
     bool (*has_dispatch_modes)(bool is_infra_skipped);
     void *const *(*saved_tensors)(void); /* begins with a std::deque of hooks */
+    bool (*is_excluded)(uint16_t dispatch_key);
 } around;
 
 static bool
@@ -81,18 +82,13 @@ around_self_test(void)
     return result;
 }
 
-static void
-find_around(void)
+bool
+kl_context_is_for_torch(void)
 {
-    *(void **)&around.n_function_modes =
-        kl_meta_symbol("_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv");
-    *(void **)&around.has_dispatch_modes =
-        kl_meta_symbol("_ZN3c104impl20TorchDispatchModeTLS13any_modes_setEb");
-    *(void **)&around.saved_tensors =
-        kl_meta_symbol("_ZN2at23SavedTensorDefaultHooks13get_tls_stateEv");
-    if (!around_self_test()) {
-        around.saved_tensors = NULL;
-    }
+    bool is_below = around.is_excluded != NULL && direct.is_inference_enabled != NULL &&
+                    around.is_excluded((uint16_t)PyLong_AsLong(kl_py.autograd_key)) &&
+                    !direct.is_inference_enabled();
+    return kl_record_is_in_forward || is_below;
 }
 
 int
@@ -112,7 +108,8 @@ PyObject *
 kl_context_leave_user(void)
 {
     bool is_nothing = around.saved_tensors != NULL && around.n_function_modes() == 0 &&
-                      !around.has_dispatch_modes(false) && !has_saved_tensors_hooks();
+                      !around.has_dispatch_modes(false) && !has_saved_tensors_hooks() &&
+                      !kl_context_is_for_torch();
     return is_nothing ? Py_NewRef(Py_None) : PyObject_CallNoArgs(kl_py.leave);
 }
 
@@ -137,12 +134,23 @@ kl_context_is_direct(void)
 }
 
 static void
-find_direct(void)
+find_symbols(void)
 {
     *(void **)&direct.is_grad_enabled = kl_meta_symbol("aoti_torch_grad_mode_is_enabled");
     *(void **)&direct.is_inference_enabled = kl_meta_symbol("_ZN3c1013InferenceMode10is_enabledEv");
     *(void **)&direct.is_autocast_enabled =
         kl_meta_symbol("_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE");
+    *(void **)&around.n_function_modes =
+        kl_meta_symbol("_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv");
+    *(void **)&around.has_dispatch_modes =
+        kl_meta_symbol("_ZN3c104impl20TorchDispatchModeTLS13any_modes_setEb");
+    *(void **)&around.saved_tensors =
+        kl_meta_symbol("_ZN2at23SavedTensorDefaultHooks13get_tls_stateEv");
+    *(void **)&around.is_excluded =
+        kl_meta_symbol("_ZN3c104impl28tls_is_dispatch_key_excludedENS_11DispatchKeyE");
+    if (!around_self_test()) {
+        around.saved_tensors = NULL;
+    }
 }
 
 static int
@@ -531,8 +539,7 @@ kl_context_init(void)
             goto error;
         }
     }
-    find_direct();
-    find_around();
+    find_symbols();
     static const char *const devices[KL_N_DEVICES] = {"cpu", "cuda"};
     for (int i = 0; i < KL_N_DEVICES; i++) {
         state.device_names[i] = PyUnicode_InternFromString(devices[i]);

@@ -752,8 +752,9 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
     if (found.is_any_lost && refuse_lost(function, args, out_of(kwargs)) < 0) {
         return NULL;
     }
-    int is_plain = kl_record_is_in_forward ? 1 : is_in_hook(found.tape);
-    bool is_safe = kl_record_is_in_forward || !may_write(function, out_of(kwargs));
+    bool is_for_torch = kl_context_is_for_torch();
+    int is_plain = is_for_torch ? 1 : is_in_hook(found.tape);
+    bool is_safe = is_for_torch || !may_write(function, out_of(kwargs));
     if (is_plain < 0 || (is_plain > 0 && is_safe)) {
         return is_plain < 0 ? NULL : call_for_tensors(function, func, args, kwargs);
     }
@@ -821,7 +822,7 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
         Py_DECREF(result);
     }
     Function *function = kl_function_find(func);
-    KlLiveKind kind = kl_record_is_in_forward ? KL_LIVE_PLAIN : KL_LIVE_LAZY;
+    KlLiveKind kind = kl_context_is_for_torch() ? KL_LIVE_PLAIN : KL_LIVE_LAZY;
     bool is_asked = false; /* by a class that may have its own plan for a Python function */
     for (Py_ssize_t i = 0; PyTuple_Check(types) && i < PyTuple_GET_SIZE(types); i++) {
         PyObject *type = PyTuple_GET_ITEM(types, i);

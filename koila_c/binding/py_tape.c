@@ -199,14 +199,6 @@ find_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
     return add_axis(tape, key, rows, axis);
 }
 
-/* Detach a leaf from another thread's tape, which keeps the tensor. */
-static void
-take_over(Value *lazy)
-{
-    Tape *from = lazy->tape;
-    kl_lazy_leave(from, lazy->id, from->values[lazy->id].real);
-}
-
 int
 kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
 {
@@ -223,8 +215,8 @@ kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
         PyErr_SetString(PyExc_SystemError, "koila: a value of another tape was not run first");
         return -1;
     }
-    if (lazy->tape != NULL) {
-        take_over(lazy);
+    if (lazy->tape != NULL) { /* a leaf of another thread's tape, which keeps the tensor */
+        kl_lazy_leave(lazy->tape, lazy->id, lazy->tape->values[lazy->id].real);
     }
     KlPlace place = lazy->place;
     if (kl_place_is_rows(&place) && find_axis(tape, lazy->axis_key, lazy->rows, &place.axis) < 0) {

@@ -71,12 +71,9 @@ is_hopeless(const KlLock *lock, uint64_t thread)
         return 1;
     }
     /* While autograd's own threads run hooks, the thread that called backward waits for them. */
-    PyObject *module = PyImport_ImportModule("koila.basics.threads");
-    PyObject *answer =
-        module != NULL ? PyObject_CallMethod(module, "is_autograd_worker", NULL) : NULL;
+    PyObject *answer = PyObject_CallNoArgs(kl_py.is_worker);
     bool is_worker = answer == Py_True;
     Py_XDECREF(answer);
-    Py_XDECREF(module);
     if (is_worker) {
         PyErr_SetString(kl_py.koila_error,
                         "a value was read while the program that makes it is running; read it "

@@ -95,6 +95,9 @@ class _Disabled:
             for mode in filter(_is_observer, reversed(modes)):
                 torch.utils._python_dispatch._push_mode(mode)
                 self._stack.callback(torch.utils._python_dispatch._pop_mode)
+        if _is_below_autograd():
+            included = _C._dispatch_tls_local_include_set()
+            self._stack.enter_context(_C._ForceDispatchKeyGuard(included, _EXCLUDED))
 
     def _enable(self) -> None:
         self._stack.close()
@@ -130,9 +133,22 @@ class _State(threading.local):
 _state = _State()
 
 
+#: torch's dispatch key of autograd that no tensor has on a CPU or GPU: excluded with all others.
+AUTOGRAD = "AutogradOther"
+_EXCLUDED: Any = _C._dispatch_tls_local_exclude_set()  # where nothing special is going on
+
+
+def _is_below_autograd() -> bool:
+    """Return whether torch's dispatcher has called this code with autograd excluded: the code of a
+    dispatch mode, of a wrapper subclass or of a custom operator."""
+    is_excluded = _C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD)
+    return is_excluded and not torch.is_inference_mode_enabled()
+
+
 def _is_any() -> bool:
     return bool(
-        _C._len_torch_function_stack()
+        _is_below_autograd()
+        or _C._len_torch_function_stack()
         or _C._len_torch_dispatch_stack()
         or _hooks._top_saved_tensors_default_hooks(True) is not None
         or not _hooks._saved_tensors_hooks_is_enabled()

@@ -12,7 +12,17 @@ from typing import Any
 import torch
 
 from koila import _core
-from koila.basics import devices, engine, enter, holders, lines, surroundings, switches, table
+from koila.basics import (
+    devices,
+    engine,
+    enter,
+    holders,
+    lines,
+    surroundings,
+    switches,
+    table,
+    threads,
+)
 from koila.messages.errors import KoilaError, StaleError, is_out_of_memory
 from koila.planning import explain
 from koila.random import draws, generators, plain
@@ -260,6 +270,8 @@ def register_all() -> None:
             "note_written": unwritten.note_written,
             "aliased": aliases.by_storage,
             "note_leaf": aliases.note_leaf,
+            "is_worker": threads.is_autograd_worker,
+            "autograd_key": int(getattr(torch._C.DispatchKey, surroundings.AUTOGRAD)),
             "note_left": explain.note_left,
             "is_in_hook": engine.is_in_hook,
             "name_of_file": lines.name_of_file,
