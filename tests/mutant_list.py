@@ -829,13 +829,6 @@ MUTANTS = [
         "tests/test_below_autograd.py",
     ),
     Mutant(
-        "live: what has its tensor is not read within a run",
-        "koila_c/binding/py_live.c",
-        "if (value->tape != NULL && !is_known) {",
-        "if (value->tape != NULL) {",
-        "tests/test_captured_lazies.py",
-    ),
-    Mutant(
         "aliases: a leaf that shares memory is not watched",
         "python/koila/staged/aliases.py",
         "return key in by_storage and _count(key) > _ALONE",

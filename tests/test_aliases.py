@@ -102,6 +102,20 @@ def test_an_alias_that_is_gone_costs_nothing() -> None:
     assert total.item() == 2 * 2 * N_ROWS * 4
 
 
+def test_data_that_is_set_again() -> None:
+    """Modules and optimizers do this: net.double(), net.to(), optimizer.step()."""
+    net = nn.Linear(3, 2)
+    for _ in range(2):
+        for p in net.parameters():
+            p.data = p.data * 2
+            p.data = p.data.view(p.shape)
+    net.double().float()
+    x = koila.lazy(torch.ones(N_ROWS, 3))
+    net(x).sum().backward()
+    assert net.weight.grad is not None
+    assert net.weight.grad.tolist() == [[N_ROWS] * 3] * 2
+
+
 def test_data_of_a_tensor_that_has_no_memory() -> None:
     sparse = torch.eye(3).to_sparse()
     kept = [sparse.data, torch.empty(3, device="meta").data, torch.empty(0).data]

@@ -17,8 +17,9 @@ import torch
 from koila import _core
 from koila.staged import meta
 
-#: By storage, the living tensors that share it without a version counter in common.
-by_storage: dict[int, set[weakref.ref[torch.Tensor]]] = {}
+#: By storage, the living tensors that share it without a version counter in common, by id: equal
+#: weak references would compare the numbers of their tensors.
+by_storage: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}
 
 #: How often a storage is held if one tensor has it: by that, and by the object that Python sees.
 _ALONE = 2
@@ -30,16 +31,17 @@ def noted(tensor: torch.Tensor) -> torch.Tensor:
     it."""
     if tensor.layout is torch.strided:
         key = tensor.untyped_storage()._cdata
-        ref = weakref.ref(tensor, functools.partial(_forget, key))
-        by_storage.setdefault(key, set()).add(ref)
+        forget = functools.partial(_forget, key, id(tensor))
+        by_storage.setdefault(key, {})[id(tensor)] = weakref.ref(tensor, forget)
     return tensor
 
 
-def _forget(key: int, ref: weakref.ref[torch.Tensor]) -> None:
-    left = by_storage.get(key, set())
-    left.discard(ref)
-    if not left:
-        by_storage.pop(key, None)
+def _forget(key: int, tensor: int, ref: weakref.ref[torch.Tensor]) -> None:
+    left = by_storage.get(key, {})
+    if left.get(tensor) is ref:
+        del left[tensor]
+        if not left:
+            del by_storage[key]
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
