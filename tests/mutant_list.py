@@ -832,7 +832,7 @@ MUTANTS = [
         "aliases: a leaf that shares memory is not watched",
         "python/koila/staged/aliases.py",
         "return key in by_storage and _count(key) > _ALONE",
-        "return False",
+        "return key not in by_storage and _count(key) > _ALONE",
         "tests/test_aliases.py",
     ),
     Mutant(
