@@ -40,54 +40,56 @@ kl_py_id(PyObject *object, void *id)
     return 1;
 }
 
-/* bind(folders, reductions, objects): set kl_py's Python objects from a dict, by the names below; also the folders
+/* The Python objects that bind() gets, by name. */
+static const struct {
+    PyObject **where;
+    const char *name;
+} names[] = {
+    {&kl_py.koila_error, "koila_error"},
+    {&kl_py.stale_error, "stale_error"},
+    {&kl_py.meta_infer, "meta_infer"},
+    {&kl_py.refuse, "refuse"},
+    {&kl_py.is_row_range, "is_row_range"},
+    {&kl_py.checksum, "checksum"},
+    {&kl_py.draw_like, "draw_like"},
+    {&kl_py.note_draw, "note_draw"},
+    {&kl_py.check_run, "check_run"},
+    {&kl_py.thawed, "thawed"},
+    {&kl_py.move_on, "move_on"},
+    {&kl_py.skip_one_hop, "skip_one_hop"},
+    {&kl_py.read, "read"},
+    {&kl_py.in_transform, "in_transform"},
+    {&kl_py.run_again, "run_again"},
+    {&kl_py.bind_hooks, "bind_hooks"},
+    {&kl_py.bridge, "bridge"},
+    {&kl_py.before_write, "before_write"},
+    {&kl_py.after_write, "after_write"},
+    {&kl_py.note_ran, "note_ran"},
+    {&kl_py.keep, "keep"},
+    {&kl_py.device_of, "device_of"},
+    {&kl_py.wait_for_copy, "wait_for_copy"},
+    {&kl_py.choose_switches, "choose_switches"},
+    {&kl_py.runs_at_once, "runs_at_once"},
+    {&kl_py.leave, "leave"},
+    {&kl_py.record_out, "record_out"},
+    {&kl_py.settle, "settle"},
+    {&kl_py.is_out_of_memory, "is_out_of_memory"},
+    {&kl_py.note_write, "note_write"},
+    {&kl_py.note_written, "note_written"},
+    {&kl_py.aliased, "aliased"},
+    {&kl_py.note_leaf, "note_leaf"},
+    {&kl_py.autograd_key, "autograd_key"},
+    {&kl_py.is_worker, "is_worker"},
+    {&kl_py.note_left, "note_left"},
+    {&kl_py.is_in_hook, "is_in_hook"},
+    {&kl_py.name_of_file, "name_of_file"},
+};
+
+/* bind(folders, reductions, objects): set kl_py's Python objects from a dict, by the names above; also the folders
  * whose files are not the user's, and the reductions that Python can split. */
 static PyObject *
 core_bind(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    const struct {
-        PyObject **where;
-        const char *name;
-    } names[] = {
-        {&kl_py.koila_error, "koila_error"},
-        {&kl_py.stale_error, "stale_error"},
-        {&kl_py.meta_infer, "meta_infer"},
-        {&kl_py.refuse, "refuse"},
-        {&kl_py.is_row_range, "is_row_range"},
-        {&kl_py.checksum, "checksum"},
-        {&kl_py.draw_like, "draw_like"},
-        {&kl_py.note_draw, "note_draw"},
-        {&kl_py.check_run, "check_run"},
-        {&kl_py.thawed, "thawed"},
-        {&kl_py.move_on, "move_on"},
-        {&kl_py.skip_one_hop, "skip_one_hop"},
-        {&kl_py.read, "read"},
-        {&kl_py.in_transform, "in_transform"},
-        {&kl_py.run_again, "run_again"},
-        {&kl_py.bind_hooks, "bind_hooks"},
-        {&kl_py.bridge, "bridge"},
-        {&kl_py.before_write, "before_write"},
-        {&kl_py.after_write, "after_write"},
-        {&kl_py.note_ran, "note_ran"},
-        {&kl_py.keep, "keep"},
-        {&kl_py.device_of, "device_of"},
-        {&kl_py.wait_for_copy, "wait_for_copy"},
-        {&kl_py.choose_switches, "choose_switches"},
-        {&kl_py.runs_at_once, "runs_at_once"},
-        {&kl_py.leave, "leave"},
-        {&kl_py.record_out, "record_out"},
-        {&kl_py.settle, "settle"},
-        {&kl_py.is_out_of_memory, "is_out_of_memory"},
-        {&kl_py.note_write, "note_write"},
-        {&kl_py.note_written, "note_written"},
-        {&kl_py.aliased, "aliased"},
-        {&kl_py.note_leaf, "note_leaf"},
-        {&kl_py.autograd_key, "autograd_key"},
-        {&kl_py.is_worker, "is_worker"},
-        {&kl_py.note_left, "note_left"},
-        {&kl_py.is_in_hook, "is_in_hook"},
-        {&kl_py.name_of_file, "name_of_file"},
-    };
     PyObject *folders = NULL, *objects = NULL;
     if (!PyArg_ParseTuple(args, "O!IO!:bind", &PyTuple_Type, &folders, &kl_py.reductions,
                           &PyDict_Type, &objects) ||

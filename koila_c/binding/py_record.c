@@ -690,9 +690,10 @@ record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyO
     return recorded;
 }
 
-/* Whether torch's engine, or a replay, calls a hook or a custom backward, which must get tensors; -1: failure. */
+/* Whether torch's engine, or a replay, calls a hook or a custom backward, which must get tensors, and this call does
+ * not write; -1: failure. */
 static int
-is_in_hook(const Tape *tape)
+is_in_hook(const Tape *tape, const Function *function, PyObject *kwargs)
 {
     static int (*task)(void);
     static bool is_known;
@@ -701,7 +702,7 @@ is_in_hook(const Tape *tape)
         is_known = true;
     }
     bool is_running = is_in_a_run(tape), is_grad_enabled = true;
-    if (!is_running && task != NULL && task() < 0) {
+    if ((!is_running && task != NULL && task() < 0) || may_write(function, out_of(kwargs))) {
         return 0;
     }
     if (kl_context_now(&is_grad_enabled) < 0) {
@@ -752,10 +753,8 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
     if (found.is_any_lost && refuse_lost(function, args, out_of(kwargs)) < 0) {
         return NULL;
     }
-    bool is_for_torch = kl_context_is_for_torch();
-    int is_plain = is_for_torch ? 1 : is_in_hook(found.tape);
-    bool is_safe = is_for_torch || !may_write(function, out_of(kwargs));
-    if (is_plain < 0 || (is_plain > 0 && is_safe)) {
+    int is_plain = kl_context_is_for_torch() ? 1 : is_in_hook(found.tape, function, kwargs);
+    if (is_plain != 0) {
         return is_plain < 0 ? NULL : call_for_tensors(function, func, args, kwargs);
     }
     /* In a checkpoint's body a normalization is recorded: backward updates its statistics once more. */
