@@ -44,7 +44,7 @@ kl_py_id(PyObject *object, void *id)
 static const struct {
     PyObject **where;
     const char *name;
-} names[] = {
+} bound[] = {
     {&kl_py.koila_error, "koila_error"},
     {&kl_py.stale_error, "stale_error"},
     {&kl_py.meta_infer, "meta_infer"},
@@ -85,7 +85,7 @@ static const struct {
     {&kl_py.name_of_file, "name_of_file"},
 };
 
-/* bind(folders, reductions, objects): set kl_py's Python objects from a dict, by the names above; also the folders
+/* bind(folders, reductions, objects): set kl_py's Python objects from a dict, by the bound above; also the folders
  * whose files are not the user's, and the reductions that Python can split. */
 static PyObject *
 core_bind(PyObject *Py_UNUSED(module), PyObject *args)
@@ -96,13 +96,13 @@ core_bind(PyObject *Py_UNUSED(module), PyObject *args)
         kl_source_init(folders) < 0) {
         return NULL;
     }
-    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
-        PyObject *object = PyDict_GetItemString(objects, names[i].name);
+    for (size_t i = 0; i < sizeof(bound) / sizeof(bound[0]); i++) {
+        PyObject *object = PyDict_GetItemString(objects, bound[i].name);
         if (object == NULL) {
             return PyErr_Format(PyExc_TypeError, "bind: %s is not among the objects",
-                                names[i].name);
+                                bound[i].name);
         }
-        Py_XSETREF(*names[i].where, Py_NewRef(object));
+        Py_XSETREF(*bound[i].where, Py_NewRef(object));
     }
     return Py_NewRef(Py_None);
 }
