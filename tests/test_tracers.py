@@ -136,7 +136,7 @@ def exported(x: Tensor, y: Tensor, net: Net) -> Any:
         for is_buffer in (False, True)
         for given in (ramp(N_ROWS, 4), net(x).detach())
     ]
-    return parts
+    return *parts, torch.export.export(net, (x,), strict=True).module()(x)
 
 
 @program
@@ -221,6 +221,16 @@ def test_equals_eager(name: str) -> None:
         assert len(got) == len(want)
         for one, other in zip(got, want, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("is_buffer", [False, True])
+def test_a_strict_export_around_a_lazy_is_refused(is_buffer: bool) -> None:
+    module = Scaled(koila.lazy(ramp(N_ROWS, 4)) * 2, is_buffer)
+    text = (
+        r"torch.export \(.*test_tracers.py:\d+\) fails since the function refers to a lazy tensor"
+    )
+    with pytest.raises(koila.KoilaError, match=text):
+        torch.export.export(module, (ramp(N_ROWS, 4),), strict=True)
 
 
 def test_calls_in_a_trace_return_tensors() -> None:

@@ -27,8 +27,7 @@ _eval_frame: Any = torch._C._dynamo.eval_frame
 
 
 class _State(threading.local):
-    def __init__(self) -> None:
-        self.found: list[str] = []  # lazies that compiled functions refer to
+    found = ""  # the first lazy that dynamo found while it compiled for the last call
 
 
 _state = _State()
@@ -46,17 +45,25 @@ def patch() -> None:
     ):
         patching.replace(owner, name, _counted(patching.live_if_lazy(getattr(owner, name), True)))
     _patch_scripts()
-    patching.replace(torch, "compile", _refreshed(torch.compile))
+    export = patching.live_if_lazy(patching.returning_tensors(torch.export.export), True)
+    patching.replace(torch, "compile", _refreshed(torch.compile, "torch.compile"))
+    patching.replace(torch.export, "export", _refreshed(export, "torch.export"))
 
 
-def _refreshed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `original`, which imports dynamo, wrapped to patch dynamo first."""
+def _refreshed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return `original`, which imports dynamo, wrapped to patch dynamo first, and to raise if
+    dynamo fails after it found a lazy."""
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         importlib.import_module("torch._dynamo")
         refresh()
-        return original(*args, **kwargs)
+        _state.found = ""
+        try:
+            return original(*args, **kwargs)
+        except Exception as error:
+            _refuse_found(error, name)
+            raise
 
     return patched
 
@@ -115,8 +122,10 @@ def refresh() -> None:
 
     @functools.wraps(wrap)
     def note_lazy(self: Any, value: Any) -> Any:
-        if type(value) is _core.LazyTensor:
-            _state.found.append(explain.note_uncompiled(self.source))
+        if type(value) is _core.LazyTensor and not _state.found:
+            name = getattr(self.source, "name", "?")
+            _state.found = name() if callable(name) else name
+            explain.note_uncompiled(_state.found)
         return wrap(self, value)
 
     patching.replace(builder, "_wrap", note_lazy)
@@ -143,23 +152,23 @@ def _give_tensors(made: Any) -> None:
             if type(arg) is not plain and holds_lazy(arg):
                 is_plain = _core.set_in_forward(None)
                 return _core.live_with_all(run, (callback, *args), kwargs, is_plain)
-        n_found = len(_state.found)
+        _state.found = ""
         try:
             set_callback(callback)
             return original(*args, **kwargs)
         except Exception as error:
             set_callback(None)
-            _refuse_found(n_found, error)
+            _refuse_found(error)
             raise
 
     def run(callback: Any, *args: Any, **kwargs: Any) -> Any:
-        n_found = len(_state.found)
+        _state.found = ""
         set_callback(callback)
         try:
             return original(*args, **kwargs)
         except Exception as error:
             set_callback(None)
-            _refuse_found(n_found, error)
+            _refuse_found(error)
             raise
         finally:
             set_callback(None)
@@ -170,13 +179,13 @@ def _give_tensors(made: Any) -> None:
     cell.cell_contents = call
 
 
-def _refuse_found(n_found: int, error: Exception) -> None:
+def _refuse_found(error: Exception, name: str = "torch.compile") -> None:
     """Raise if dynamo failed after it found a lazy."""
     exc: Any = importlib.import_module("torch._dynamo.exc")
-    if isinstance(error, exc.TorchDynamoException) and len(_state.found) > n_found:
+    if isinstance(error, exc.TorchDynamoException) and _state.found:
         raise KoilaError(
-            f"torch.compile ({lines.user_line()}) fails since the function refers to a lazy tensor "
-            f"({_state.found[-1]}). Pass that tensor as an argument (to torch.cond and its kin as "
+            f"{name} ({lines.user_line()}) fails since the function refers to a lazy tensor "
+            f"({_state.found}). Pass that tensor as an argument (to torch.cond and its kin as "
             "an operand), or refer to a plain copy, copy.deepcopy(x.detach())"
         ) from error
 

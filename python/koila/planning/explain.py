@@ -214,12 +214,10 @@ def log_at_once(func: Any, why: str) -> None:
         )
 
 
-def note_uncompiled(source: Any) -> str:
+def note_uncompiled(name: str) -> None:
     """Note, in the report and once for each line in the log, that dynamo found a lazy which a
-    compiled function refers to: it leaves the calls on it uncompiled. Return the lazy's name."""
-    where, name = lines.user_line(), getattr(source, "name", "")
-    name = name() if callable(name) else name
-    why = f"it refers to a lazy tensor ({name}) that is not an argument"
+    compiled function refers to: it leaves the calls on it uncompiled."""
+    where, why = lines.user_line(), f"it refers to a lazy tensor ({name}) that is not an argument"
     reports.note(ProgramReport("torch.compile", where, why=f"not all of it is compiled: {why}"))
     _log(
         f"torch.compile {where} {name}",
@@ -228,7 +226,6 @@ def note_uncompiled(source: Any) -> str:
         where,
         name,
     )
-    return str(name)
 
 
 def note_left(func: Any, tensor: torch.Tensor, is_written: bool) -> None:
