@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import koila
+from koila.planning import explain
 
 N_ROWS = 7
 
@@ -257,6 +258,20 @@ assert torch.equal(f(x) * 1, torch.ones(3, 2).sin() * 2)
 @pytest.mark.parametrize("script", [BEFORE, AFTER])
 def test_compiled_before_koila_is_imported_or_after(script: str) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
+
+
+def test_a_call_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """The function runs on the whole batch, which the log and the report say."""
+    torch._dynamo.reset()
+    explain._logged.clear()
+    with koila.config(chunks=3), caplog.at_level(logging.WARNING, "koila"):
+        x = koila.lazy(torch.ones(N_ROWS, 2).double())
+        assert torch.equal(
+            compiled(nn.Identity())(x.sin()) * 1, torch.ones(N_ROWS, 2).double().sin()
+        )
+    assert "Identity is not recorded" in caplog.text
+    assert "since torch.compile compiles it as it is" in caplog.text
+    assert "torch.compile compiles it as it is" in str(koila.report())
 
 
 class Scaled(nn.Module):

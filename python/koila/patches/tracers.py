@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import inspect
 import sys
 import threading
 import types
@@ -131,6 +132,7 @@ def refresh() -> None:
     patching.replace(builder, "_wrap", note_lazy)
 
 
+_COMPILED = "torch.compile compiles it as it is"
 #: Variables of the function that dynamo returns for a compiled function: it calls `fn`.
 _IN_WRAPPER = {"fn", "callback"}
 
@@ -150,6 +152,8 @@ def _give_tensors(made: Any) -> None:
         callback = set_callback(None)  # else koila's own work is compiled too
         for arg in (*args, *kwargs.values()) if kwargs else args:
             if type(arg) is not plain and holds_lazy(arg):
+                reports.note_at_once(run, _COMPILED)
+                explain.log_at_once(run, _COMPILED)
                 is_plain = _core.set_in_forward(None)
                 return _core.live_with_all(run, (callback, *args), kwargs, is_plain)
         _state.found = ""
@@ -173,7 +177,8 @@ def _give_tensors(made: Any) -> None:
         finally:
             set_callback(None)
 
-    owner = getattr(original, "__self__", None)
+    target = inspect.unwrap(original)  # of a module of torch a function that calls it
+    owner = target if isinstance(target, torch.nn.Module) else getattr(target, "__self__", None)
     run.__name__ = type(owner).__name__ if owner is not None else reports.name_of(original)
     _let_run(call, is_inner_too=False)
     cell.cell_contents = call
