@@ -85,7 +85,7 @@ static const struct {
     {&kl_py.name_of_file, "name_of_file"},
 };
 
-/* bind(folders, reductions, objects): set kl_py's Python objects from a dict, by the bound above; also the folders
+/* bind(folders, reductions, objects): set kl_py's Python objects from a dict, by the names above; also the folders
  * whose files are not the user's, and the reductions that Python can split. */
 static PyObject *
 core_bind(PyObject *Py_UNUSED(module), PyObject *args)
