@@ -702,14 +702,11 @@ is_in_hook(const Tape *tape, const Function *function, PyObject *kwargs)
         is_known = true;
     }
     bool is_running = is_in_a_run(tape), is_grad_enabled = true;
-    if ((!is_running && task != NULL && task() < 0) || may_write(function, out_of(kwargs))) {
+    if (may_write(function, out_of(kwargs)) || (!is_running && task != NULL && task() < 0)) {
         return 0;
     }
-    if (kl_context_now(&is_grad_enabled) < 0) {
-        return -1;
-    }
-    if (is_running || is_grad_enabled) {
-        return !is_grad_enabled;
+    if (is_running) {
+        return kl_context_now(&is_grad_enabled) < 0 ? -1 : !is_grad_enabled;
     }
     PyObject *answer = PyObject_CallNoArgs(kl_py.is_in_hook);
     Py_XDECREF(answer);

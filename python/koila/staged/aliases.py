@@ -29,7 +29,7 @@ _count: Any = torch._C._storage_Use_Count
 def noted(tensor: torch.Tensor) -> torch.Tensor:
     """Note that a tensor, while it lives, shares its memory with others of another version; return
     it."""
-    if tensor.layout is torch.strided:
+    if tensor.layout is torch.strided and not torch.nn.parameter.is_lazy(tensor):
         key = tensor.untyped_storage()._cdata
         forget = functools.partial(_forget, key, id(tensor))
         by_storage.setdefault(key, {})[id(tensor)] = weakref.ref(tensor, forget)
