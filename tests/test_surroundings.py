@@ -586,16 +586,6 @@ def test_an_observer_of_koila_stays() -> None:
     assert mode.n == 3
 
 
-def test_a_node_that_stands_for_a_part_takes_no_hooks() -> None:
-    model = Model()
-    with koila.config(chunks=2):
-        x, _ = koila.lazy(torch.ones(4, 5), torch.zeros(4))
-        h = model.body(x)
-        torch.unique(h.detach() * h).sum()
-        with pytest.raises(koila.KoilaError, match="register it on the tensor"):
-            h.grad_fn.register_prehook(lambda given: None)
-
-
 def test_two_thousand_contexts() -> None:
     """Each that is met gets a number, however many there are, and each call its own."""
     x, weight = koila.lazy(torch.ones(2, 3)), torch.eye(3)
