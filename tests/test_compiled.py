@@ -274,6 +274,40 @@ def test_a_call_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     assert "torch.compile compiles it as it is" in str(koila.report())
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_torchs_own_backends_keep_the_numbers(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The calls are recorded, uncompiled, so that they can run in chunks; the log says so."""
+    torch._dynamo.reset()
+    explain._logged.clear()
+    net = nn.Linear(2, 3).double()
+    data = torch.randn(N_ROWS, 2).double()
+    net(data).sin().sum().backward()
+    want = net.weight.grad
+    f = torch.compile(lambda a: net(a).sin(), backend=backend)
+    with koila.config(chunks=3), caplog.at_level(logging.WARNING, "koila"):
+        net.weight.grad = None
+        h = f(koila.lazy(data))
+        assert koila._core.real(h) is None
+        h.sum().backward()
+        assert koila.report().n_chunks == 3
+    torch.testing.assert_close(net.weight.grad, want, rtol=1e-10, atol=1e-12)
+    assert "runs uncompiled, with the same numbers" in caplog.text
+
+
+def test_a_module_that_torch_compiles_in_chunks() -> None:
+    torch._dynamo.reset()
+    net = torch.compile(nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).double(), backend="eager")
+    with koila.config(chunks=3):
+        net(koila.lazy(torch.randn(N_ROWS, 2).double())).pow(3).sum().backward()
+        assert koila.report().n_chunks == 3
+    torch._dynamo.reset()
+    with koila.config(chunks=1):
+        x = koila.lazy(torch.randn(N_ROWS, 2).double())
+        assert koila._core.real(net(x)) is not None, "it runs compiled"
+
+
 class Scaled(nn.Module):
     def __init__(self, scale: Tensor) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from koila import _core
 from koila.basics import lines
 from koila.messages.errors import KoilaError
 from koila.patches import patching
-from koila.planning import explain
+from koila.planning import explain, planner
 from koila.reporting import reports
 
 _eval_frame: Any = torch._C._dynamo.eval_frame
@@ -137,21 +137,43 @@ _COMPILED = "torch.compile compiles it as it is"
 _IN_WRAPPER = {"fn", "callback"}
 
 
+def _keeps_numbers(callback: Any) -> bool:
+    """Return whether a compiled function computes what the function itself computes: its backend is
+    one of torch's. A backend of the user's may compute anything."""
+    frames: Any = sys.modules["torch._dynamo.eval_frame"]
+    backend = frames.innermost_backend(callback)
+    if getattr(backend, "compiler_name", "") == "inductor":
+        return True
+    compiler = getattr(backend, "compiler_fn", backend)
+    known = importlib.import_module("torch._dynamo.backends.registry")._COMPILER_FNS.values()
+    return any(compiler is one for one in known) and compiler.__module__.startswith("torch.")
+
+
 def _give_tensors(made: Any) -> None:
-    """Let a compiled function call the user's with real tensors in place of lazies. A script may
-    have compiled it before it had koila, so what dynamo returned stays, and its variable is set."""
+    """Let a compiled function call the user's with real tensors in place of lazies, or uncompiled
+    where that gives the same numbers, so that koila records its calls. A script may have compiled
+    it before it had koila, so what dynamo returned stays, and its variable is set."""
     names = made.__code__.co_freevars if isinstance(made, types.FunctionType) else ()
     if not set(names) >= _IN_WRAPPER:
         return
     cell = made.__closure__[names.index("fn")]
     original = cell.cell_contents
     set_callback, holds_lazy, plain = _eval_frame.set_eval_frame, patching.holds_lazy, torch.Tensor
+    target = inspect.unwrap(original)  # of a module of torch a function that calls it
+    owner = target if isinstance(target, torch.nn.Module) else getattr(target, "__self__", None)
+    # torch.cond and its kin compile functions of torch, which must run compiled.
+    is_users = owner is not None or not str(getattr(target, "__module__", "")).startswith("torch.")
+    callback = made.__closure__[names.index("callback")].cell_contents
+    is_recorded = is_users and _keeps_numbers(callback)
 
     @functools.wraps(original, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         callback = set_callback(None)  # else koila's own work is compiled too
         for arg in (*args, *kwargs.values()) if kwargs else args:
             if type(arg) is not plain and holds_lazy(arg):
+                if is_recorded and not planner.is_whole():
+                    explain.log_uncompiled(run.__name__)
+                    return original(*args, **kwargs)
                 reports.note_at_once(run, _COMPILED)
                 explain.log_at_once(run, _COMPILED)
                 is_plain = _core.set_in_forward(None)
@@ -177,8 +199,6 @@ def _give_tensors(made: Any) -> None:
         finally:
             set_callback(None)
 
-    target = inspect.unwrap(original)  # of a module of torch a function that calls it
-    owner = target if isinstance(target, torch.nn.Module) else getattr(target, "__self__", None)
     run.__name__ = type(owner).__name__ if owner is not None else reports.name_of(original)
     _let_run(call, is_inner_too=False)
     cell.cell_contents = call

@@ -214,6 +214,18 @@ def log_at_once(func: Any, why: str) -> None:
         )
 
 
+def log_uncompiled(name: str) -> None:
+    """Log once that koila records a function that torch.compile would compile."""
+    where = lines.user_line()
+    _log(
+        f"torch.compile {name}",
+        "%s (%s) runs uncompiled, with the same numbers: koila cannot split what torch.compile "
+        "compiles; koila.config(chunks=1) runs it compiled, on the whole batch",
+        name,
+        where,
+    )
+
+
 def note_uncompiled(name: str) -> None:
     """Note, in the report and once for each line in the log, that dynamo found a lazy which a
     compiled function refers to: it leaves the calls on it uncompiled."""
