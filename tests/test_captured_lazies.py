@@ -4,6 +4,7 @@ forward and backward of custom functions, and functions that checkpoints run aga
 
 from __future__ import annotations
 
+import gc
 import re
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from koila import _core
+from koila.recording.cut import Cut
 
 N_ROWS = 7
 
@@ -186,8 +188,14 @@ def test_forward_of_a_custom_function(body: str, kind: str) -> None:
 def test_forward_that_returns_what_it_captures() -> None:
     """Autograd would note the gradient on the placeholder of the lazy."""
     program = PROGRAM.format(forward="K", backward="g", call="Function.apply(h)")
+    gc.collect()
+    n_before = sum(type(one) is Cut for one in gc.get_objects())
     with pytest.raises(koila.KoilaError, match=r"Function: its forward returns a lazy tensor"):
         run(program, koila.lazy, 2)
+    gc.collect()
+    assert sum(type(one) is Cut for one in gc.get_objects()) == n_before, (
+        "of the lazy's placeholder"
+    )
 
 
 def test_forward_is_over_after_an_error() -> None:
@@ -201,7 +209,7 @@ def test_forward_is_over_after_an_error() -> None:
     with pytest.raises(ValueError, match="in the forward"):
         Fails.apply(torch.ones(2, requires_grad=True))
     assert type(x * 2) is koila.LazyTensor
-    assert _core.set_in_forward(None) is False
+    assert _core.set_in_function(None) is False
 
 
 #: Checkpoints that are left to torch: batch norms without a weight may not be recorded in them.

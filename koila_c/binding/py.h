@@ -388,11 +388,11 @@ kl_lock_give(KlLock *lock)
 
 /* Until it ends, no other thread uses the tape, which is this thread's tape meanwhile. */
 typedef struct KlTurn {
-    Tape *tape;          /* owned */
-    Tape *own;           /* owned: this thread's tape before, or NULL */
-    bool is_visit;       /* it is another thread's tape */
-    bool was_running;    /* tape->is_running when the turn began */
-    bool was_in_forward; /* kl_record_is_in_forward then: what the turn runs is not in it */
+    Tape *tape;           /* owned */
+    Tape *own;            /* owned: this thread's tape before, or NULL */
+    bool is_visit;        /* it is another thread's tape */
+    bool was_running;     /* tape->is_running when the turn began */
+    bool was_in_function; /* kl_record_is_in_function then: what the turn runs is not in it */
 } KlTurn;
 
 int kl_turn_begin(KlTurn *turn, Tape *tape);
@@ -524,7 +524,7 @@ void kl_context_end_outside(PyObject *guard);
 int kl_context_runs_at_once(PyObject *func);
 /* Take the user's hooks and modes off until kl_context_end_outside() gets the guard; NULL on failure. */
 PyObject *kl_context_leave_user(void);
-/* Whether torch's C++ gets what this code returns: in a custom function's forward, or below autograd. */
+/* Whether torch's C++ gets what this code returns: in a custom function, or below autograd. */
 bool kl_context_is_for_torch(void);
 /* kl_infer_call and kl_infer_saves in context `id`: under autocast, for inputs as torch would cast them. */
 KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
@@ -555,8 +555,8 @@ PyObject *kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_s
 
 /* The id of the checkpoint whose function this thread is recording; 0: none. */
 extern _Thread_local uint32_t kl_record_region;
-/* This thread is in the forward of a custom function: torch's C++ gets what it returns, which must be tensors. */
-extern _Thread_local bool kl_record_is_in_forward;
+/* This thread is in the forward or backward of a custom function: torch's C++ gets what it returns: tensors. */
+extern _Thread_local bool kl_record_is_in_function;
 /* Append one node for `call`, and note the user's line. -1 on failure. */
 int kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call,
                      KlNodeId *id);

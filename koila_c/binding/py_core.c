@@ -737,10 +737,10 @@ core_set_region(PyObject *Py_UNUSED(module), PyObject *region)
 }
 
 PyObject *
-core_set_in_forward(PyObject *Py_UNUSED(module), PyObject *flag)
+core_set_in_function(PyObject *Py_UNUSED(module), PyObject *flag)
 {
-    bool before = kl_record_is_in_forward;
-    kl_record_is_in_forward = flag == Py_None ? before : flag == Py_True;
+    bool before = kl_record_is_in_function;
+    kl_record_is_in_function = flag == Py_None ? before : flag == Py_True;
     return PyBool_FromLong(before);
 }
 

@@ -188,7 +188,7 @@ note_write(Tape *tape, const KlRecord *record)
 }
 
 _Thread_local uint32_t kl_record_region;
-_Thread_local bool kl_record_is_in_forward;
+_Thread_local bool kl_record_is_in_function;
 
 int
 kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id)

@@ -166,8 +166,8 @@ kl_turn_begin(KlTurn *turn, Tape *tape)
         return -1;
     }
     turn->was_running = tape->is_running;
-    turn->was_in_forward = kl_record_is_in_forward;
-    kl_record_is_in_forward = false;
+    turn->was_in_function = kl_record_is_in_function;
+    kl_record_is_in_function = false;
     Tape *own = kl_tape_open_or_null();
     if (own == tape) {
         return 0;
@@ -193,7 +193,7 @@ kl_turn_end(KlTurn *turn)
     }
     turn->tape->is_running =
         turn->was_running; /* an interrupt may have come before Python's `finally` */
-    kl_record_is_in_forward = turn->was_in_forward;
+    kl_record_is_in_function = turn->was_in_function;
     kl_lock_give(&turn->tape->lock);
     Py_CLEAR(turn->own);
     Py_CLEAR(turn->tape);

@@ -79,11 +79,11 @@ def returning_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        before = _core.set_in_forward(True)
+        before = _core.set_in_function(True)
         try:
             return original(*args, **kwargs)
         finally:
-            _core.set_in_forward(before)
+            _core.set_in_function(before)
 
     return patched
 

@@ -176,7 +176,7 @@ def _give_tensors(made: Any) -> None:
                     return original(*args, **kwargs)
                 reports.note_at_once(run, _COMPILED)
                 explain.log_at_once(run, _COMPILED)
-                is_plain = _core.set_in_forward(None)
+                is_plain = _core.set_in_function(None)
                 return _core.live_with_all(run, (callback, *args), kwargs, is_plain)
         _state.found = ""
         try:

@@ -32,12 +32,14 @@ def in_forward(apply: Callable[..., Any]) -> Callable[..., Any]:
     not get as arguments, run at once and return tensors: autograd, in C++, gets what it returns."""
 
     def run(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _core.set_in_forward(True)
+        before = _core.set_in_function(True)
         try:
             made = apply(*args, **kwargs)
         finally:
-            _core.set_in_forward(before)
-        if any(type(one) is _core.LazyTensor for one in meta.leaves(made)):
+            _core.set_in_function(before)
+        lazies = [one for one in meta.leaves(made) if type(one) is _core.LazyTensor]
+        if lazies:
+            _forget_graph(lazies)
             raise KoilaError(
                 f"{cls.__name__}: its forward returns a lazy tensor that it did not get as an "
                 f"argument ({lines.user_line()}), and its gradient would be lost. Return a clone "
@@ -48,6 +50,13 @@ def in_forward(apply: Callable[..., Any]) -> Callable[..., Any]:
     return _bound(run, apply)
 
 
+def _forget_graph(lazies: list[Any]) -> None:
+    """Remove what autograd noted on the placeholders of lazies, which may be used again."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for lazy in lazies:
+            torch.Tensor.detach_(lazy)
+
+
 def in_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
     """Return `apply` of the node of custom functions, such that calls in its backward on lazies run
     at once and return tensors, with a graph too: autograd gets what it returns."""
@@ -56,13 +65,13 @@ def in_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
     def run(node: Any, *grads: Any) -> Any:
         if issubclass(node._forward_cls, engine.Function):
             return apply(node, *grads)
-        before = _core.set_in_forward(True)
+        before = _core.set_in_function(True)
         try:
             made = apply(node, *grads)
             are_many = isinstance(made, tuple | list)
             results = [_as_tensor(one) for one in (made if are_many else (made,))]
         finally:
-            _core.set_in_forward(before)
+            _core.set_in_function(before)
         return tuple(results) if are_many else results[0]
 
     return run
@@ -82,7 +91,7 @@ def run_live(apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run `apply` of a custom function on real tensors. In the forward of another one, return
     tensors."""
     apply = custom_memory.counted(_in_body(apply))
-    return _core.live_with_all(apply, args, kwargs, _core.set_in_forward(None))
+    return _core.live_with_all(apply, args, kwargs, _core.set_in_function(None))
 
 
 def _in_body(apply: Callable[..., Any]) -> Callable[..., Any]:
