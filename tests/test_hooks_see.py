@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import koila
 from chunked import split
@@ -335,3 +336,34 @@ def test_a_step_that_is_tried_again_after_a_hook(
     monkeypatch.setattr(koila.planning.planner, "plan", in_two)
     check(step(program, koila.lazy), want)
     assert failed
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 2, 3, 7])
+def test_a_hook_behind_a_checkpoint_that_moves_statistics(chunks: int | None) -> None:
+    """They are written before the hook is called, and moved once more after backward."""
+
+    def run(lazy: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        norm = nn.BatchNorm1d(4).double()
+        net = nn.Sequential(nn.Linear(6, 4).double(), norm, nn.Linear(4, 4).double())
+        seen: list[Tensor] = []
+
+        assert norm.running_mean is not None
+        mean = norm.running_mean
+
+        def look(_: Tensor) -> None:
+            seen.append(mean.clone())
+
+        h = checkpoint(net, lazy(torch.randn(7, 6).double()), use_reentrant=False)
+        h.register_hook(look)
+        h.sin().mean().backward()
+        assert norm.running_var is not None
+        assert len(seen) == 1
+        grads = [p.grad for p in net.parameters() if p.grad is not None]
+        return [*seen, mean.clone(), norm.running_var.clone(), *grads]
+
+    want = run(lambda given: given)
+    with koila.config(chunks=chunks):
+        got = run(koila.lazy)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)

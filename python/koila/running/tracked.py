@@ -33,13 +33,14 @@ class Statistics:
         self.towards: list[Tensor] = []
 
     def settle(self) -> None:
-        """Compute the batch statistics, so that the update itself needs no memory."""
+        """Compute the batch statistics, so that the update itself needs no memory. Once more at the
+        commit, if a hook has seen them before."""
         chunks = list(self.of_chunks.values())
         n_rows = sum(n for n, *_ in chunks)
         means = [n / n_rows * mean.double() for n, mean, _ in chunks]
         variances = [n / n_rows * var.double() for n, _, var in chunks]
-        for one, shares in zip(self.running, (means, variances), strict=True):
-            self.towards.append(sum(shares[1:], shares[0]).to(one.dtype))
+        both = zip(self.running, (means, variances), strict=True)
+        self.towards = [sum(shares[1:], shares[0]).to(one.dtype) for one, shares in both]
 
     def write(self) -> None:
         """Update the running statistics."""
