@@ -41,8 +41,8 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
         for (uint32_t k = 0; k < node->n_outs; k++) {
             KlValueId out = node->first_out + k;
             bool has_gradient = stages->needs_gradient[out] && tape->values[out].meta.requires_grad;
-            /* A value that ran live has a plain autograd graph: here it is a leaf that gets a gradient. */
-            stages->is_leaf[out] =
+            /* A value that ran live, or was cut from its call, has a plain autograd graph: a leaf that gets a gradient. */
+            stages->is_leaf[out] |=
                 tape->values[out].state != KL_STATE_PENDING && (!has_gradient || node->is_done);
         }
         if (node->is_done || !is_wanted_node(stages, node, is_needed)) {

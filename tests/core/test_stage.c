@@ -110,6 +110,24 @@ test_known_values(void)
     program_fini(&p);
 }
 
+/* It is a leaf, also if a gradient flows to it, and if its call waits, which is not run for it. */
+static void
+test_a_value_that_was_cut_from_its_call(void)
+{
+    Program p = {0};
+    KlStages stages;
+    Start s = start(&p);
+    KlValueId mean = call1(&p, "mean", s.h);
+    KlNodeId maker = node_of(&p, mean);
+    KlValueId loss = call2(&p, "mul", mean, mean);
+    kl_tape_cut(&p.tape, mean);
+    stage(&p, loss, true, &stages);
+    CHECK(stages.is_leaf[mean] && stages.needs_gradient[mean]);
+    CHECK(stages.node_stage[maker] == KL_STAGE_NONE && is_at(&p, &stages, loss, 0, 0));
+    kl_stage_fini(&stages);
+    program_fini(&p);
+}
+
 static void
 test_gradients_flow_from_roots_only(void)
 {
@@ -505,6 +523,7 @@ main(void)
     test_bodies_and_joints();
     test_what_is_data();
     test_known_values();
+    test_a_value_that_was_cut_from_its_call();
     test_gradients_flow_from_roots_only();
     test_parts();
     test_labels_are_counted_before_the_model_runs();
