@@ -12,7 +12,7 @@ stage_object(uint32_t stage)
     return stage == KL_STAGE_NONE ? Py_NewRef(Py_None) : PyLong_FromUnsignedLong(stage);
 }
 
-/* The ids of a node's inputs, or of what they are imported as (`imports`); -1: it has no such input. */
+/* For each input of a node, the id of its value or, with `imports`, of its import; -1: the call has no such input. */
 static PyObject *
 node_inputs(const KlTape *core, const uint32_t *imports, const KlNode *node)
 {
@@ -510,8 +510,8 @@ kl_program_spend(PyObject *Py_UNUSED(module), PyObject *args)
     return stage_object(found);
 }
 
-/* told(program, what) -> a list of what a program has: "nodes", "once" (nodes that run once), "imports", "runs", or
- * "drops": where the values that die after each node of these end, and the values. */
+/* told(program, what) -> a list: the program's "nodes", "once" (its nodes that run once), "imports" or "runs"; or two
+ * lists for "drops": for each node, where its values end in the second one; the values that die, node by node. */
 PyObject *
 kl_program_told(PyObject *Py_UNUSED(module), PyObject *args)
 {

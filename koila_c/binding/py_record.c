@@ -818,21 +818,22 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
         Py_DECREF(result);
     }
     Function *function = kl_function_find(func);
-    KlLiveKind kind = kl_context_is_for_torch() ? KL_LIVE_PLAIN : KL_LIVE_LAZY;
     bool is_asked = false; /* by a class that may have its own plan for a Python function */
     for (Py_ssize_t i = 0; PyTuple_Check(types) && i < PyTuple_GET_SIZE(types); i++) {
         PyObject *type = PyTuple_GET_ITEM(types, i);
         bool is_own = type != (PyObject *)kl_py.lazy && type != (PyObject *)kl_py.tensor;
         is_asked = is_asked || (is_own && !is_watched(type));
     }
-    if (function == NULL || (is_asked && function->kind == KL_CALL_ENTER)) {
-        return kl_record_live(func, call_args, kwargs, kind);
+    if (function == NULL || function->kind == KL_CALL_LIVE ||
+        (is_asked && function->kind == KL_CALL_ENTER)) {
+        bool is_plain = kl_context_is_for_torch();
+        return kl_record_live(func, call_args, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
     }
     switch (function->kind) {
     case KL_CALL_OP:
         return kl_record_op(function, func, call_args, kwargs);
     case KL_CALL_LIVE:
-        return kl_record_live(func, call_args, kwargs, kind);
+        break;
     case KL_CALL_READ:
         return kl_live_call(func, call_args, kwargs, KL_LIVE_READ);
     case KL_CALL_ENTER:
@@ -872,10 +873,9 @@ static int
 compute_one(PyObject *lazy, void *is_read)
 {
     Value *value = kl_lazy_checked(lazy);
-    if (value == NULL || *(const bool *)is_read) {
-        return value == NULL ? -1 : kl_live_read(value);
-    }
-    return kl_py_done(kl_live_force(value));
+    return value == NULL            ? -1
+           : *(const bool *)is_read ? kl_live_read(value)
+                                    : kl_py_done(kl_live_force(value));
 }
 
 /* Compute the LazyTensors among the arguments. Below autograd gradients are off; re-entering torch's dispatcher
