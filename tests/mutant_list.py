@@ -818,7 +818,7 @@ MUTANTS = [
         "custom functions: their forward returns lazies",
         "koila_c/binding/py_context.c",
         "return kl_record_is_in_function ||",
-        "return",
+        "return false ||",
         "tests/test_captured_lazies.py",
     ),
     Mutant(

@@ -8,11 +8,14 @@ takes half a second and some 40 MiB, which a first step under a limit may not ha
 from __future__ import annotations
 
 import contextlib
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
+
+from koila import _core
 
 _run: Any = torch.autograd.graph._engine_run_backward
 
@@ -61,6 +64,22 @@ def thawed(leaf: torch.Tensor) -> torch.Tensor:
     with torch._C._InferenceMode(False), torch.enable_grad(), as_recorded([leaf]):
         alias: torch.Tensor = torch.ops.aten.alias.default(leaf)
     return alias
+
+
+def call_for_torch(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a function whose result torch's C++ gets: in it, calls on lazies run at once and return
+    tensors."""
+    before = _core.set_in_function(True)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _core.set_in_function(before)
+
+
+def bound(run: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `run` as a method in place of `apply`, a method of the class of a custom function."""
+    run.__name__ = apply.__name__
+    return types.MethodType(run, apply.__self__)  # type: ignore[attr-defined]
 
 
 def is_in_hook() -> bool:

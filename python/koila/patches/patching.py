@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from torch.jit import _builtins
 
 from koila import _core
+from koila.basics import engine
 from koila.reporting import reports
 
 undo: list[tuple[Any, str, Any, bool]] = []
@@ -79,11 +80,7 @@ def returning_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        before = _core.set_in_function(True)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _core.set_in_function(before)
+        return engine.call_for_torch(original, *args, **kwargs)
 
     return patched
 

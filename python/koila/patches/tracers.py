@@ -85,8 +85,8 @@ def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _patch_scripts() -> None:
-    """A TorchScript function would see only the placeholder of a lazy: of an argument, and of what
-    a Python function that it calls returns."""
+    """A TorchScript function would see only the placeholders of lazies: of its arguments, and of
+    the results of Python functions that it calls."""
     owners: list[Any] = [torch.jit.ScriptFunction]
     if hasattr(torch.jit, "_script"):
         owners.append(torch._C.ScriptMethod)
@@ -178,14 +178,7 @@ def _give_tensors(made: Any) -> None:
                 explain.log_at_once(run, _COMPILED)
                 is_plain = _core.set_in_function(None)
                 return _core.live_with_all(run, (callback, *args), kwargs, is_plain)
-        _state.found = ""
-        try:
-            set_callback(callback)
-            return original(*args, **kwargs)
-        except Exception as error:
-            set_callback(None)
-            _refuse_found(error)
-            raise
+        return run(callback, *args, **kwargs)
 
     def run(callback: Any, *args: Any, **kwargs: Any) -> Any:
         _state.found = ""

@@ -65,10 +65,9 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         if _before is not None and _waiting:
             _before()
         made = original(*args, **kwargs)
-        is_followed = is_maker and _after is not None and "out" not in kwargs
-        # In the forward of a custom function torch's C++ may get it, and needs a tensor.
-        is_followed = is_followed and not _core.set_in_function(None)
-        return _after(made) if is_followed and _after is not None else made
+        # In a custom function torch's C++ may get it, and needs a tensor.
+        is_seen = is_maker and "out" not in kwargs and not _core.set_in_function(None)
+        return _after(made) if is_seen and _after is not None else made
 
     return draw
 

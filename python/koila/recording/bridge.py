@@ -181,8 +181,9 @@ def parts_that_read(tensor: torch.Tensor) -> dict[Cut, list[int]]:
 
 
 def watch(tensor: torch.Tensor) -> None:
-    """Note that x.data was taken of a tensor: writes through it change no version. Checksums of
-    what the parts of this thread read and handed out, and of what its hooks see, detect them."""
+    """Note that x.data was taken of a tensor: a write through it changes no version. From now on a
+    checksum detects such a write to a tensor that a part of this thread reads or handed out, or
+    that a hook may read."""
     visible.watch(tensor)
     _watch_roots(tensor)
     for roots in [cut.waiting for cut in _state.cuts]:

@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from koila import _core
-from koila.running import recomputed
+from koila.staged import aliases
 from koila.staged.facts import Info
 
 
@@ -179,7 +179,7 @@ class Guarded(NamedTuple):
         now: Any = self.tensor if self.module is None else self.module._buffers.get(self.name)
         if now is self.tensor and _is_lazy(now):
             return any(_is_written_in(region, one) for one in {self.version, _core.id(now)})
-        return now is not self.tensor or recomputed.version_of(now) != self.version
+        return now is not self.tensor or aliases.version_of(now) != self.version
 
     def __str__(self) -> str:
         """Return its name for messages."""
@@ -193,7 +193,7 @@ def _is_lazy(tensor: Tensor) -> bool:
 
 
 def _version_of(tensor: Tensor) -> int | None:
-    return _core.id(tensor) if _is_lazy(tensor) else recomputed.version_of(tensor)
+    return _core.id(tensor) if _is_lazy(tensor) else aliases.version_of(tensor)
 
 
 def _number_of(tensor: Tensor) -> Tensor | None:

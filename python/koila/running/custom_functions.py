@@ -8,7 +8,6 @@ place of what they save (`recomputed.py`), in the body of the outermost checkpoi
 from __future__ import annotations
 
 import functools
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,9 +21,10 @@ from koila.basics import engine, lines, surroundings, switches
 from koila.messages.errors import KoilaError
 from koila.random import generators
 from koila.running import checkpoints, custom_memory, recomputed
-from koila.running.recomputed import Body, Handle, version_of
+from koila.running.recomputed import Body, Handle
 from koila.running.repeated import Call, Layout, Memory, OfPart, Ref, map_nested
 from koila.staged import meta, noise
+from koila.staged.aliases import version_of
 
 
 def in_forward(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,11 +32,7 @@ def in_forward(apply: Callable[..., Any]) -> Callable[..., Any]:
     not get as arguments, run at once and return tensors: autograd, in C++, gets what it returns."""
 
     def run(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        before = _core.set_in_function(True)
-        try:
-            made = apply(*args, **kwargs)
-        finally:
-            _core.set_in_function(before)
+        made = engine.call_for_torch(apply, *args, **kwargs)
         lazies = [one for one in meta.leaves(made) if type(one) is _core.LazyTensor]
         if lazies:
             _forget_graph(lazies)
@@ -47,7 +43,7 @@ def in_forward(apply: Callable[..., Any]) -> Callable[..., Any]:
             )
         return made
 
-    return _bound(run, apply)
+    return engine.bound(run, apply)
 
 
 def _forget_graph(lazies: list[Any]) -> None:
@@ -65,26 +61,21 @@ def in_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
     def run(node: Any, *grads: Any) -> Any:
         if issubclass(node._forward_cls, engine.Function):
             return apply(node, *grads)
-        before = _core.set_in_function(True)
-        try:
-            made = apply(node, *grads)
-            are_many = isinstance(made, tuple | list)
-            results = [_as_tensor(one) for one in (made if are_many else (made,))]
-        finally:
-            _core.set_in_function(before)
-        return tuple(results) if are_many else results[0]
+        return engine.call_for_torch(_in_tensors, apply, node, *grads)
 
     return run
 
 
+def _in_tensors(func: Callable[..., Any], /, *args: Any) -> Any:
+    """Call a function, and return tensors in place of lazies that it returns."""
+    made = func(*args)
+    if isinstance(made, tuple | list):
+        return tuple(map(_as_tensor, made))
+    return _as_tensor(made)
+
+
 def _as_tensor(made: Any) -> Any:
     return made.view_as(made) if type(made) is _core.LazyTensor else made
-
-
-def _bound(run: Any, apply: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function in place of `apply`, a method of the class of a custom function."""
-    run.__name__ = apply.__name__
-    return types.MethodType(run, apply.__self__)  # type: ignore[attr-defined]
 
 
 def run_live(apply: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -106,7 +97,7 @@ def _in_body(apply: Callable[..., Any]) -> Callable[..., Any]:
             return apply(*args, **kwargs)
         return _run(recomputed.body_of(region), apply, args, kwargs)
 
-    return _bound(run, apply)
+    return engine.bound(run, apply)
 
 
 def _run(body: Body, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from koila.basics import config
+from koila.basics import config, engine
 from koila.memory import budget
 from koila.planning import planner, plans, unsplit
 from koila.staged import meta
@@ -33,7 +33,7 @@ def counted(apply: Callable[..., Any]) -> Callable[..., Any]:
     the user's limit, if there is one."""
     if config.get("memory_limit") is None or planner.is_whole() or config.get("chunks") is not None:
         return apply
-    cls: Any = getattr(apply, "__self__", None)
+    cls: Any = apply.__self__  # type: ignore[attr-defined]
 
     def run(_: Any, *args: Any, **kwargs: Any) -> Any:
         key = cls, *_sizes((args, kwargs))
@@ -43,8 +43,7 @@ def counted(apply: Callable[..., Any]) -> Callable[..., Any]:
                 _count_backward(node, cls, (*key, "backward"))
         return made
 
-    run.__name__ = apply.__name__
-    return types.MethodType(run, cls)
+    return engine.bound(run, apply)
 
 
 def _sizes(given: Any) -> list[Any]:

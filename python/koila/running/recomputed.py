@@ -27,6 +27,7 @@ from koila.random import draws
 from koila.reductions import norms
 from koila.running.repeated import Call, Layout, Memory, OfPart, Ref, map_nested
 from koila.staged import aliases, meta, noise
+from koila.staged.aliases import version_of
 from koila.staged.facts import is_data
 
 _is_alias: Callable[[Tensor, Tensor], bool] = vars(torch._C)["_is_alias_of"]
@@ -42,24 +43,16 @@ def refuse_inputs() -> NoReturn:
     )
 
 
-def version_of(tensor: Tensor) -> int | None:
-    """Return the version counter of a tensor; None for an inference tensor."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return None if tensor.is_inference() else tensor._version
-
-
-class _Kept:
+class _Kept(aliases.Kept):
     """A tensor from outside of a checkpoint's body, as the body read it."""
 
-    __slots__ = ("__weakref__", "checksum", "name", "needs_gradient", "tensor", "version")
+    __slots__ = ("name", "needs_gradient")
 
     def __init__(self, tensor: Tensor, name: str) -> None:
-        self.tensor = tensor.detach()  # shares the version counter, and keeps no graph
+        is_shared = aliases.is_shared(tensor)
+        super().__init__(tensor.detach(), is_shared)  # of the same version, without its graph
         self.needs_gradient = tensor.requires_grad
         self.name = name  # the first call that read it
-        self.version = version_of(self.tensor)
-        #: Not None if x.data was taken of its memory.
-        self.checksum = meta.checksum(tensor) if aliases.is_shared(tensor) else None
         _kept.add(self)
 
     def get(self) -> Tensor:
@@ -68,10 +61,7 @@ class _Kept:
         Raises:
             KoilaError: the tensor was written since.
         """
-        is_written = version_of(self.tensor) != self.version or (
-            self.checksum is not None and meta.checksum(self.tensor) != self.checksum
-        )
-        if is_written:
+        if self.is_written():
             refuse_written(self.tensor.shape, self.name)
         return self.tensor.detach().requires_grad_(self.needs_gradient)
 
@@ -84,7 +74,7 @@ def watch(tensor: Tensor) -> None:
     each kept tensor in this memory detects them."""
     for kept in list(_kept):
         if kept.checksum is None and _is_alias(kept.tensor, tensor):
-            kept.checksum = meta.checksum(kept.tensor)
+            kept.watch()
     for body in list(alive.values()):
         body.keep_memory_of(tensor)
 

@@ -25,7 +25,7 @@ from koila.reporting import progress
 from koila.running import accrue, derived, saved, views
 from koila.running.cross import Cross, Fresh, has_way_back
 from koila.running.tracked import Tracked
-from koila.staged import hooks
+from koila.staged import aliases, hooks
 from koila.staged.facts import ROWS, Node, Run
 from koila.staged.program import Program
 from koila.staged.schedule import DATA, Schedule
@@ -89,7 +89,7 @@ class Stages:
         #: Value of a reduction that has one entry for each chunk -> the dim of these entries.
         self.by_chunk: dict[int, int] = {}
         self.draws = draws.Draws(program, self.grids, hooked.generators)
-        self.kept: dict[int, hooks.Kept] = {}  # by value: what hooks must not write
+        self.kept: dict[int, aliases.Kept] = {}  # by value: what hooks must not write
         #: The leaves of autograd's graph behind the program, each with the first call through which
         #: it gets a gradient, and what stands for its `.grad`; once hooks are called.
         self.leaves: list[tuple[torch.Tensor, int, torch.Tensor]] | None = None

@@ -22,7 +22,7 @@ from koila.basics.rows import as_new
 from koila.messages.errors import KoilaError
 from koila.running import deliver, unwritten
 from koila.running.numbers import Numbers
-from koila.staged import hooks, meta
+from koila.staged import aliases, hooks, meta
 from koila.staged.facts import Info, name_of_call
 from koila.staged.program import Program
 
@@ -82,7 +82,7 @@ def show(stages: Stages, numbers: Numbers) -> None:
     stages.draws.leave()
     for value, number, _ in numbers.found:
         shown = number.detach() if number.requires_grad else number
-        stages.kept[value] = hooks.Kept(value, shown, shown._version)
+        stages.kept[value] = aliases.Kept(shown, False)
         _core.deliver(value, shown, False)
 
 
@@ -92,8 +92,7 @@ def _keep_leaves(stages: Stages) -> None:
     for value in stages.program.read_until:
         real = Info.of(value).real if value not in stages.kept else None
         if real is not None and not real.is_inference():
-            checksum = meta.checksum(real) if value in watched else None
-            stages.kept[value] = hooks.Kept(value, real, real._version, checksum)
+            stages.kept[value] = aliases.Kept(real, value in watched)
 
 
 def watch(tensor: torch.Tensor) -> None:
@@ -101,7 +100,7 @@ def watch(tensor: torch.Tensor) -> None:
     for kept in (one for stages in _now.steps for one in stages.kept.values()):
         memories = [StorageWeakRef(t.untyped_storage()) for t in (tensor, kept.tensor)]
         if type(tensor) is _core.LazyTensor or memories[0] == memories[1]:
-            kept.checksum = kept.checksum or meta.checksum(kept.tensor)
+            kept.watch()
 
 
 def _check(stages: Stages, stage: int) -> None:

@@ -52,6 +52,38 @@ def is_shared(tensor: torch.Tensor) -> bool:
     return key in by_storage and _count(key) > _ALONE
 
 
+def version_of(tensor: torch.Tensor) -> int | None:
+    """Return the version counter of a tensor; None for an inference tensor."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return None if tensor.is_inference() else tensor._version
+
+
+class Kept:
+    """A tensor that will be read again, and what tells whether it was written meanwhile.
+
+    Args:
+        tensor: the tensor.
+        is_watched: whether a write may leave its version as it is.
+    """
+
+    __slots__ = ("__weakref__", "checksum", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, is_watched: bool) -> None:
+        self.tensor = tensor
+        self.version = version_of(tensor)
+        self.checksum = meta.checksum(tensor) if is_watched else None
+
+    def watch(self) -> None:
+        """Note that x.data was taken of its memory: a write through it changes no version."""
+        self.checksum = self.checksum or meta.checksum(self.tensor)
+
+    def is_written(self) -> bool:
+        """Return whether the tensor was written since."""
+        is_same = version_of(self.tensor) == self.version
+        is_watched = self.checksum is not None
+        return not is_same or (is_watched and meta.checksum(self.tensor) != self.checksum)
+
+
 def note_leaf(value: int, tensor: torch.Tensor) -> None:
     """Watch a tensor that has just become leaf number `value` of this thread's tape."""
     if is_shared(tensor):

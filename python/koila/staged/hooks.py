@@ -14,7 +14,6 @@ import contextlib
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from koila import _core
 from koila.basics import surroundings
 from koila.basics.threads import in_turn
-from koila.staged import meta
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
@@ -36,23 +34,6 @@ class Seen:
         self.gradients: dict[int, torch.Tensor] = {}  # by value: what its hooks returned
         #: The states of generators after the hooks, which may draw.
         self.generators: dict[torch.device, torch.Tensor] = {}
-
-
-@dataclass
-class Kept:
-    """A tensor that a step may read again when it goes on after a hook: what entered it, or the
-    number of a value that hooks may read."""
-
-    value: int
-    tensor: torch.Tensor
-    version: int
-    checksum: tuple[int, int] | None = None  # once .data was taken of it
-
-    def is_written(self) -> bool:
-        """Return whether a hook has written it."""
-        is_same = self.tensor._version == self.version
-        is_watched = self.checksum is not None
-        return not is_same or (is_watched and meta.checksum(self.tensor) != self.checksum)
 
 
 def _of(value: int) -> OrderedDict[Any, Any] | None:
