@@ -453,3 +453,62 @@ def unchanged(*modules: nn.Module, tensors: tuple[Tensor, ...] = ()) -> Iterator
     finally:
         assert_seen(look(), before, "state", exact_bits=True)
         assert torch.equal(torch.get_rng_state(), state), "the generator was moved"
+
+
+# Short programs -----------------------------------------------------------------------------------
+
+
+class Double(torch.autograd.Function):
+    """A custom function: a program that runs in chunks is cut before it."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        return a * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * 2
+
+
+cut: Any = Double.apply
+
+
+class Programs(dict[str, Callable[..., Any]]):
+    """Short programs by name; as a decorator it adds one."""
+
+    def __call__(self, program: Callable[..., Any]) -> Callable[..., Any]:
+        self[program.__name__] = program
+        return program
+
+
+#: Runs a program: given what makes its batch lazy, and the number of chunks, returns what is seen.
+Run = Callable[[Lazy, int | None], list[Tensor]]
+
+
+def run_of_rows(program: Callable[..., Any], lazy: Lazy, chunks: int | None) -> list[Tensor]:
+    """Run a program of seven rows, their labels and a layer; return what it returns, and the
+    gradients of its sum."""
+    torch.manual_seed(0)
+    net = nn.Linear(6, 4).double()
+    x, y = lazy(torch.randn(7, 6).double(), torch.randint(0, 4, (7,)))
+    with koila.config(chunks=chunks):
+        outs = pytree.tree_leaves(program(x, y, net))
+        total = sum(out.sum() for out in outs)
+        if isinstance(total, Tensor) and total.requires_grad:
+            total.backward()
+    grads = [p.grad for p in net.parameters() if p.grad is not None]
+    return [torch.as_tensor(out.detach() * 1) for out in (*outs, *grads)]
+
+
+def assert_like(got: list[Tensor], want: list[Tensor]) -> None:
+    """Assert that tensors are those of eager, to a relative 1e-10."""
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(torch.as_tensor(one), other, rtol=TOLERANCE, atol=1e-12)
+
+
+def assert_same_in_chunks(run: Run, n_rows: int) -> None:
+    """Assert that a program gives eager's tensors by default and in several numbers of chunks."""
+    want = run(eager, None)
+    for chunks in (None, 1, 2, 3, n_rows):
+        assert_like(run(koila.lazy, chunks), want)

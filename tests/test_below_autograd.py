@@ -4,6 +4,7 @@ modes, wrapper subclasses, and kernels of custom operators. Its results go to to
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
+from oracle import assert_same_in_chunks
 
 N_ROWS = 7
 _names = (f"koila_test_below_{i}" for i in itertools.count())
@@ -119,12 +121,7 @@ def run(text: str, lazy: Any, chunks: int | None) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_code_below_autograd(name: str) -> None:
-    want = run(PROGRAMS[name], lambda given: given, None)
-    for chunks in (None, 1, 2, 3, N_ROWS):
-        got = run(PROGRAMS[name], koila.lazy, chunks)
-        assert len(got) == len(want)
-        for one, other in zip(got, want, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert_same_in_chunks(functools.partial(run, PROGRAMS[name]), N_ROWS)
 
 
 def test_inference_mode_is_recorded() -> None:

@@ -165,7 +165,7 @@ def step(
 @pytest.mark.parametrize("is_reentrant", [False, True], ids=["plain", "reentrant"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_whole(name: str, is_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 1 % of what the run takes, which is no more than eager takes."""
+    """The prediction is within 1 % of what the run takes, and the run takes no more than eager."""
     eager = step(name, is_reentrant, lambda x: x * 1, Allocations())
     memory = Allocations()
     said = Prediction(memory, monkeypatch, is_whole=True)

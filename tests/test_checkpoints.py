@@ -199,7 +199,8 @@ def test_a_loss_that_is_read_before(name: str) -> None:
 
 
 def test_what_is_told() -> None:
-    """That what a checkpoint covers is made again, whole and in chunks."""
+    """explain() and report() say that the activations in checkpoints are recomputed, whole and in
+    chunks."""
     text = "the activations that the script's checkpoints cover recomputed before their backward"
     for options, how in (({"memory_limit": 2**40}, "runs whole"), ({"chunks": 2}, "in 2 chunks")):
         with koila.config(**options):  # type: ignore[arg-type]

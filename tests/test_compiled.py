@@ -19,11 +19,11 @@ from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import cross_entropy
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import koila
 from koila.planning import explain
+from oracle import Programs, assert_same_in_chunks, run_of_rows
 
 N_ROWS = 7
 
@@ -47,13 +47,7 @@ def compiled(function: Any, **words: Any) -> Any:
 
 
 Net = nn.Module
-Program = Callable[[Tensor, Tensor, Net], Any]
-PROGRAMS: dict[str, Program] = {}
-
-
-def program(run: Program) -> Program:
-    PROGRAMS[run.__name__] = run
-    return run
+PROGRAMS = program = Programs()
 
 
 @program
@@ -206,21 +200,6 @@ def attention(x: Tensor, y: Tensor, net: Net) -> Any:
         return flex_attention(q, q, q, score_mod=lambda score, b, h, i, j: score * 2 + i)
 
 
-def run(made: Program, lazy: Any, chunks: int | None) -> list[Tensor]:
-    """Return what the program returns, and the gradients of its sum."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    net = nn.Linear(6, 4).double()
-    x, y = lazy(torch.randn(N_ROWS, 6).double(), torch.randint(0, 4, (N_ROWS,)))
-    with koila.config(chunks=chunks):
-        outs = pytree.tree_leaves(made(x, y, net))
-        total = sum(out.sum() for out in outs)
-        if isinstance(total, Tensor) and total.requires_grad:
-            total.backward()
-    grads = [p.grad for p in net.parameters() if p.grad is not None]
-    return [torch.as_tensor(out.detach() * 1) for out in (*outs, *grads)]
-
-
 @pytest.fixture(autouse=True)
 def _reset() -> Iterator[None]:
     yield
@@ -230,12 +209,11 @@ def _reset() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own, in eager too
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_runs_compiled(name: str) -> None:
-    want = run(PROGRAMS[name], lambda *given: given, None)
-    for chunks in (None, 1, 2, 3, N_ROWS):
-        got = run(PROGRAMS[name], koila.lazy, chunks)
-        assert len(got) == len(want)
-        for one, other in zip(got, want, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    def run(lazy: Any, chunks: int | None) -> list[Tensor]:
+        torch._dynamo.reset()
+        return run_of_rows(PROGRAMS[name], lazy, chunks)
+
+    assert_same_in_chunks(run, N_ROWS)
 
 
 BEFORE = """

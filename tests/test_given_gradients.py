@@ -4,6 +4,7 @@ plain tensors read while a graph of the gradients is made."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +15,12 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 import koila
+from oracle import Programs, assert_same_in_chunks
 
 N_ROWS = 7
 
 Net = nn.Module
-Program = Callable[[Tensor, Tensor, Net], Any]
-PROGRAMS: dict[str, Program] = {}
-
-
-def program(run: Program) -> Program:
-    PROGRAMS[run.__name__] = run
-    return run
+PROGRAMS = program = Programs()
 
 
 def weight() -> Tensor:
@@ -227,7 +223,7 @@ def a_backward_that_enables_gradients(x: Tensor, w: Tensor, net: Net) -> Any:
     return w.grad
 
 
-def run(made: Program, lazy: Any, chunks: int | None) -> list[Tensor]:
+def run(made: Any, lazy: Any, chunks: int | None) -> list[Tensor]:
     torch.manual_seed(0)
     net = nn.Linear(6, 4).double()
     x = lazy(torch.randn(N_ROWS, 6).double())
@@ -241,12 +237,7 @@ def run(made: Program, lazy: Any, chunks: int | None) -> list[Tensor]:
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_eager(name: str) -> None:
-    want = run(PROGRAMS[name], lambda given: given, None)
-    for chunks in (None, 1, 2, 3, N_ROWS):
-        got = run(PROGRAMS[name], koila.lazy, chunks)
-        assert len(got) == len(want)
-        for one, other in zip(got, want, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert_same_in_chunks(functools.partial(run, PROGRAMS[name]), N_ROWS)
 
 
 def test_gradients_of_other_shapes_are_refused_as_in_torch() -> None:

@@ -13,24 +13,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import koila
-from oracle import eager
+from oracle import cut, eager
 
 N_ROWS = 11
 CHUNKS = [None, 1, 2, 3, 7, N_ROWS]
 Lazy = Callable[..., Any]
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor) -> Tensor:
-        return a * 2
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
-        return g * 2
-
-
-cut: Any = Double.apply
 grad = torch.autograd.grad
 Made = tuple[list[Any], Any]  # gradients, and a loss to differentiate then
 

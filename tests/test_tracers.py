@@ -4,7 +4,7 @@ function refers to a lazy. `test_not_intercepted` has torch.jit.trace."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import pytest
@@ -12,9 +12,9 @@ import torch
 from functorch.compile import aot_function, nop
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 import koila
+from oracle import Programs, assert_same_in_chunks, run_of_rows
 
 N_ROWS = 7
 
@@ -37,13 +37,7 @@ class Scaled(nn.Module):
 
 
 Net = nn.Module
-Program = Callable[[Tensor, Tensor, Net], Any]
-PROGRAMS: dict[str, Program] = {}
-
-
-def program(run: Program) -> Program:
-    PROGRAMS[run.__name__] = run
-    return run
+PROGRAMS = program = Programs()
 
 
 @program
@@ -196,31 +190,12 @@ def functionalized(x: Tensor, y: Tensor, net: Net) -> Any:
     return f(net(x)), f(ramp(N_ROWS, 4))
 
 
-def run(made: Program, lazy: Any, chunks: int | None) -> list[Tensor]:
-    """Return what the program returns, and the gradients of its sum."""
-    torch.manual_seed(0)
-    net = nn.Linear(6, 4).double()
-    x, y = lazy(torch.randn(N_ROWS, 6).double(), torch.randint(0, 4, (N_ROWS,)))
-    with koila.config(chunks=chunks):
-        outs = pytree.tree_leaves(made(x, y, net))
-        total = sum(out.sum() for out in outs)
-        if isinstance(total, Tensor) and total.requires_grad:
-            total.backward()
-    grads = [p.grad for p in net.parameters() if p.grad is not None]
-    return [torch.as_tensor(out.detach() * 1) for out in (*outs, *grads)]
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch's own, in eager too
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_eager(name: str) -> None:
-    want = run(PROGRAMS[name], lambda *given: given, None)
-    for chunks in (None, 1, 2, 3, N_ROWS):
-        got = run(PROGRAMS[name], koila.lazy, chunks)
-        assert len(got) == len(want)
-        for one, other in zip(got, want, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert_same_in_chunks(functools.partial(run_of_rows, PROGRAMS[name]), N_ROWS)
 
 
 @pytest.mark.parametrize("is_buffer", [False, True])
