@@ -6,6 +6,8 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 
@@ -28,3 +30,10 @@ def test_what_is_public_has_an_example() -> None:
     functions = [getattr(koila, name) for name in koila.__all__ if name[0].islower()]
     told = [one for one in functions if "ipython" not in one.__name__]
     assert [one.__name__ for one in told if ">>> " not in (one.__doc__ or "")] == []
+
+
+def test_their_sections_are_those_that_the_docs_know() -> None:
+    """docs/api.md shows another word as a quotation: an example on one line, without its code."""
+    known = {"Args", "Attributes", "Examples", "Raises", "Returns", "Warns", "Yields"}
+    for path in Path(koila.__file__).parent.rglob("*.py"):
+        assert set(re.findall(r"^ +([A-Z]\w+):$", path.read_text(), re.MULTILINE)) <= known, path

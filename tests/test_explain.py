@@ -125,6 +125,7 @@ def test_it_shows_as_it_is() -> None:
     printer = Printer()
     text._repr_pretty_(printer, False)
     assert isinstance(text, str)
+    assert "<h4>koila.explain</h4>" in text._repr_html_()
     assert repr(text) == printer.shown == str(text) == "\n".join(text.splitlines())
 
 
@@ -242,6 +243,28 @@ def test_the_limit_that_it_names_is_enough(is_refused: bool) -> None:
             assert koila.report().n_chunks > 1
         for parameter, want in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, want)
+
+
+def test_state_that_an_optimizer_will_make_is_told_with_the_limits() -> None:
+    """The bytes that are there do not show it, and the limits have to suffice for later steps."""
+    model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128))
+    optimizer = torch.optim.Adam(model.parameters())
+    coming = f"{2 * sum(p.nbytes for p in model.parameters()) / 2**20:.1f} MiB"
+    told = f"{coming} for the state that the optimizer makes in its first step"
+
+    def loss() -> torch.Tensor:
+        return model(koila.lazy(torch.randn(2000, 128))).pow(2).mean()
+
+    assert re.search(rf"^least limit that works: .*\), with {told}$", koila.explain(loss()), re.M)
+    with (
+        koila.config(memory_limit=there() + 2**16),
+        pytest.raises(koila.MemoryLimitError, match=f"\n  to come: {told}\n") as raised,
+    ):
+        loss().backward()
+    assert raised.value.least_limit is not None
+    loss().backward()
+    optimizer.step()
+    assert "in its first step" not in koila.explain(loss())
 
 
 def test_nothing_runs_where_it_does_not_fit() -> None:

@@ -117,6 +117,42 @@ def test_how_it_ends(folder: Path) -> None:
         assert "python -m koila: error:" in asked.stderr
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "raise ValueError('no')",
+        "next(iter(DataLoader(torch.ones(4, 2))))\nraise ValueError('no')",
+        "import argparse; argparse.ArgumentParser().parse_args(['--no'])",
+    ],
+)
+def test_a_script_that_ends_with_an_error_before_anything_ran(folder: Path, lines: str) -> None:
+    """Then what to change in it is not said: nothing is known of it."""
+    start = "import torch\nfrom torch.utils.data import DataLoader\n"
+    (folder / "other.py").write_text(start + lines)
+    ran = run(folder, "-m", "koila", "other.py")
+    assert ran.returncode == (2 if "argparse" in lines else 1)
+    (said,) = [line for line in ran.stderr.splitlines() if line.startswith("koila: ")]
+    assert said.endswith("when the script ended with its error")
+    assert "koila.lazy(" not in ran.stderr
+
+
+def test_after_a_refusal_the_least_limit_is_that_of_the_refused(folder: Path) -> None:
+    """The step that ran before, without the optimizer's state, needed less."""
+    script = SCRIPT.replace(
+        "SGD(model.parameters(), 0.1, momentum=0.9)", "Adam(model.parameters())"
+    )
+    (folder / "adam.py").write_text(script)
+    ran = run(folder, "-m", "koila", "--memory-limit", "1.4MiB", "adam.py")
+    assert ran.returncode == 1
+    refused = re.search(r"MemoryLimitError: at least ([\d.]+ MiB) are needed", ran.stderr)
+    told = re.search(r"the least that works is ([\d.]+ MiB)", ran.stderr)
+    assert refused is not None and told is not None, ran.stderr
+    assert told[1] == refused[1]
+    assert "koila: 1 pass failed" in ran.stderr
+    again = run(folder, "-m", "koila", "--memory-limit", told[1].replace(" ", ""), "adam.py")
+    assert again.returncode == 0, again.stderr
+
+
 def test_a_bar_for_progress_takes_no_word(folder: Path) -> None:
     """What follows is the script, with its own arguments."""
     ran = run(folder, "-m", "koila", "--chunks=2", "--progress", "train.py", "--lr", "3")
@@ -134,6 +170,15 @@ def test_a_number_that_is_read_whole_is_no_pass_in_chunks() -> None:
         ProgramReport("item()", "train.py:2", n_calls=2, n_chunks=2, n_rows=32, stages=parts)
     )
     assert "1 of 2 passes ran in chunks, in 2 chunks at most" in summary.lines()
+
+
+def test_what_failed_has_not_fitted() -> None:
+    summary = Summary()
+    summary.note_program(ProgramReport("backward()", "train.py:1", n_calls=2))
+    summary.note_program(ProgramReport("backward()", "train.py:1", n_chunks=0, why="too large"))
+    failed, fitted = summary.lines()[1:3]
+    assert failed == "1 pass failed; see the errors above"
+    assert fitted == "everything else fitted into memory and ran whole, as without koila"
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

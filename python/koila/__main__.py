@@ -97,6 +97,7 @@ def main(words: list[str] | None = None) -> int:
             error = error.with_traceback(_without_launcher(error.__traceback__))
             traceback.print_exception(error)
             status = 130 if isinstance(error, KeyboardInterrupt) else 1
+    summary.has_error = status not in (None, 0)
     if os.environ.get("RANK", "0") == "0":  # under torchrun only the first process prints
         lines = summary.lines()
         print(*(f"koila: {line}" for line in lines), sep="\n", file=sys.stderr)

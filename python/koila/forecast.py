@@ -33,7 +33,7 @@ def plan(*losses: Any) -> MemoryPlan:
     Raises:
         KoilaError: nothing is recorded for these tensors, or they are computed already.
 
-    Example:
+    Examples:
         >>> import torch, koila
         >>> x = koila.lazy(torch.ones(64, 256))
         >>> w = torch.ones(256, 256, requires_grad=True)

@@ -68,7 +68,7 @@ def largest_batch(
     Raises:
         ValueError: the batch has no samples, or the step reads a number or returns no lazy loss.
 
-    Example:
+    Examples:
         >>> import torch, koila
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Linear(512, 1))
         >>> found = koila.largest_batch(

@@ -53,7 +53,7 @@ _state = _State()
 def off() -> Iterator[None]:
     """Switch koila off for a block, in this context: `lazy` returns its arguments unchanged.
 
-    Example:
+    Examples:
         >>> import torch, koila
         >>> with koila.off():
         ...     koila.is_lazy(koila.lazy(torch.ones(2)))
@@ -70,7 +70,7 @@ def off() -> Iterator[None]:
 def is_lazy(obj: object) -> bool:
     """Return whether `obj` is a lazy tensor.
 
-    Example:
+    Examples:
         >>> import torch, koila
         >>> koila.is_lazy(koila.lazy(torch.ones(2)))
         True
@@ -251,7 +251,7 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
         ValueError: the tensors disagree on the number of samples; `batch` is no dim of a tensor, or
             not the dim of the samples of a lazy that is still to be computed.
 
-    Example:
+    Examples:
         >>> import torch, koila
         >>> x, y = koila.lazy(torch.ones(4, 3), torch.zeros(4), batch=0)
         >>> (x.sum(1) - y).mean().item()

@@ -50,7 +50,7 @@ def row_dims(tensors: Iterable[torch.Tensor], n_rows: int | None) -> list[int | 
         tensors: the tensors of one batch.
         n_rows: the number of rows of the batch, or of a full batch; None: it is not known.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from koila.loaders import row_dims
         >>> row_dims([torch.ones(4, 3), torch.ones(4), torch.ones(7, 4), torch.ones(2)], 4)

@@ -33,8 +33,8 @@ def _tell(lines: list[str]) -> None:
     print(*(f"koila: {line}" for line in lines), sep="\n")
 
 
-def _run(shell: Any, cell: str) -> None:
-    """Run the lines below the first line of a cell.
+def _run(shell: Any, cell: str) -> bool:
+    """Run the lines below the first line of a cell, and return whether they raised no error.
 
     In messages the cell has the number that the user sees (IPython has counted it already), and
     line numbers count from its first line.
@@ -50,7 +50,7 @@ def _run(shell: Any, cell: str) -> None:
 
     compiler.cache = named
     try:
-        shell.run_cell(cell)
+        return bool(shell.run_cell(cell).success)
     finally:
         del compiler.cache
 
@@ -64,7 +64,7 @@ def _koila_cell(shell: Any, line: str, cell: str) -> None:
     with launch.settings_kept():
         launch.configure(args)
         with launch.lazy_loaders() as summary:
-            _run(shell, cell)
+            summary.has_error = not _run(shell, cell)
         _tell(summary.lines())
     if args.report is not None:
         launch.write(summary, args.report)

@@ -32,6 +32,7 @@ class Summary(reports.Observer):
         self.n_programs = 0
         self.n_in_chunks = 0
         self.n_failed = 0
+        self.has_error = False  # the script, or the cell, ended with an error
         self.most_chunks = 0
         self.bytes_predicted = 0.0
         self.bytes_allowed: float | None = None
@@ -84,15 +85,16 @@ class Summary(reports.Observer):
         batches = count(self.n_batches, "batch")
         steps = count(self.n_steps, "optimizer step")
         lines = [f"{batches} of data loaders, {steps}"]
+        if self.n_failed:
+            lines.append(f"{count(self.n_failed, 'pass')} failed; see the errors above")
         if self.n_in_chunks == 0:
-            lines.append("everything fitted into memory and ran whole, as without koila")
+            everything = "everything else" if self.n_failed else "everything"
+            lines.append(f"{everything} fitted into memory and ran whole, as without koila")
         else:
             passes = count(self.n_programs, "pass")
             most = count(self.most_chunks, "chunk")
             lines.append(f"{self.n_in_chunks} of {passes} ran in chunks, in {most} at most")
         lines.append(self._memory())
-        if self.n_failed:
-            lines.append(f"{count(self.n_failed, 'pass')} failed; see the errors above")
         if self.plain:
             (line, n), *others = self.plain.most_common()
             where = f"{line}, {count(n, 'time')}" + (
@@ -112,6 +114,10 @@ class Summary(reports.Observer):
         return lines
 
     def _why_nothing(self) -> str:
+        if self.has_error:
+            return (
+                "nothing had been computed with a lazy batch when the script ended with its error"
+            )
         if self.n_batches == 0:
             return (
                 "nothing was made lazy, as no torch.utils.data.DataLoader handed out a batch: call "

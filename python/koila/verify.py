@@ -108,7 +108,7 @@ def verify(step: Callable[[], Any], *owners: Any, chunks: int = 4) -> Verificati
     Raises:
         ValueError: there is no module.
 
-    Example:
+    Examples:
         >>> import torch, koila
         >>> model = torch.nn.Linear(3, 1)
         >>> def step():

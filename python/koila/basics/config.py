@@ -58,7 +58,7 @@ def parse_bytes(limit: int | float | str | None) -> int | None:
     """Return the bytes of a memory_limit: an int, a text such as "512MiB", "4G" (4GiB) or "4GB"
     (decimal), or a share of all memory, such as "80%" or 0.8.
 
-    Example:
+    Examples:
         >>> from koila.basics.config import parse_bytes
         >>> parse_bytes("512MiB")
         536870912
@@ -202,7 +202,7 @@ def config(
         TypeError, ValueError: a value is invalid, or both chunks and memory_limit would be set; to
             replace one by the other, pass None for it.
 
-    Example:
+    Examples:
         >>> import torch, koila
         >>> with koila.config(chunks=3):
         ...     koila.lazy(torch.ones(7, 2)).sum().item()

@@ -27,7 +27,7 @@ def grid(rows: int, n_chunks: int, unit: int = 1) -> list[Bounds]:
 
     If the rows are too few for a unit in each chunk, the unit is one row.
 
-    Example:
+    Examples:
         >>> from koila.basics.rows import grid
         >>> grid(7, 3)
         [(0, 3), (3, 5), (5, 7)]

@@ -27,7 +27,7 @@ class KoilaCallback(Session, Callback):  # type: ignore[misc]
     Attributes:
         summary: what the last of these did; None before the first.
 
-    Example:
+    Examples:
         >>> from koila.integrations.lightning import KoilaCallback  # doctest: +SKIP
         >>> Trainer(callbacks=[KoilaCallback(memory_limit="8GiB")])  # doctest: +SKIP
     """

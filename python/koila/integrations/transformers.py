@@ -27,7 +27,7 @@ class KoilaCallback(Session, TrainerCallback):  # type: ignore[misc]
     Attributes:
         summary: what the last training did; None before the first.
 
-    Example:
+    Examples:
         >>> from koila.integrations.transformers import KoilaCallback  # doctest: +SKIP
         >>> trainer.add_callback(KoilaCallback(memory_limit="8GiB"))  # doctest: +SKIP
     """

@@ -45,7 +45,7 @@ def put(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         MemoryError: the disk is full, or there is no folder for it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from koila.memory.offload import put
         >>> put(torch.ones(2, 3)).sum()

@@ -35,9 +35,11 @@ class MemoryLimitError(KoilaError, torch.OutOfMemoryError):
     Attributes:
         plan: the plan of `koila.plan` for the chunks that need the least memory; None if the error
             is about a call that cannot run in chunks.
+        least_limit: the least memory_limit, in bytes, that works.
     """
 
     plan: MemoryPlan | None = None
+    least_limit: float | None = None
 
 
 #: Keep koila's own frames in tracebacks, for working on koila.

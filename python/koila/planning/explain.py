@@ -369,7 +369,7 @@ class Explanation(str):
         printer.text(str(self))
 
     def _repr_html_(self) -> str:
-        return cards.html("koila.planning.explain", self.lines, self.layers, self.calls)
+        return cards.html("koila.explain", self.lines, self.layers, self.calls)
 
 
 ALL_HAS_RUN = "nothing is pending: all has run"
@@ -409,7 +409,7 @@ def explain(*losses: Any, full: bool = False) -> Explanation:
         layers that keep most for backward; and each call that needs the whole batch, with the
         reason and the line. If everything has run already, the report of the last step.
 
-    Example:
+    Examples:
         >>> import torch, koila
         >>> x = koila.lazy(torch.ones(4, 3))
         >>> koila.explain((x * 2).sum(), full=True).splitlines()[-1].strip()

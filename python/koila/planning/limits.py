@@ -105,14 +105,22 @@ class Limits(NamedTuple):
     least: float
     n_chunks: int  # the number of chunks under the least limit
     best: float  # the least limit for at most FEW_CHUNKS chunks
+    coming: float = 0.0  # the part of them that is for state which optimizers have not made yet
 
     def __str__(self) -> str:
+        coming = f", with {self.to_come()}" if self.coming else ""
         if self.is_one:
-            return _mib(self.least)
+            return f"{_mib(self.least)}{coming}"
         return (
             f"{_mib(self.best)} (for {FEW_CHUNKS} chunks; {_mib(self.least)} is the least, for "
-            f"{self.n_chunks})"
+            f"{self.n_chunks}){coming}"
         )
+
+    def to_come(self) -> str:
+        """Return what optimizers will take beside what is there; empty if that is nothing."""
+        if not self.coming:
+            return ""
+        return f"{size(self.coming)} for the state that the optimizer makes in its first step"
 
     @property
     def is_one(self) -> bool:
@@ -143,9 +151,10 @@ def limits_of(program: Program, is_graph: bool, is_for_next: bool = True) -> Lim
     is_looked_for = is_for_next and bool(program.roots)
     coming = budget.coming_state(leaves, is_sure=True) if is_looked_for else 0
     least = as_limit(program, n_bytes + coming)
-    if n_chunks <= FEW_CHUNKS:
-        return Limits(least, n_chunks, least)
-    return Limits(least, n_chunks, as_limit(program, _in_few_chunks(estimates) + coming))
+    best = least
+    if n_chunks > FEW_CHUNKS:
+        best = as_limit(program, _in_few_chunks(estimates) + coming)
+    return Limits(least, n_chunks, best, coming)
 
 
 def needs(program: Program) -> tuple[float, float, float]:
@@ -197,11 +206,14 @@ class Needs:
             f"{answer(found, needed, has, self.n_bytes <= left)}\n"
             f"  {samples} {needed} beside what is there{fixed}, and {has} are left\n"
             f"{in_lines(limit_in_words(program))}"
+            f"{in_lines(found.to_come() and f'to come: {found.to_come()}')}"
             f"{in_lines(large and f'too large: {large}')}"
             f"{in_lines(others(program))}"
             f"{in_lines(said)}"
             f"  needs most: {call}"
         )
+        if self.n_bytes > left:
+            error.least_limit = in_tenths(found.least)
         with contextlib.suppress(MemoryError):  # the error goes without its plan if memory is short
             way, n_chunks = ways.smallest(program, bool(program.roots))
             error.plan = plan_program.of(

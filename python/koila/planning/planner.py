@@ -140,7 +140,7 @@ def too_large(
     """
     needs, has = sizes(needed, max(left, 0.0))
     n_bytes = limits.as_limit(program, needed)
-    return MemoryLimitError(
+    error = MemoryLimitError(
         f"{limits.answer(Limits(n_bytes, 1, n_bytes), needs, has, False)}\n"
         f"  the whole batch needs {needs} beside what is there, and {has} are left\n"
         f"{limits.in_lines(limits.limit_in_words(program))}"
@@ -148,6 +148,8 @@ def too_large(
         f"{limits.in_lines(limits.others(program))}"
         f"  {what}"
     )
+    error.least_limit = limits.in_tenths(n_bytes)
+    return error
 
 
 class Fitting(NamedTuple):

@@ -424,7 +424,8 @@ class Asking:
                 hide_frames(error)  # Python adds the user's outer frames as the error propagates
             if error is not None and not is_noted:
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-                note(ProgramReport(self.what, user_line(), n_chunks=0, why=why))
+                least = getattr(error, "least_limit", None)
+                note(ProgramReport(self.what, user_line(), n_chunks=0, why=why, least_limit=least))
             elif error is None and self.idle and _state.n_noted == self.n_before:
                 note(ProgramReport(self.what, user_line(), why=self.idle))
 
@@ -446,7 +447,7 @@ def report() -> Report:
     Returns:
         A report, which can be printed. Its attributes describe the main program.
 
-    Example:
+    Examples:
         >>> import torch, koila
         >>> with koila.config(chunks=3):
         ...     koila.lazy(torch.ones(7, 2)).sum().item()

@@ -111,7 +111,7 @@ def spent(number: torch.Tensor, leaves: Iterable[torch.Tensor]) -> torch.Tensor:
         number: the number.
         leaves: the tensors that it was computed from.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from koila.running.spent import spent
         >>> spent(torch.ones(()), []).requires_grad
