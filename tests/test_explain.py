@@ -64,6 +64,38 @@ def test_the_cause_of_two_forwards_is_named() -> None:
     assert "through sqrt" in first[0] and __file__ in first[0]
 
 
+def test_every_second_forward_has_its_cause() -> None:
+    """In explain() and report(): the call that a later part reads of all chunks. A mean of the
+    activations beside it, on which no chunk waits, is none."""
+    body = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 5))
+    norm = nn.Sequential(nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 3))
+
+    def contrastive(h: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(h @ h.T, torch.arange(len(h))) + h.abs().mean()
+
+    cases = (
+        (lambda h: contrastive(h), {"matmul"}),
+        (lambda h: contrastive(h) + 0 * h[:, 0].sort().values.sum(), {"matmul"}),
+        (lambda h: norm(h).pow(2).mean() + h.abs().mean(), {"batch_norm"}),
+        (lambda h: contrastive(norm(h)), {"batch_norm"}),
+        (lambda h: h.std(), {"std"}),
+        (lambda h: (h - h.detach().sort(0).values).pow(2).mean(), {"sort"}),
+        (lambda h: h.pow(2).mean(), set()),
+    )
+    for loss_of, wanted in cases:
+        x, _ = batch()
+        loss = loss_of(body(x))
+        before = koila.explain(loss)
+        found = re.findall(r"two forwards.*? (?:for|through) (\w+) \(", before)
+        assert set(found) == wanted, before
+        with koila.config(chunks=3):
+            loss.backward()
+        twice = [one for one in koila.report().main.stages if one.passes.startswith("2 f")]
+        told = [re.search(rf": its backward waits for (\w+) \({__file__}", str(s)) for s in twice]
+        assert {one[1] for one in told if one is not None} == wanted, koila.report()
+        assert None not in told
+
+
 def test_an_op_without_a_row_is_named() -> None:
     x, _ = batch()
     text = koila.explain(torch.linalg.svdvals(nn.Linear(6, 5)(x)).sum(), full=True)

@@ -138,6 +138,10 @@ def test_two_models_are_told_apart() -> None:
     loss = second(first(koila.lazy(torch.randn(7, 3, 8, 8)))).exp().sum()
     names = [layer.name for layer in layers.of(Program([loss]))]
     assert {"Images.first", "Images.norm", "Linear"} <= set(names), names
+    texts, images = (nn.Sequential(nn.Linear(6, 5), nn.ReLU()) for _ in range(2))
+    x = koila.lazy(torch.randn(7, 6))
+    names = [layer.name for layer in layers.of(Program([(texts(x) * images(x)).sum()]))]
+    assert {"Sequential#1.0", "Sequential#2.0"} <= set(names), names
 
 
 def test_a_line_of_the_script_is_told() -> None:
@@ -164,6 +168,16 @@ def test_after_the_run_the_report_has_them() -> None:
     assert after.layers == report.layers
     assert "the last training step before it: backward()" in str(after)
     assert "second (Conv2d)" in str(after)
+
+
+def test_the_report_has_them_also_where_the_number_of_chunks_is_set() -> None:
+    model, x = (
+        nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4)),
+        torch.randn(2000, 64),
+    )
+    with koila.config(chunks=3):
+        model(koila.lazy(x)).pow(2).mean().backward()
+    assert {layer.name for layer in koila.report().layers} >= {"0", "2"}
 
 
 def test_explain_runs_nothing() -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,14 +52,16 @@ _N_KNOWN = 64
 _known_layers: dict[tuple[str, int], tuple[tuple[Layer, ...], int]] = {}
 
 
-def layers_of(program: Program) -> tuple[Layer, ...]:
+def layers_of(program: Program, planned: plans.Plan) -> tuple[Layer, ...]:
     """Return the layers of a program and the bytes that they keep for backward.
 
     The bytes of a sample are those found in the first run of this kind; they are multiplied by the
-    number of samples. A program without a backward has no layers here.
+    number of samples. A program without a backward has no layers here, nor has a small one for
+    which the number of chunks is set.
     """
     key = lines.user_line(), program.n_nodes
-    if not program.roots:
+    is_small = planned.predicted is None and program.amounts.made < planner.FEW_BYTES
+    if is_small or not program.roots:
         return ()
     rows = layers.rows_of(program)
     if key not in _known_layers:
@@ -89,13 +91,15 @@ def scheduled(
         grid_of: returns the chunks of a run.
     """
     passes = schedule_words.passes_of(schedule)
+    none = schedule_words.Passes()
     stages = (
         Stage(
             position,
             len(run.nodes) + len(run.combined),
             len(grid_of(run)) if run.is_body else 1,
             max(stop - start for start, stop in grid_of(run)) if run.is_body else None,
-            str(passes.get(run.index, schedule_words.Passes())),
+            str(passes.get(run.index, none)),
+            schedule_words.why_twice(program, run, passes.get(run.index, none)),
         )
         for position, run in enumerate(schedule_words.runs_of(program), 1)
     )
@@ -142,7 +146,7 @@ def report_of(
         whole=cause.whole,
         way=known.way,
         bytes_whole=planned.whole or None,
-        layers=layers_of(program) if planned.predicted is not None else (),
+        layers=layers_of(program, planned),
         least_limit=planned.least_limit,
     )
 
@@ -430,20 +434,37 @@ def explain(*losses: Any, full: bool = False) -> Explanation:
         cut, schedule = expected.program, expected.schedule
     else:
         cut, schedule = program, program.schedule(False)
-    said += _why(program)
+    runs, passes = schedule_words.runs_of(cut), schedule_words.passes_of(schedule)
+    said += _why_twice(cut, runs, passes) + _why(program)
     found = layers.of(program)
-    runs = schedule_words.runs_of(cut)
     n_calls = f"{count(cut.n_nodes, 'call')} in {count(len(runs), 'part')}"
     if not full:
         return Explanation(said, found, [f"{n_calls}; explain(loss, full=True) lists them"])
     calls = [n_calls]
-    passes = schedule_words.passes_of(schedule)
     for position, run in enumerate(runs, 1):
         calls.append(schedule_words.head_of(cut, passes, run, position))
         combined = [n for n in run.combined if n.mode == REDUCE]
         calls += [f"    {n.id:4d} add up the results of the chunks" for n in combined]
         calls += [schedule_words.line_of(cut, cut.node(i)) for i in run.nodes]
     return Explanation(said, found, calls)
+
+
+def _why_twice(
+    program: Program, runs: Sequence[Run], passes: Mapping[int, schedule_words.Passes]
+) -> list[str]:
+    """Describe which parts before the last run forward twice in chunks, and why."""
+    said: list[str] = []
+    for position, run in enumerate(runs, 1):
+        of = passes.get(run.index, schedule_words.Passes())
+        why = schedule_words.why_twice(program, run, of) if run.stage != program.last_body else ""
+        if why and len(said) < _MOST_WHOLE:
+            said.append(f"two forwards of part {position} in chunks: {why}")
+    if said:
+        said[-1] += (
+            " (about a third more time); layers and losses that treat each sample by itself need "
+            "one forward"
+        )
+    return said
 
 
 def _why(program: Program) -> list[str]:

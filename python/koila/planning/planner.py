@@ -165,7 +165,7 @@ _ASKED_SHARE = 0.6
 _NEARLY = 1.05
 _MORE = 1.1  # the bytes predicted may be too high by this factor
 #: A program that makes less runs as it is: saving memory is not worth the time.
-_FEW_BYTES = 2**20
+FEW_BYTES = 2**20
 _ways_in: dict[tuple[int, ...], Way | None] = {}
 _MORE_IN_CHUNKS = "in the chunks that were asked for it would take more"
 
@@ -173,7 +173,7 @@ _MORE_IN_CHUNKS = "in the chunks that were asked for it would take more"
 def _way_in(chunks: int, program: Program) -> Way | None:
     """Return the cheapest way that saves memory in a number of chunks that the user asked for; None
     if every way needs more than a whole run."""
-    if chunks == 1 or not program.axes or program.amounts.made < _FEW_BYTES:
+    if chunks == 1 or not program.axes or program.amounts.made < FEW_BYTES:
         return AS_IT_IS
     sizes = program.n_nodes, program.n_values, program.n_imports, program.n_stages
     key = chunks, *sizes, *program.axes.values(), *program.amounts

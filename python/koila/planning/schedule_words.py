@@ -68,6 +68,41 @@ def passes_of(schedule: Schedule) -> dict[int, Passes]:
     return found
 
 
+def _waits_for(program: Program, run: Run) -> Node | None:
+    """Return the call for which the backward of a body waits, as it needs all of its chunks; None
+    if it is not known."""
+    if run.stage == program.last_body:
+        return program.node(program.tail_node) if program.tail_node is not None else None
+    made, imports = set(run.exports), program.imports
+    by_bodies = {imports[k].value for later in program.runs if later.is_body for k in later.imports}
+    for later in (one for one in program.runs if one.stage > run.stage):
+        if not later.is_body and by_bodies.isdisjoint(later.exports):
+            continue  # a mean or a metric: no chunk waits for it
+        for node in later.combined:
+            if node.id in run.nodes and not by_bodies.isdisjoint(node.outs):
+                return node
+        read = {k for k in later.imports if imports[k].value in made and k not in later.shadows}
+        if later.is_body:
+            read = {k for k in read if imports[k].place is None}
+        readers = (program.node(i) for i in later.nodes)
+        found = next((node for node in readers if not read.isdisjoint(node.imports)), None)
+        if found is not None:
+            return found
+    return None
+
+
+def why_twice(program: Program, run: Run, passes: Passes) -> str:
+    """Return why the chunks of a body run forward before their backward is possible; empty if they
+    do not, or if it is recomputed in segments, which `way_in_words` describes."""
+    if not run.is_body or passes.back == 0 or passes.forward < 2 or passes.n_segments > 1:
+        return ""
+    node = _waits_for(program, run)
+    if node is None:
+        return "its backward waits for values of the whole batch"
+    call = f"{name_of_node(node)} ({where_of_node(node)})"
+    return f"its backward waits for {call}, which needs values of the whole batch"
+
+
 def head_of(program: Program, passes: Mapping[int, Passes], run: Run, position: int) -> str:
     """Return the line of explain(full=True) above the calls of a run."""
     if not run.is_body:

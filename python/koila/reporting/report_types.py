@@ -67,6 +67,7 @@ class Stage:
         n_chunks: the number of chunks; 1 for a part on the whole batch.
         n_rows: the samples of the largest chunk; None for a part on the whole batch.
         passes: how often each chunk ran forward and backward, in words.
+        why: why each chunk ran forward twice; empty if it did not.
     """
 
     number: int
@@ -74,13 +75,15 @@ class Stage:
     n_chunks: int
     n_rows: int | None
     passes: str
+    why: str = ""
 
     def __str__(self) -> str:
         calls = f"part {self.number}: {count(self.n_calls, 'call')}"
         if self.n_rows is None:
             return f"{calls} on the whole batch"
         chunks = f"{count(self.n_chunks, 'chunk')} of {count(self.n_rows, 'sample')}"
-        return f"{calls} in {chunks}, {self.passes}"
+        why = f": {self.why}" if self.why else ""
+        return f"{calls} in {chunks}, {self.passes}{why}"
 
 
 @dataclass(frozen=True)

@@ -219,12 +219,11 @@ def _stage(
         spent.check_program(program.handle)
         overwritten.check(program)
         return program.cut_for(planned.way), planned
-    found = explain.layers_of(program) if planned.predicted is not None else ()
     decision = reports.Decision(
         planned.why,
         planned.predicted,
         planned.allowed,
-        layers=found,
+        layers=explain.layers_of(program, planned),
         least_limit=planned.least_limit,
     )
     reports.decide(decision)

@@ -86,10 +86,15 @@ class _Modules:
             path = path.rpartition(".")[0]
 
     def name(self, owner: _Owner) -> str:
-        """Return the path of a module, preceded by the class of its root if there are several."""
-        parts = [type(self.roots[owner.root]).__name__] if len(self.roots) > 1 else []
+        """Return the path of a module. If there are several roots, the class of its root precedes
+        it, with a number where others have the same class: "Encoder#2.layers.0"."""
+        kinds = [type(root).__name__ for root in self.roots]
+        root = kinds[owner.root]
+        if kinds.count(root) > 1:
+            root += f"#{kinds[: owner.root + 1].count(root)}"
+        parts = [root] if len(self.roots) > 1 else []
         parts += [owner.path] if owner.path else []
-        return ".".join(parts) or type(self.roots[owner.root]).__name__
+        return ".".join(parts) or root
 
     def kind(self, owner: _Owner) -> str:
         return type(self.modules[owner]).__name__
