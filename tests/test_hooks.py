@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
+from allocations import Allocations
 from chunked import split
+from koila.memory import estimates
+from koila.planning import ways
+from oracle import Lazy
+from oracle import eager as as_it_is
 
 N_ROWS = 11
 CHUNKS = [1, 2, 3, 7, N_ROWS]
@@ -282,3 +287,57 @@ def test_hooks_of_parameters_are_called_in_torchs_order(chunks: int | None) -> N
     want = story(lambda x: x)
     with split(chunks):
         assert story(koila.lazy) == want
+
+
+N_HIDDEN, WIDE, SLACK = 1024, 256, 64 * 2**10
+HOOKS: dict[str, Hook] = {
+    "nothing": lambda gradient: None,
+    "scaled": lambda gradient: gradient * 1.5,
+}
+
+
+def hooked_step(lazy: Lazy, hooked: tuple[int, ...], hook: Hook) -> tuple[int, list[Tensor]]:
+    """Return the most bytes that a step takes, and the gradients. The results of the layers
+    `hooked` have a hook."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDE, WIDE), nn.GELU())]
+    net = nn.Sequential(*layers, nn.Linear(WIDE, 4))
+    data, memory = torch.randn(N_HIDDEN, WIDE), Allocations()
+    with memory:
+        h = lazy(data)
+    with memory:
+        for i, layer in enumerate(net):
+            h = layer(h)
+            if i in hooked:
+                h.register_hook(hook)
+        h.square().mean().backward()
+    return memory.peak, [p.grad for p in net.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize("hooked", [(1,), (3,), (1, 3), (2, 3, 4, 5), (0, 1, 2, 3, 4, 5)])
+@pytest.mark.parametrize("chunks", [2, 4, 16])
+def test_hooks_take_what_is_predicted(
+    chunks: int, hooked: tuple[int, ...], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunks add to one gradient of all rows, which the hook reads. It is freed once the value
+    that has the hook has gone back, and what the hook made of it too."""
+    want, theirs = hooked_step(as_it_is, hooked, HOOKS[name])
+    predicted: list[float] = []
+
+    def find_way(n_chunks: int, program: Any) -> ways.Way | None:
+        way = find(n_chunks, program)
+        of = estimates.estimate(program.cut_for(way or ways.AS_IT_IS), True, way or ways.AS_IT_IS)
+        predicted.append(of.whole if way is None else of.peak(-(-N_HIDDEN // n_chunks))[0])
+        return way
+
+    find = koila.planning.planner._find_way_in
+    monkeypatch.setattr(koila.planning.planner, "_find_way_in", find_way)
+    koila.planning.planner._ways_in.clear()
+    with koila.config(chunks=chunks):
+        took, ours = hooked_step(koila.lazy, hooked, HOOKS[name])
+    torch.testing.assert_close(ours, theirs)
+    made = 4 * N_HIDDEN * WIDE * (name == "scaled")  # by the hook itself
+    assert took <= 1.02 * predicted[0] + made + SLACK
+    assert predicted[0] <= took + 4 * N_HIDDEN * WIDE // chunks + SLACK
+    assert took <= 1.05 * want + made + SLACK

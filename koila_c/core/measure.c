@@ -257,9 +257,8 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body)
         if (known->is_one_gradient) {
             hold_gradients(step, known->is_gathering ? 0 : gradient(step, value));
             known->is_gathering = known->is_gathering_whole = true;
-        } else if (is_gathered(step, run, i)) {
-            bool is_first = !known->is_gathering_whole && needs_gradient(step, value);
-            hold_gradients(step, is_first ? gradient(step, value) : 0);
+        } else if (is_gathered(step, run, i) && needs_gradient(step, value)) {
+            hold_gradients(step, known->is_gathering_whole ? 0 : gradient(step, value));
             known->is_gathering_whole = true;
         } else if (!known->is_gathering && needs_gradient(step, value) && known->body != body) {
             known->is_gathering = true;
@@ -455,26 +454,27 @@ run_chunk(Step *step, const KlStep *of)
 static void
 hold_left(Step *step, const KlStep *of)
 {
-    bool is_fused = of->graph == KL_GRAPH_NOW;
+    bool is_fused = of->graph == KL_GRAPH_NOW, is_alone = is_fused && step->homes->n_across == 0;
     for (uint32_t k = 0; k < of->values.n; k++) {
         step->values[value_of(step, of, k)].is_offloaded = true;
     }
     for (uint32_t k = 0; k < of->others.n; k++) {
         KlValueId value = step->schedule.values.ids[of->others.first + k];
-        const KlMeasureValue *known = &step->values[value];
+        KlMeasureValue *known = &step->values[value];
         bool is_awaited = !is_fused || known->is_read_by_tail || known->is_root;
         step->sweep.sizes[value].is_put_together = true;
-        step->values[value].is_one_gradient =
-            needs_gradient(step, value) && step->values[value].is_read_whole;
+        known->is_one_gradient = needs_gradient(step, value) && known->is_read_whole;
         step->sweep.sizes[value].is_let_go = !(needs_gradient(step, value) && is_awaited);
     }
     for (uint32_t r = 0; r < of->n_runs; r++) {
         const KlRun *run = &step->program->runs[of->run + r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = export_of(step, run, i);
-            bool is_gone =
-                step->program->is_unread[value] && is_fused && step->homes->n_across == 0;
-            if (!step->values[value].is_inner && !step->values[value].is_offloaded && !is_gone) {
+            KlMeasureValue *known = &step->values[value];
+            bool is_gone = is_alone && step->program->is_unread[value];
+            bool is_hooked = kl_tape_is_looked_at(step->tape, value);
+            known->is_one_gradient |= is_hooked && needs_gradient(step, value);
+            if (!known->is_inner && !known->is_offloaded && !is_gone) {
                 hold(step, value);
             }
         }

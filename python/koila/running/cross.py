@@ -121,6 +121,7 @@ class Cross:
         self.bounds: Bounds | None = None  # the rows that `whole` has, if not all
         self.gathered: torch.Tensor | None = None  # all chunks in one tensor
         self.is_put_together = False  # chunks are copied into `gathered` as they are made
+        self.is_one_gradient = False  # chunks add to the gradient of all rows, which a hook reads
         self.is_offloaded = False  # chunks are kept off its device
         self.emptied: dict[int, int] = {}  # chunk -> bytes of its storage, which was freed
         self.watch: Watch | None = None  # of a gradient that was sent back before it was known
@@ -331,16 +332,18 @@ class Cross:
         return grad
 
     def drop_seeds(self, chunk: int, is_last: bool) -> None:
-        """Free the gradient of a chunk after its backward; after the last one, the gathered one."""
+        """Free the gradient of a chunk after its backward; after the last one, that of all rows."""
         self.seeds.pop(("chunk", chunk), None)
         if is_last:
             self.seeds.pop(GATHERED, None)
+            self.seeds.pop(("whole",), None)
 
     def take_rows(self, place: Place, grid: Sequence[Bounds], chunk: int) -> list[torch.Tensor]:
         """After a chunk's backward, add the gradient of the rows that it read to the gradient of
         the whole value, if there is one. Return the alias of the rows, as a list."""
         together = self.aliases.get(GATHERED)
-        is_cut = len(grid) > 1 and (self.whole is not None or together is not None)
+        is_one = self.whole is not None or together is not None or self.is_one_gradient
+        is_cut = len(grid) > 1 and is_one
         key = ("rows", place, grid[chunk]) if self.whole is not None else ("chunk", chunk)
         alias = self.aliases.pop(key, None) if is_cut else None
         if alias is None:
@@ -388,16 +391,25 @@ class Cross:
 
     def gather_gradient(self, grid: Sequence[Bounds]) -> torch.Tensor | None:
         """Return the gradient of all rows of a body's output, and take it from the chunks."""
+        total = self._take_totals()
         grads = [self.seed(grid, chunk) for chunk in range(len(grid))]
         for alias in self.aliases.values():
             alias.grad = None
         if self.info.place is None or all(grad is None for grad in grads):
-            return None
+            return total
         filled = [
             torch.zeros_like(self.of_rows(grid, chunk)) if grad is None else grad
             for chunk, grad in enumerate(grads)
         ]
-        return rows.gather(filled, self.info.place, self._strides())
+        return add(total, rows.gather(filled, self.info.place, self._strides()))
+
+    def _take_totals(self) -> torch.Tensor | None:
+        """Return the gradient of the whole value from the rows that chunks read, and let it go."""
+        total = None
+        for of_rows in self.totals.values():
+            total = add(total, of_rows)
+        self.totals.clear()
+        return total
 
     def part_seeds(
         self, chunk: int, part_ids: Sequence[int], left: Sequence[Any]
@@ -422,10 +434,7 @@ class Cross:
                 total = add(total, alias.grad)
         for key, seed in self.seeds.items():
             total = add(total, seed) if key[0] == "rows" else total
-        for of_rows in self.totals.values():
-            total = add(total, of_rows)
-        self.totals.clear()
-        return total
+        return add(total, self._take_totals())
 
     def _strides(self) -> Sequence[int] | None:
         """Return the strides of the whole value; None if they are not known."""

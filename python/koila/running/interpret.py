@@ -118,6 +118,7 @@ class Interpreter:
             cross = Cross(info, stages.program.needs_gradient(value), stages.fresh)
             cross.is_offloaded = value in step.values
             cross.is_put_together = not cross.is_offloaded
+            cross.is_one_gradient = stages.program.is_hooked(value)
             stages.cross[value] = cross
 
     def _run(self, step: Step) -> None:

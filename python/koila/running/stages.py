@@ -397,6 +397,7 @@ class Stages:
             self.cross[value] = Cross(
                 info, self.program.needs_gradient(value), self.fresh, added=added
             )
+            self.cross[value].is_one_gradient = self.program.is_hooked(value)
         return self.cross[value]
 
     def run_joint(self, run: Run, is_graph: bool) -> dict[int, GradientEdge]:

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import _core
 from koila.basics.rows import as_new
+from koila.memory import offload
 from koila.messages.errors import KoilaError
 from koila.running import deliver, unwritten
 from koila.running.numbers import Numbers
@@ -41,7 +42,8 @@ _now = _Now()
 def call_hooks(stages: Stages, value: int, gradient: torch.Tensor) -> torch.Tensor:
     """Call the hooks of a value with its gradient, of all rows, and return what they make of it."""
     if not hooks.is_called(value, stages.hooked):
-        return hooks.apply(value, gradient, stages.hooked)
+        made = hooks.apply(value, gradient, stages.hooked)
+        return offload.get(made, gradient.device)
     stages.tracked.settle()
     values = list(_computed(stages))
     show(stages, Numbers(stages.program, stages.cross, False, values))
@@ -58,7 +60,27 @@ def call_hooks(stages: Stages, value: int, gradient: torch.Tensor) -> torch.Tens
     stages.draws.enter()
     node = stages.program.node_of(value)
     _check(stages, stages.program.n_stages if node is None else node.stage)
+    if _core.retained(value) is None:
+        stages.hooked.gradients[value] = _offloaded(made)
     return made
+
+
+#: A gradient with fewer bytes is not offloaded: it would save little memory.
+_FEW_BYTES = 2**16
+
+
+def _offloaded(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a gradient that takes no memory of its device; or the gradient itself, if it
+    is small or no file can hold it."""
+    is_dense = type(gradient) is torch.Tensor and gradient.layout == torch.strided
+    if not is_dense or gradient.nbytes < _FEW_BYTES:
+        return gradient
+    if gradient.device.type == "cpu" and not offload.is_worth_it():
+        return gradient
+    try:
+        return offload.put(gradient)
+    except MemoryError:
+        return gradient
 
 
 def _computed(stages: Stages) -> Iterator[int]:

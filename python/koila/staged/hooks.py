@@ -31,7 +31,8 @@ class Seen:
     takes it from here, so that no hook is called twice."""
 
     def __init__(self) -> None:
-        self.gradients: dict[int, torch.Tensor] = {}  # by value: what its hooks returned
+        #: By value: what its hooks returned, offloaded if only another try can read it.
+        self.gradients: dict[int, torch.Tensor] = {}
         #: The states of generators after the hooks, which may draw.
         self.generators: dict[torch.device, torch.Tensor] = {}
 
