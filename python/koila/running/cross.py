@@ -336,6 +336,7 @@ class Cross:
         self.seeds.pop(("chunk", chunk), None)
         if is_last:
             self.seeds.pop(GATHERED, None)
+        if is_last and self.is_one_gradient:  # else `tail.check` compares what the user gave
             self.seeds.pop(("whole",), None)
 
     def take_rows(self, place: Place, grid: Sequence[Bounds], chunk: int) -> list[torch.Tensor]:
