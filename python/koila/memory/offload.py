@@ -4,6 +4,7 @@ whose pages the system may write to disk; from a GPU to the host's memory."""
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import tempfile
@@ -17,13 +18,20 @@ _MOUNTS = Path("/proc/self/mounts")
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
 
-def is_worth_it() -> bool:
-    """Tell whether offloading to a file saves memory: not if the file system is in memory, nor
-    under a limit of the address space, which counts mapped files."""
-    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        return False
+def is_worth_it(device: torch.device) -> bool:
+    """Tell whether offloading saves memory of a device: from the CPU to a file it does not if the
+    file system is in memory, nor under a limit of the address space, which counts mapped files."""
+    if device.type != "cpu":
+        return True
+    has_limit = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+    return not has_limit and _is_on_disk(tempfile.gettempdir())
+
+
+@functools.cache
+def _is_on_disk(name: str) -> bool:
+    """Tell whether the file system of a folder is known, and not in memory."""
     try:
-        folder = Path(tempfile.gettempdir()).resolve()
+        folder = Path(name).resolve()
         mounts = [line.split()[1:3] for line in _MOUNTS.read_text().splitlines()]
     except OSError:
         return False

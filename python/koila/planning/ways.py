@@ -83,8 +83,7 @@ def cost(program: Program, option: Option, rows: int) -> float:
 def can_offload(program: Program) -> bool:
     """Tell whether activations can be offloaded to something other than the memory that is
     short."""
-    is_cpu = all(device.type == "cpu" for device in devices_of(program))
-    return not is_cpu or offload.is_worth_it()
+    return all(map(offload.is_worth_it, devices_of(program)))
 
 
 def options(program: Program, is_graph: bool) -> Iterator[Option]:

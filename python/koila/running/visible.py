@@ -73,9 +73,8 @@ def _offloaded(gradient: torch.Tensor) -> torch.Tensor:
     """Return a copy of a gradient that takes no memory of its device; or the gradient itself, if it
     is small or no file can hold it."""
     is_dense = type(gradient) is torch.Tensor and gradient.layout == torch.strided
-    if not is_dense or gradient.nbytes < _FEW_BYTES:
-        return gradient
-    if gradient.device.type == "cpu" and not offload.is_worth_it():
+    is_large = is_dense and gradient.nbytes >= _FEW_BYTES
+    if not is_large or not offload.is_worth_it(gradient.device):
         return gradient
     try:
         return offload.put(gradient)
