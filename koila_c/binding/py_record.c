@@ -824,16 +824,13 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
         bool is_own = type != (PyObject *)kl_py.lazy && type != (PyObject *)kl_py.tensor;
         is_asked = is_asked || (is_own && !is_watched(type));
     }
-    if (function == NULL || function->kind == KL_CALL_LIVE ||
-        (is_asked && function->kind == KL_CALL_ENTER)) {
-        bool is_plain = kl_context_is_for_torch();
-        return kl_record_live(func, call_args, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
-    }
-    switch (function->kind) {
+    bool is_live = function == NULL || (is_asked && function->kind == KL_CALL_ENTER);
+    switch (is_live ? KL_CALL_LIVE : function->kind) {
     case KL_CALL_OP:
         return kl_record_op(function, func, call_args, kwargs);
     case KL_CALL_LIVE:
-        break;
+        return kl_record_live(func, call_args, kwargs,
+                              kl_context_is_for_torch() ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
     case KL_CALL_READ:
         return kl_live_call(func, call_args, kwargs, KL_LIVE_READ);
     case KL_CALL_ENTER:
