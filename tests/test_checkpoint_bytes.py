@@ -165,7 +165,8 @@ def step(
 @pytest.mark.parametrize("is_reentrant", [False, True], ids=["plain", "reentrant"])
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_whole(name: str, is_reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prediction is within 1 % of what the run takes, and the run takes no more than eager."""
+    """koila predicts the peak of its own whole run within 1 %, and needs no more memory for it than
+    eager needs."""
     eager = step(name, is_reentrant, lambda x: x * 1, Allocations())
     memory = Allocations()
     said = Prediction(memory, monkeypatch, is_whole=True)

@@ -110,7 +110,8 @@ test_known_values(void)
     program_fini(&p);
 }
 
-/* It is a leaf, also if a gradient flows to it, and if its call waits, which is not run for it. */
+/* A value that was cut from its call is a leaf, even while that call is pending and a gradient flows to the value;
+ * the call does not run for it. */
 static void
 test_a_value_that_was_cut_from_its_call(void)
 {
