@@ -324,6 +324,61 @@ def dual_weight(model: Model, x: Tensor, y: Tensor) -> Any:
     return finish(model, model.tail(h), y), tangent
 
 
+# Transforms and traces: what waits runs in a call of theirs, and outside of them
+
+
+def ends_a_block(a: Tensor) -> Tensor:
+    with torch.no_grad():
+        b = a * 2
+    return b + a
+
+
+def sets_threads(a: Tensor) -> Tensor:
+    torch.set_num_threads(torch.get_num_threads())
+    return a * 2
+
+
+def begins_a_batch(a: Tensor) -> Tensor:
+    koila.lazy(torch.ones(N_ROWS, 5))
+    return a * 2
+
+
+@story()
+def a_trace_around_runs(model: Model, x: Tensor, y: Tensor) -> Any:
+    found = list[Any]()
+    for run in (ends_a_block, sets_threads, begins_a_batch):
+        with torch.no_grad():
+            total = F.dropout(model(x)).sum()
+            traced = torch.jit.trace(run, torch.ones(2), check_trace=False)
+        found += [total, traced(torch.ones(2)), str(traced.graph).count("aten::")]
+    return finish(model, model.tail(model.body(x)), y), found
+
+
+@story()
+def a_transform_around_runs(model: Model, x: Tensor, y: Tensor) -> Any:
+    found = list[Any]()
+    for run in (ends_a_block, sets_threads, begins_a_batch):
+        with torch.no_grad():
+            total = F.dropout(model(x)).sum()
+            found += [torch.func.vmap(run)(torch.ones(2, 2)), total]
+    return finish(model, model.tail(model.body(x)), y), found
+
+
+@story()
+def draws_in_a_transform(model: Model, x: Tensor, y: Tensor) -> Any:
+    h = F.dropout(model.body(x))
+    noise = torch.func.vmap(lambda a: a * torch.rand(2), randomness="different")(torch.ones(3, 2))
+    more = torch.func.grad(lambda a: (a * torch.rand(2)).sum())(torch.ones(2))
+    return finish(model, F.dropout(h), y), noise, more
+
+
+@story()
+def draws_in_a_trace(model: Model, x: Tensor, y: Tensor) -> Any:
+    h = F.dropout(model.body(x))
+    traced = torch.jit.trace(lambda a: a * torch.rand(2), torch.ones(2), check_trace=False)
+    return finish(model, F.dropout(h), y), str(traced.graph).count("aten::")
+
+
 # Operands with a say of their own
 
 
@@ -559,20 +614,29 @@ def test_what_is_left_comes_back() -> None:
 
     def now() -> tuple[Any, ...]:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        return hooks, stack._len_torch_dispatch_stack(), stack._len_torch_function_stack()
+        seen = surroundings.is_transforming()
+        return hooks, stack._len_torch_dispatch_stack(), stack._len_torch_function_stack(), seen
 
-    with saved_tensors_hooks(id, repr), Scale(), Louder(), saved_tensors_hooks(repr, id):
+    nothing = (None, 0, 0, False)
+
+    def look(x: Tensor) -> Tensor:
         before = now()
+        assert before[-1]
         with surroundings.outside():
-            assert now() == (None, 0, 0)
+            assert now() == nothing
             with surroundings.inside():
                 assert now() == before
                 with surroundings.outside():
-                    assert now() == (None, 0, 0)
+                    assert now() == nothing
                 assert now() == before
-            assert now() == (None, 0, 0)
+            assert now() == nothing
         assert now() == before
-    assert now() == (None, 0, 0)
+        return x * 2
+
+    with saved_tensors_hooks(id, repr), Scale(), Louder(), saved_tensors_hooks(repr, id):
+        torch.func.vmap(look)(torch.ones(2))
+        torch.jit.trace(look, torch.ones(2), check_trace=False)
+    assert now() == nothing
 
 
 def test_an_observer_of_koila_stays() -> None:

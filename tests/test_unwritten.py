@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.swa_utils import AveragedModel
 from torch.utils import _pytree as pytree
 from torch.utils import dlpack
@@ -308,6 +309,32 @@ def scripted(step: Step) -> Any:
 
 
 @ask
+def traced(step: Step) -> Any:
+    batch = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6)
+    return torch.jit.trace(step.net.norm, batch, check_trace=False)(batch)
+
+
+@ask
+def traced_and_checked(step: Step) -> Any:
+    """torch traces it again, and compares the lines of calls too."""
+    batch = torch.ones(2, 6).double()
+    made = torch.jit.trace(lambda x: x * step.mean, batch)
+    return made(batch), str(made.graph).count("aten::")
+
+
+@ask
+def traced_below(step: Step) -> Any:
+    batch = torch.ones(2, 6).double()
+    return make_fx(lambda x: x * step.mean)(batch)(batch)
+
+
+@ask
+def exported(step: Step) -> Any:
+    batch = torch.linspace(-1, 1, 12, dtype=torch.float64).view(2, 6)
+    return torch.export.export(step.net.norm, (batch,)).module()(batch)
+
+
+@ask
 def moved(step: Step) -> Any:
     return step.net.norm.running_mean.to(torch.float32)
 
@@ -318,6 +345,7 @@ def told(value: Any) -> list[Any]:
     return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # in eager too
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("name", ASK)
 def test_who_asks_between_forward_and_backward(name: str, chunks: int | None) -> None:

@@ -107,9 +107,9 @@ kl_context_runs_at_once(PyObject *func)
 PyObject *
 kl_context_leave_user(void)
 {
-    bool is_nothing = around.saved_tensors != NULL && around.n_function_modes() == 0 &&
-                      !around.has_dispatch_modes(false) && !has_saved_tensors_hooks() &&
-                      !kl_context_is_for_torch();
+    bool is_nothing = around.saved_tensors != NULL && kl_py.n_transforms == 0 &&
+                      around.n_function_modes() == 0 && !around.has_dispatch_modes(false) &&
+                      !has_saved_tensors_hooks() && !kl_context_is_for_torch();
     return is_nothing ? Py_NewRef(Py_None) : PyObject_CallNoArgs(kl_py.leave);
 }
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks and modes of the user that run code at each call: hooks on saved tensors, dispatch modes,
-forward-mode AD.
+"""What the user puts around calls: hooks on saved tensors, dispatch modes and forward-mode AD, which
+run code at each call; transforms of torch.func and torch.jit.trace, which record each.
 
 Such code must be called as in eager mode, and not for koila's own work. So a call made under it is
 not recorded, but runs at once on the whole batch. When koila runs calls that were recorded earlier
-or elsewhere, `outside` disables hooks and modes for that time, and `inside` enables them again
-while a hook of the user runs.
+or elsewhere, `outside` disables all this for that time, and `inside` enables it again while a hook
+of the user runs.
 
 A mode with the attribute `sees_koila = True` observes koila itself: it changes no number, stays on
 while koila runs calls, and calls made under it are recorded.
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from koila import _core
@@ -29,6 +30,7 @@ R = TypeVar("R")
 
 _C: Any = torch._C
 _hooks: Any = torch._C._autograd
+_functorch: Any = torch._C._functorch
 
 
 def _is_observer(mode: Any) -> bool:
@@ -67,7 +69,7 @@ class NodeHooks(TorchDispatchMode):
 
 
 class _Disabled:
-    """The hooks and modes that were on, disabled until `__exit__`."""
+    """The hooks, modes, transforms and the trace that were on, disabled until `__exit__`."""
 
     def __init__(self) -> None:
         self._hooks: list[tuple[Any, Any]] = []
@@ -98,6 +100,11 @@ class _Disabled:
         if _is_below_autograd():
             included = _C._dispatch_tls_local_include_set()
             self._stack.enter_context(_C._ForceDispatchKeyGuard(included, _EXCLUDED))
+        if _functorch.peek_interpreter_stack() is not None:
+            self._stack.enter_context(temporarily_clear_interpreter_stack())
+        if (trace := _C._get_tracing_state()) is not None:
+            _C._set_tracing_state(None)
+            self._stack.callback(_C._set_tracing_state, trace)
 
     def _enable(self) -> None:
         self._stack.close()
@@ -145,9 +152,17 @@ def _is_below_autograd() -> bool:
     return is_excluded and not torch.is_inference_mode_enabled()
 
 
+def is_transforming() -> bool:
+    """Return whether a transform of torch.func, or torch.jit.trace, sees the calls of this
+    thread."""
+    trace, transform = _C._get_tracing_state(), _functorch.peek_interpreter_stack()
+    return trace is not None or transform is not None
+
+
 def _is_any() -> bool:
     return bool(
-        _is_below_autograd()
+        is_transforming()
+        or _is_below_autograd()
         or _C._len_torch_function_stack()
         or _C._len_torch_dispatch_stack()
         or _hooks._top_saved_tensors_default_hooks(True) is not None
@@ -156,7 +171,7 @@ def _is_any() -> bool:
 
 
 def leave() -> Any:
-    """Disable all hooks and modes that are on, until `__exit__` of the result is called."""
+    """Disable all that is on, until `__exit__` of the result is called."""
     disabled = _Disabled()
     _state.disabled.append(disabled)
     return disabled
@@ -164,7 +179,7 @@ def leave() -> Any:
 
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
-    """Wrap a block of koila's own work, so that no hook or mode of the user sees its calls."""
+    """Wrap a block of koila's own work, so that nothing of the user's sees its calls."""
     disabled = leave() if _is_any() else None
     try:
         yield
@@ -177,7 +192,7 @@ def outside() -> Iterator[None]:
 def making_calls() -> Iterator[None]:
     """Wrap a block in which koila runs recorded calls for its own purposes, with graphs.
 
-    The user's hooks and modes do not see them, and waiting random calls do not draw before them.
+    Nothing of the user's sees them, and waiting random calls do not draw before them.
     """
     was_busy = _core.is_busy()
     _core.set_busy(True)

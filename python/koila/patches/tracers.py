@@ -23,6 +23,7 @@ from koila.messages.errors import KoilaError
 from koila.patches import patching
 from koila.planning import explain, planner
 from koila.reporting import reports
+from koila.running import unwritten
 
 _eval_frame: Any = torch._C._dynamo.eval_frame
 
@@ -44,7 +45,9 @@ def patch() -> None:
         (torch._C.ScriptModule, "_create_method_from_trace_with_dict"),
         (torch.fx.experimental.proxy_tensor._MakefxTracer, "trace"),
     ):
-        patching.replace(owner, name, _counted(patching.live_if_lazy(getattr(owner, name), True)))
+        # In a trace a pending write would run where torch looks for the user's line.
+        original = unwritten.written_first(getattr(owner, name), True)
+        patching.replace(owner, name, _counted(patching.live_if_lazy(original, True)))
     _patch_scripts()
     export = patching.live_if_lazy(patching.returning_tensors(torch.export.export), True)
     patching.replace(torch, "compile", _refreshed(torch.compile, "torch.compile"))

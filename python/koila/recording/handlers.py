@@ -9,11 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from koila import _core
-from koila.basics import devices, enter
+from koila.basics import devices, enter, surroundings
 from koila.planning import unsplit
 from koila.random import generators
 from koila.recording import composed, handed_out, inplace_views, masks, packed
@@ -268,19 +267,10 @@ def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
     What was recorded before the transform runs first, and outside of it.
     """
-    tracers: Any = torch._C
-    state = tracers._get_tracing_state()
-    if state is not None:
-        tracers._set_tracing_state(None)
-        try:
-            _core.live(_nothing, (args, kwargs), {}, True)
-        finally:
-            tracers._set_tracing_state(state)
-    if state is not None or get_proxy_mode() is not None or devices.is_capturing():
-        return _core.live(func, args, kwargs, True)
-    if torch._C._functorch.peek_interpreter_stack() is None:
+    is_ours = surroundings.is_transforming() or get_proxy_mode() is not None
+    if not (is_ours or devices.is_capturing()):
         return NotImplemented  # the transform is another thread's
-    with temporarily_clear_interpreter_stack():
+    with surroundings.outside():
         _core.live(_nothing, (args, kwargs), {}, True)
     return _core.live(func, args, kwargs, True)
 

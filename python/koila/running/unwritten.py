@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from koila import _core
 from koila.basics import holders
@@ -196,8 +195,7 @@ def _make(writes: list[Write]) -> None:
     assert _run is not None
     for tape in {id(write.tape): write.tape for write in writes if write.tensors}.values():
         try:
-            with temporarily_clear_interpreter_stack():  # the plain call may be in a transform
-                _core.held(tape, _run, (_WHY,), {})
+            _core.held(tape, _run, (_WHY,), {})
         finally:  # also if it raised: the next plain call must not run it again
             _core.held(tape, note_written, (), {})
 
@@ -224,9 +222,10 @@ def unseen() -> Iterator[tuple[Any, str]]:
 _READ_OTHERS = ("script", "load_state_dict", "_apply", "_sync_buffers")
 
 
-def written_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `original`, wrapped so that pending writes of the tensors that it uses run first."""
-    reads_others = getattr(original, "__name__", "") in _READ_OTHERS
+def written_first(original: Callable[..., Any], reads_others: bool = False) -> Callable[..., Any]:
+    """Return `original`, wrapped so that pending writes of the tensors that it uses run first; all
+    writes, if it reads others than its arguments."""
+    reads_others = reads_others or getattr(original, "__name__", "") in _READ_OTHERS
     # torch.jit.script looks up names in a caller's frame, `_frames_up` above; this adds a frame.
     code = getattr(original, "__code__", None)
     has_frames = code is not None and "_frames_up" in code.co_varnames
