@@ -48,8 +48,8 @@ SANITIZED_LIB := $(CURDIR)/build/sanitize/lib
 SANITIZED_TESTS = $(shell grep -rl --include='*.py' 'mark\.sanitize' tests)
 
 C_DIRS := koila_c/core koila_c/binding
-C_FILES := $(wildcard $(C_DIRS:=/*.[ch]) tests/core/*.[ch])
-SOURCES := $(wildcard $(C_DIRS) $(C_DIRS:=/*.[ch]) $(C_DIRS:=/*.def)) setup.py pyproject.toml
+C_FILES := $(wildcard $(C_DIRS:=/*.[ch]) tests/core/*.[ch] tests/binding/*.[ch])
+SOURCES := $(wildcard $(C_DIRS) $(C_DIRS:=/*.[ch]) $(C_DIRS:=/*.def) tests/binding/*.[ch]) setup.py pyproject.toml
 # Each worker takes a half from one end to the other, and of another's rest when it is done: what a
 # file makes once it makes for one of them.
 PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build koila._core; all else is in pyproject.toml. Needs a C compiler and setuptools, never torch.
 
-KOILA_DEV=1       warnings are errors and asserts are on
-KOILA_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer, asserts on
-KOILA_COVERAGE=1  gcov counters
+KOILA_DEV=1       warnings are errors, asserts are on, and _core has infer(), which only tests call
+KOILA_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer, asserts and infer()
+KOILA_COVERAGE=1  gcov counters, and infer()
 """
 
 import os
@@ -72,12 +72,19 @@ if os.environ.get("KOILA_COVERAGE") == "1":
     compile_args += ["--coverage", "-O0"]
     link_args += ["--coverage"]
 
+folders, macros = ["koila_c/core", "koila_c/binding"], [("KL_TESTS", None)]
+if is_instrumented or os.environ.get("KOILA_DEV") == "1":
+    folders.append("tests/binding")  # the rules of the core, seen from Python
+else:
+    macros = []
+
 core = Extension(
     "koila._core",
-    sources=sorted(glob("koila_c/core/*.c") + glob("koila_c/binding/*.c")),
+    sources=sorted(path for folder in folders for path in glob(f"{folder}/*.c")),
     # Without these, editing a header or a row of ops.def rebuilds nothing.
-    depends=sorted(glob("koila_c/*/*.h") + glob("koila_c/*/*.def")),
-    include_dirs=["koila_c/core", "koila_c/binding"],
+    depends=sorted(glob("koila_c/*/*.h") + glob("koila_c/*/*.def") + glob("tests/binding/*.h")),
+    include_dirs=folders,
+    define_macros=macros,
     libraries=["dl", "m"],
     extra_compile_args=compile_args,
     extra_link_args=link_args,

@@ -80,7 +80,7 @@ PRIVATE_OF_PYTHON = {
 # The line that names the license is not counted: it is no code.
 N_LINES_OF_A_FILE = 1000
 N_LINES_OF_A_FUNCTION = 60
-N_LINES_OF_KOILA_C = 33_410
+N_LINES_OF_KOILA_C = 32_908
 # "file.c:function": "why it may be longer"
 LONG_FUNCTIONS: dict[str, str] = {}
 
@@ -199,7 +199,8 @@ def test_every_file_of_the_core_has_its_test() -> None:
 
 def test_every_file_of_the_binding_has_its_test() -> None:
     tested = {path.stem.removeprefix("test_") for path in (TESTS / "binding").glob("test_*.py")}
-    assert tested == c_stems("binding")
+    of_tests = {path.stem for path in (TESTS / "binding").glob("*.c")}  # setup.py builds them in
+    assert tested == c_stems("binding") | of_tests
 
 
 def test_tests_of_rows_exist() -> None:

@@ -319,14 +319,6 @@ def value(
 def node(
     id: int, /
 ) -> tuple[Callable[..., Any], str | None, str | None, str, int, tuple[int, ...], _NodeSaves]: ...
-def infer(
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    places: Iterable[_Place | None] | None = None,
-    rows: Sequence[int] | None = None,
-    /,
-) -> _Inferred: ...
 def op_table() -> list[_Row]: ...
 def parts_table() -> list[
     tuple[str, int, float, float, float, _Amount | None, _Held | None, bool, int]
@@ -359,3 +351,13 @@ def spend(program: object, is_asked: bool, /) -> int | None: ...
 def behind(value: int, /) -> list[torch.Tensor]: ...
 def is_spent(lazy: torch.Tensor, /) -> bool: ...
 def leaves_of(tensor: torch.Tensor | None, /) -> list[int]: ...
+
+# Only where setup.py builds for tests: see KL_TESTS.
+def infer(
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    places: Iterable[_Place | None] | None = None,
+    rows: Sequence[int] | None = None,
+    /,
+) -> _Inferred: ...
