@@ -106,7 +106,8 @@ def test_every_way_to_write(
         computed = koila.lazy(torch.ones(N_ROWS, N_STEPS * WIDE)) * weight
         computed.sum().item()
         for h in (pending, computed):
-            write(torch.zeros(N_ROWS, N_STEPS * WIDE), h)
+            out = torch.zeros(N_ROWS, N_STEPS * WIDE)
+            write(out, h)
             assert left()
     assert any("into a plain tensor" in r.getMessage() for r in caplog.records)
 

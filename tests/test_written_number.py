@@ -4,15 +4,22 @@ they stay recorded where nobody else has that memory, and show where somebody ha
 
 from __future__ import annotations
 
+import operator
+import textwrap
+import weakref
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
+from allocations import Allocations
 from chunked import split
+from limits import there
+from oracle import Lazy, eager
 
 N_ROWS = 10
 
@@ -97,3 +104,111 @@ def test_writes(text: str, chunks: int) -> None:
         got = run(koila.lazy)
     for value, wanted in zip(got, run(lambda x: x), strict=True):
         torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-12)
+
+
+class Flow(nn.Module):
+    """Coupling layers; `total` is of plain torch, and the logarithms of their determinants are
+    added to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 128)) for _ in range(6)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros(len(x))
+        for layer in self.layers:
+            moved, scale = layer(x).chunk(2, 1)
+            x = x * scale.tanh().exp() + moved
+            total += scale.tanh().sum(1)
+        return (x.square().sum(1) - total).mean()
+
+
+def step_of_flow(lazy: Lazy) -> tuple[Allocations, list[Tensor | None]]:
+    torch.manual_seed(1)
+    model, x, memory = Flow(), torch.randn(2048, 64), Allocations()
+    memory.count(list(model.parameters()), x)
+    with memory:
+        batch = lazy(x)
+    with memory:
+        model(batch).backward()
+    return memory, [p.grad for p in model.parameters()]
+
+
+def test_a_sum_that_a_plain_tensor_starts() -> None:
+    """`total += lazy` is planned as `total = total + lazy` is."""
+    want, wanted = step_of_flow(eager)
+    for options in ({"chunks": 2}, {"chunks": 7}, {"memory_limit": 0}):
+        if "memory_limit" in options:
+            options = {"memory_limit": there() + want.left + (want.peak - want.left) * 3 // 10}
+        with koila.config(**options):  # type: ignore[arg-type]
+            got, gradients = step_of_flow(koila.lazy)
+        assert len(koila.report().programs) == 1
+        assert got.peak - want.left < 0.6 * (want.peak - want.left)
+        assert got.left <= want.left
+        torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-6)
+
+
+#: `out` is plain and has no name but this; the second: whether it stays plain.
+PLAIN = {
+    "out += h": False,
+    "out -= h.tanh(); out *= h; out /= h.exp()": False,
+    "n = torch.zeros(N_ROWS); n += h.sum(1); see(n)": False,
+    "n = torch.zeros(()); n += h.sum(); n += 1; see(n)": False,
+    "with torch.no_grad(): out += h": False,
+    "for _ in range(3):\n    out += (h +\n            1)": False,
+    "t = torch.float32; n = torch.zeros(N_ROWS, 4, dtype=t); n += h; see(n.double())": False,
+    "m = torch.zeros(N_ROWS, dtype=torch.bool); m |= h[:, 0] > 0; see((h[:, 1] * m))": False,
+    "other = out; out += h; see(other)": True,
+    "some = [out]; out += h; see(some[0])": True,
+    "v = out[:, 0]; out += h; see(v)": True,
+    "v = out.detach(); out += h; see(v)": True,
+    "a = out.numpy(); out += h.detach(); see(torch.from_numpy(a))": True,
+    "a = out.tolist(); a = numpy.array(a); out = torch.from_numpy(a)\n"
+    "out += h.detach(); see(torch.tensor(a))": True,
+    "out.share_memory_(); out += h": True,
+    "out.note = 3; out += h; see(h * out.note)": True,
+    "some = []; out += (some.append(out), out := h)[1]; see(some[0])": True,
+    "see(operator.iadd(out, h))": True,
+    "out.add_(h)": True,
+    "p = out.view(-1); out += h; see(p)": True,
+    "s = weakref.ref(out); out += h; see(s())": True,
+    "see(out * h); out += h.detach()": True,
+}
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 7, N_ROWS])
+@pytest.mark.parametrize("is_local", [False, True])
+@pytest.mark.parametrize("text", PLAIN)
+def test_plain_tensors_that_only_a_name_holds(text: str, is_local: bool, chunks: int) -> None:
+    """Others see a write; and errors are eager's."""
+
+    def run(lazy: Any) -> tuple[list[Any], type]:
+        torch.manual_seed(1)
+        w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+        seen: list[Tensor] = []
+        h = lazy(torch.randn(N_ROWS, 4, dtype=torch.float64)) @ w
+        env = {"torch": torch, "h": h, "see": seen.append, "N_ROWS": N_ROWS, "numpy": numpy}
+        env |= {"operator": operator, "weakref": weakref, "kinds": (kinds := list[type]())}
+        lines = "out = torch.ones(N_ROWS, 4, dtype=torch.float64)\n" + text.replace("; ", "\n")
+        last = "n" if "n = " in text else "m" if "m = " in text else "out"
+        lines += f"\nkinds.append(type({last})); see(out)"
+        if is_local:
+            lines = "def run():\n" + textwrap.indent(lines, "    ") + "\nrun()"
+        exec(lines, env)
+        loss = sum(((t * (i + 1)).sum() for i, t in enumerate(seen)), h.pow(2).sum())
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            return [str(error).split(":")[0]], kinds[0]
+        return [torch.tensor(t.tolist()) for t in seen] + [w.grad], kinds[0]
+
+    with koila.config(chunks=chunks):
+        got, kind = run(koila.lazy)
+    wanted, _ = run(eager)
+    if isinstance(wanted[0], str):
+        assert got == wanted
+        return
+    torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
+    assert PLAIN[text] == (kind is not koila.LazyTensor)

@@ -97,28 +97,28 @@ core_is_input(PyObject *Py_UNUSED(module), PyObject *object)
     return value == NULL ? NULL : PyBool_FromLong(value->is_input);
 }
 
-/* Only the Value and the tape may hold the tensor, and no pending call may read it: then nobody can change it
- * unseen, and calls on it are recorded from now on, as on an input. */
+/* is_held_by(tensor, n): only the Value, the tape and `n` others hold it: then nobody can change it unseen. */
 PyObject *
-core_keep_lazy(PyObject *Py_UNUSED(module), PyObject *object)
+core_is_held_by(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    Value *value = value_argument(object);
-    const Tape *tape = value != NULL ? kl_tape_open() : NULL;
-    PyObject *real = tape != NULL ? kl_lazy_real(value) : NULL;
-    if (real == NULL) {
-        return tape == NULL ? NULL : Py_NewRef(Py_False);
+    PyObject *object = NULL;
+    Py_ssize_t n = 0;
+    if (!PyArg_ParseTuple(args, "O!n", kl_py.tensor_base, &object, &n)) {
+        return NULL;
     }
-    Py_ssize_t n_held = value->tape == NULL;
-    bool is_read = false;
+    const Tape *tape = kl_tape_open();
+    const Value *value = kl_lazy_check(object) ? kl_lazy_checked(object) : NULL;
+    if (tape == NULL || (value == NULL && kl_lazy_check(object))) {
+        return NULL;
+    }
+    PyObject *real = value != NULL ? kl_lazy_real(value) : object;
+    n += value != NULL && value->tape == NULL;
     for (size_t i = 0; i < tape->core.n_values; i++) {
         const KlPyValue *entry = &tape->values[i];
-        int n = (entry->real == real) + (entry->result == real) + (entry->recorded == real);
-        n_held += n;
-        is_read = is_read || (n > 0 && tape->core.values[i].n_pending > 0);
+        int n_here = (entry->real == real) + (entry->result == real) + (entry->recorded == real);
+        n = n_here > 0 && tape->core.values[i].n_pending > 0 ? PY_SSIZE_T_MIN : n + n_here;
     }
-    bool is_alone = !is_read && Py_REFCNT(real) == n_held;
-    value->is_input = value->is_input || is_alone;
-    return PyBool_FromLong(is_alone);
+    return PyBool_FromLong(real != NULL && Py_REFCNT(real) == n);
 }
 
 PyObject *

@@ -36,7 +36,7 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "hook": (core.hook, (torch.ones(2),)),
     "retained": (core.retained, ("x",)),
     "id": (core.id, (torch.ones(2),)),
-    "keep_lazy": (core.keep_lazy, (torch.ones(2),)),
+    "is_held_by": (core.is_held_by, (3, 0)),
     "like": (core.like, (torch.ones(2), torch.ones(2))),
     "like a number": (core.like, (3, 4)),
     "input": (core.input, ([1.0], 0, 1, 2)),
