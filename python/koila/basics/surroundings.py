@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the user puts around calls: hooks on saved tensors, dispatch modes and forward-mode AD, which
-run code at each call; transforms of torch.func and torch.jit.trace, which record each.
+"""What the user puts around calls: hooks on saved tensors, dispatch modes and forward-mode AD,
+which run code at each call; transforms of torch.func and torch.jit.trace, which record each.
 
 Such code must be called as in eager mode, and not for koila's own work. So a call made under it is
 not recorded, but runs at once on the whole batch. When koila runs calls that were recorded earlier
