@@ -423,6 +423,12 @@ bool kl_meta_by_handle(void);
 /* Whether a real tensor requires a gradient; -1 on failure. */
 int kl_meta_requires_grad(PyObject *tensor);
 PyObject *kl_meta_ints(const int64_t *ints, int32_t n); /* a tuple */
+/* (axis, dim, outer, inner) of a place of rows; None: there are none. */
+PyObject *kl_py_place(const KlPlace *place);
+/* Add `value` or `item`, and drop the caller's reference to it. NULL: it could not be created, an exception is set.
+ * 0 or -1. */
+int kl_py_set_new(PyObject *dict, const char *key, PyObject *value);
+int kl_py_append_new(PyObject *list, PyObject *item);
 /* Index in kl_py.devices of a torch.device or its name; -1 if it is not known. */
 int kl_meta_device_from(PyObject *device);
 /* Set meta->device: 0 is the CPU, other devices are numbered as they are first met. 0 or -1. */
@@ -611,13 +617,6 @@ int kl_function_init(PyObject *module);
 Function *kl_function_find(PyObject *func);
 /* Whether a call writes its first argument, by its row or by its name. */
 bool kl_function_is_in_place(const Function *function);
-
-/* (axis, dim, outer, inner) of a place of rows; None: there are none. */
-PyObject *kl_py_place(const KlPlace *place);
-/* Add `value` or `item`, and drop the caller's reference to it. NULL: it could not be created, an exception is set.
- * 0 or -1. */
-int kl_py_set_new(PyObject *dict, const char *key, PyObject *value);
-int kl_py_append_new(PyObject *list, PyObject *item);
 
 /* -- py_program.c: what the tape holds, as plain numbers -------------------------------------------- */
 

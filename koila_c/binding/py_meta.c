@@ -441,3 +441,29 @@ error:
     Py_DECREF(torch);
     return result;
 }
+
+PyObject *
+kl_py_place(const KlPlace *place)
+{
+    if (!kl_place_is_rows(place)) {
+        Py_RETURN_NONE;
+    }
+    return Py_BuildValue("(IiLL)", place->axis, (int)place->dim, (long long)place->outer,
+                         (long long)place->inner);
+}
+
+int
+kl_py_append_new(PyObject *list, PyObject *item)
+{
+    int status = item == NULL ? -1 : PyList_Append(list, item);
+    Py_XDECREF(item);
+    return status;
+}
+
+int
+kl_py_set_new(PyObject *dict, const char *key, PyObject *value)
+{
+    int status = value == NULL ? -1 : PyDict_SetItemString(dict, key, value);
+    Py_XDECREF(value);
+    return status;
+}

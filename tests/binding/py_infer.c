@@ -8,7 +8,7 @@
 #include "alloc.h"
 #include "infer.h"
 #include "py.h"
-#include "py_describe.h"
+#include "py_inferred.h"
 
 enum { METAS_MAX = 64, AXES_MAX = 16 };
 

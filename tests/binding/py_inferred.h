@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_describe.h - results of inference as Python objects */
-#ifndef KL_PY_DESCRIBE_H
-#define KL_PY_DESCRIBE_H
+/* py_inferred.h - results of inference as Python objects */
+#ifndef KL_PY_INFERRED_H
+#define KL_PY_INFERRED_H
 
 #include "py_args.h"
 

@@ -1,18 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_describe.c - results of inference as Python objects, for infer() and its tests */
-#include "py_describe.h"
+/* py_inferred.c - results of inference as Python objects, for infer() and its tests */
+#include "py_inferred.h"
 
 #include "py.h"
-
-PyObject *
-kl_py_place(const KlPlace *place)
-{
-    if (!kl_place_is_rows(place)) {
-        Py_RETURN_NONE;
-    }
-    return Py_BuildValue("(IiLL)", place->axis, (int)place->dim, (long long)place->outer,
-                         (long long)place->inner);
-}
 
 static PyObject *
 out_object(const KlMeta *out)
@@ -68,22 +58,6 @@ input_object(const KlPyBound *bound, uint32_t i, const KlSplit *split, Py_ssize_
     bool is_range = i < 64 && (split->row_ranges >> i & 1) != 0;
     return Py_BuildValue("(NNN)", where_object(bound, input->arg, input->entry, n_args, kwargs),
                          entry_object(bound, input->arg, input->entry), PyBool_FromLong(is_range));
-}
-
-int
-kl_py_append_new(PyObject *list, PyObject *item)
-{
-    int status = item == NULL ? -1 : PyList_Append(list, item);
-    Py_XDECREF(item);
-    return status;
-}
-
-int
-kl_py_set_new(PyObject *dict, const char *key, PyObject *value)
-{
-    int status = value == NULL ? -1 : PyDict_SetItemString(dict, key, value);
-    Py_XDECREF(value);
-    return status;
 }
 
 static int
