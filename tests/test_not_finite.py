@@ -55,6 +55,15 @@ FILLED: dict[str, Callable[[], Tensor]] = {
     "infs": lambda: put((1, inf), (5, inf)),
     "opposite infs": lambda: put((1, inf), (5, -inf)),
     "nan and inf": lambda: put((0, nan), (6, inf)),
+    "zero": lambda: put((3, 0)),
+    "zeros": lambda: put((1, 0), (2, 0), (6, 0)),
+    "zero, then inf": lambda: put((1, 0), (3, inf)),
+    "zero, then -inf and zero": lambda: put((0, 0), (3, -inf), (5, 0)),
+    "zero, then nan": lambda: put((1, 0), (4, nan)),
+    "inf, then zero": lambda: put((1, inf), (5, 0)),
+    "inf, then nan": lambda: put((0, inf), (4, nan)),
+    "-inf, then nan": lambda: put((1, -inf), (2, nan)),
+    "opposite infs and zero": lambda: put((0, inf), (3, 0), (6, -inf)),
     "a row of nan": lambda: row(nan),
     "a row of -inf": lambda: row(-inf),
     "a column of -inf": lambda: column(-inf),
@@ -182,7 +191,9 @@ UNTOLD = {
     ("product of rows", "huge"),
     ("pairs", "huge"),
     ("logcumsumexp", "huge"),
-    *(("cumprod", name) for name in ("huge", "infs", "opposite infs", "a row of -inf")),
+    ("cumprod", "huge"),
+    # The gradient of a zero behind an inf: each chunk multiplies its share by the inf.
+    ("cumprod", "opposite infs and zero"),
 }
 
 

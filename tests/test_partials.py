@@ -77,7 +77,8 @@ def run_chunks(
         parts = [a.narrow(dims[k], start, n) if k in dims else a for k, a in enumerate(args)]
         chunks.append(Call(call.func, tuple(parts), call.kwargs, call.signature, call.dtype))
         start += n
-    partials = [[reduction.partial(k, c) for c in chunks] for k in range(reduction.n_parts)]
+    by_chunk = [reduction.partials(range(reduction.n_parts), chunk) for chunk in chunks]
+    partials = [list(of_all) for of_all in zip(*by_chunk, strict=True)]
     return as_tuple(reduction.combine(partials, call))
 
 
@@ -399,7 +400,7 @@ def test_a_linear_tail_is_linear_in_the_parts(kind: str) -> None:
 
     def parts_of(scores: Tensor) -> list[Tensor]:
         call = Call(func, (scores, *args[1:]), {}, SIGNATURES[row], torch.float64)
-        return [reduction.partial(k, call) for k in range(reduction.n_parts)]
+        return list(reduction.partials(range(reduction.n_parts), call))
 
     call = Call(func, args, {}, SIGNATURES[row], torch.float64)
     parts, others = parts_of(args[0]), parts_of(args[0].detach().flip(0) * 2 + 1)

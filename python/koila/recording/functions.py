@@ -319,8 +319,9 @@ def register_all() -> None:
     )
     for name, as_torch in packed.OWN.items():
         _register_op(as_torch, name)
-    for call in scans.STARTS:
-        _core.register(call, OP, "starts", None, False, False, False, "sum", tuple)
+    for call, scan in scans.STARTS.items():
+        row = "prod" if scan.run is torch.cumprod else "sum"
+        _core.register(call, OP, "starts", None, False, False, False, row, tuple)
     for call, name in scans.CALLS.items():
         _core.register(call, OP, name, scans.run_whole, False, False, False, name, tuple)
     for name, member in _accessors():

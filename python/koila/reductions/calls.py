@@ -40,7 +40,7 @@ def dim_of_chunks(program: Program, node: Node) -> int | None:
     if not reduction_of(node).is_by_chunk:
         return None
     func, args, kwargs = _core.call(node.id)
-    (dim,) = _call(program, node, func, args, kwargs).word("dim")
+    dim = _call(program, node, func, args, kwargs).word("dim")
     return int(dim) % len(program.info(node.first_out).shape)
 
 

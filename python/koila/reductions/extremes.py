@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 
 from koila.basics import engine
-from koila.reductions import batch_softmax, scans
+from koila.reductions import batch_softmax, products, scans
 from koila.reductions.reduction import Call, Reduction, count, dims, total, widen
 
 
@@ -121,15 +120,16 @@ class Shares(LogSumExp):
 class Starts(Reduction):
     """The value from which each chunk of a running sum starts (`scans.py`), concatenated."""
 
+    n_parts = 2  # as many as prod has, whose row in the op table cumprod uses; others make one
     is_by_chunk = True
 
-    def partial(self, part: int, call: Call) -> torch.Tensor:
-        (dim,) = call.word("dim")
-        return scans.STARTS[call.func].total(call.word("input").to(call.wide), dim)
+    def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
+        x: torch.Tensor = call.word("input").to(call.wide)
+        made = scans.STARTS[call.func].total(x, call.word("dim"))
+        return tuple(made[part] for part in parts)
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
-        (dim,) = call.word("dim")
-        return scans.starts_of(scans.STARTS[call.func], parts[0], dim)
+        return scans.STARTS[call.func].starts(parts, call.word("dim"))
 
 
 class _OfChunk(engine.Function):
@@ -214,30 +214,14 @@ class Norm(Reduction):
 
 
 class Prod(Reduction):
-    """prod: the product of the products of chunks."""
+    """prod: the product of the products of chunks (`products.py`)."""
 
-    def partial(self, part: int, call: Call) -> torch.Tensor:
-        return call.run() if call.wide == call.dtype else call.run(dtype=call.wide)
+    n_parts = 2
+
+    def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
+        x, dim = call.word("input").to(call.wide), call.word("dim")
+        made = products.of_chunk(x, dim, bool(call.word("keepdim", False)))
+        return tuple(made[part] for part in parts)
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
-        made: torch.Tensor = _Product.apply(*parts[0])
-        return made.to(call.dtype)
-
-
-class _Product(engine.Function):
-    """A product of tensors. The gradient of each is the product of the others; torch divides the
-    whole product by each factor, which gives nan if one is inf."""
-
-    @staticmethod
-    def forward(ctx: Any, *factors: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*factors)
-        return torch.stack(factors).prod(0)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        factors = ctx.saved_tensors
-        ones = torch.ones_like(factors[0])
-        before = list(itertools.accumulate((ones, *factors[:-1]), torch.mul))
-        after = list(itertools.accumulate((ones, *factors[:0:-1]), torch.mul))[::-1]
-        made = (one * other for one, other in zip(before, after, strict=True))
-        return tuple(gradients[0] * others.conj() for others in made)
+        return products.of_chunks(call.word("dim") is None, *parts).to(call.dtype)

@@ -7,8 +7,8 @@ accumulation dtype, at least float32, so that sums of halves do not overflow, an
 do not round worse than a single one.
 
     reduction = partials.REDUCTIONS["MEAN"]
-    parts = [[reduction.partial(i, chunk) for chunk in chunks] for i in range(reduction.n_parts)]
-    value = reduction.combine(parts, call)
+    made = [reduction.partials(range(reduction.n_parts), chunk) for chunk in chunks]
+    value = reduction.combine(list(zip(*made)), call)
 """
 
 from __future__ import annotations

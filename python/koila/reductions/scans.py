@@ -10,7 +10,6 @@ of the scan; each chunk of the second call reads its own.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from torch.overrides import handle_torch_function
 
 from koila import _core
 from koila.basics import engine
+from koila.reductions import products
 from koila.reductions.norms import wide
 
 
@@ -28,88 +28,23 @@ class Scan(NamedTuple):
     """One kind of scan."""
 
     run: Callable[..., Tensor]  # torch's own function
-    total: Callable[[Tensor, int], Tensor]  # returns its last entry along a dim, which is kept
-    nothing: float  # the start of the first chunk
+    #: Returns its last entry along a dim, which is kept; with it what else `starts` needs.
+    total: Callable[[Tensor, int], tuple[Tensor, ...]]
+    #: Returns the starts of all chunks, concatenated along a dim, from the totals[part][chunk].
+    starts: Callable[[list[list[Tensor]], int], Tensor]
     go_on: Callable[[Tensor, Tensor, int], Tensor]  # scans along a dim from a start
-    join: Callable[[list[Tensor], int], Tensor]  # scans the totals of chunks along a dim
 
 
-def _total(x: Tensor, dim: int) -> Tensor:
-    return x.sum(dim, True, dtype=x.dtype)
+def _total(x: Tensor, dim: int) -> tuple[Tensor]:
+    return (x.sum(dim, True, dtype=x.dtype),)
 
 
 def _add(x: Tensor, start: Tensor, dim: int) -> Tensor:
     return torch.cumsum(x, dim).add_(start)  # in place is safe: backward reads no result of cumsum
 
 
-class _TotalProduct(engine.Function):
-    """prod along a dim. Its gradient uses torch's formula for several factors, also for a single
-    one, for which torch has another."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
-        total = x.prod(dim, True, dtype=x.dtype)
-        ctx.save_for_backward(x, total)
-        ctx.dim = dim
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        x, total = ctx.saved_tensors
-        if (x == 0).any():
-            return _gradient_of(lambda x: x.prod(ctx.dim, keepdim=True), x, gradients[0]), None
-        return gradients[0] * (total / x).conj(), None
-
-
-class _Multiply(engine.Function):
-    """cumprod from a start, with torch's gradient formula for the cumprod of the whole batch."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, start: Tensor, dim: int) -> Tensor:
-        ctx.save_for_backward(x, start)
-        ctx.dim = dim
-        return torch.cumprod(x, dim).mul_(start)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, start = ctx.saved_tensors
-        (gradient,), dim = gradients, ctx.dim
-        found = torch.cumprod(x, dim)
-        of_start = (gradient * found.conj()).sum(dim, keepdim=True)
-        if (x == 0).any():
-            of_found = gradient * start.conj()
-            return _gradient_of(lambda x: torch.cumprod(x, dim), x, of_found), of_start, None
-        shares = found.mul_(start).conj() * gradient
-        return shares.flip(dim).cumsum(dim).flip(dim) / x.conj(), of_start, None
-
-
-def _gradient_of(run: Callable[[Tensor], Tensor], x: Tensor, gradient: Tensor) -> Tensor:
-    """Return the gradient that torch computes for a function."""
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        made = run(leaf)
-    (found,) = torch.autograd.grad(made, leaf, gradient)
-    return found
-
-
-def _multiply(x: Tensor, start: Tensor, dim: int) -> Tensor:
-    made: Tensor = _Multiply.apply(x, start, dim)
-    return made
-
-
-def _total_product(x: Tensor, dim: int) -> Tensor:
-    made: Tensor = _TotalProduct.apply(x, dim)
-    return made
-
-
-def _products(totals: list[Tensor], dim: int) -> Tensor:
-    """Return the cumulative products of totals. torch's cumprod is not used, since its backward
-    divides by each factor, which gives nan if one is inf."""
-    return torch.cat(list(itertools.accumulate(totals, torch.mul)), dim)
-
-
 class _TotalExponentials(engine.Function):
-    """logsumexp, with a gradient of 0 if all elements are -inf."""
+    """logsumexp, with a gradient of 0 if all elements are -inf, or nan if the given one is."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int) -> Tensor:
@@ -120,7 +55,8 @@ class _TotalExponentials(engine.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         x, total = ctx.saved_tensors
-        return ((x - total).exp_() * gradients[0]).masked_fill_(total == -math.inf, 0), None
+        is_nothing = (total == -math.inf) & ~gradients[0].isnan()
+        return ((x - total).exp_() * gradients[0]).masked_fill_(is_nothing, 0), None
 
 
 class _AddExponentials(engine.Function):
@@ -152,13 +88,18 @@ class _AddExponentials(engine.Function):
         for sign in (1, -1):
             logs = torch.where(gradient * sign > 0, gradient.abs().log(), least) - made
             logs = logs.flip(dim).logcumsumexp(dim).flip(dim)
-            of_x += (logs + x).exp_() * sign
-            of_start += (logs.narrow(dim, 0, 1) + start).exp_() * sign
+            of_x += _exponentials(logs, x, ctx.are_totals) * sign
+            of_start += _exponentials(logs.narrow(dim, 0, 1), start, True) * sign
         # A nan among the gradients of starts must reach the elements of all chunks before.
         if ctx.are_totals:
-            of_x.masked_fill_(x == math.inf, 0)
             of_x += torch.where(gradient.isnan(), gradient, 0).flip(dim).cumsum(dim).flip(dim)
-        return of_x, of_start.masked_fill_(start == math.inf, 0), None, None
+        return of_x, of_start, None, None
+
+
+def _exponentials(logs: Tensor, x: Tensor, is_total: bool) -> Tensor:
+    """Return exp(logs + x); for a total that is inf, what the finite elements of it get."""
+    made = (logs + x).exp_()
+    return made.masked_fill_((x == math.inf) & ~logs.isnan(), 0) if is_total else made
 
 
 def _add_exponentials(x: Tensor, start: Tensor, dim: int) -> Tensor:
@@ -168,54 +109,43 @@ def _add_exponentials(x: Tensor, start: Tensor, dim: int) -> Tensor:
     return made
 
 
-def _total_exponentials(x: Tensor, dim: int) -> Tensor:
+def _total_exponentials(x: Tensor, dim: int) -> tuple[Tensor]:
     if x.is_complex():
-        return x.logsumexp(dim, keepdim=True)
-    made: Tensor = _TotalExponentials.apply(x, dim)
-    return made
+        return (x.logsumexp(dim, keepdim=True),)
+    return (_TotalExponentials.apply(x, dim),)
 
 
-def _join_exponentials(totals: list[Tensor], dim: int) -> Tensor:
-    if totals[0].is_complex():
-        return torch.cat(totals, dim).logcumsumexp(dim)
-    nothing = torch.full_like(totals[0], -math.inf)
-    made: Tensor = _AddExponentials.apply(torch.cat(totals, dim), nothing, dim, True)
-    return made
+def _starts_of_exponentials(parts: list[list[Tensor]], dim: int) -> Tensor:
+    (totals,) = parts
+    first = torch.full_like(totals[0], -math.inf)
+    if len(totals) == 1:
+        return first
+    joined = torch.cat(totals[:-1], dim)
+    if first.is_complex():
+        return torch.cat([first, joined.logcumsumexp(dim)], dim)
+    return torch.cat([first, _AddExponentials.apply(joined, first, dim, True)], dim)
 
 
-def _join_sums(totals: list[Tensor], dim: int) -> Tensor:
-    return torch.cat(totals, dim).cumsum(dim)
+def _starts_of_sums(parts: list[list[Tensor]], dim: int) -> Tensor:
+    (totals,) = parts
+    first = torch.zeros_like(totals[0])
+    # torch sums integers in int64. Converting to fewer bits afterwards wraps around as a sum in
+    # fewer bits does.
+    return torch.cat([first, *totals[:-1]], dim).cumsum(dim).to(first.dtype)
 
 
 _ALL = (
-    Scan(torch.cumsum, _total, 0.0, _add, _join_sums),
-    Scan(torch.cumprod, _total_product, 1.0, _multiply, _products),
-    Scan(
-        torch.logcumsumexp,
-        _total_exponentials,
-        -math.inf,
-        _add_exponentials,
-        _join_exponentials,
-    ),
+    Scan(torch.cumsum, _total, _starts_of_sums, _add),
+    Scan(torch.cumprod, products.total, products.starts, products.go_on),
+    Scan(torch.logcumsumexp, _total_exponentials, _starts_of_exponentials, _add_exponentials),
 )
 SCANS = {scan.run.__name__: scan for scan in _ALL}
-
-
-def starts_of(scan: Scan, totals: list[Tensor], dim: int) -> Tensor:
-    """Return the starts of all chunks from their totals, concatenated along the dim."""
-    first = torch.full_like(totals[0], scan.nothing)
-    if len(totals) == 1:
-        return first
-    # torch sums integers in int64. Converting to fewer bits afterwards wraps around as a sum in
-    # fewer bits does.
-    joined = scan.join(totals[:-1], dim).to(first.dtype)
-    return torch.cat([first, joined], dim)
 
 
 def _make(name: str, scan: Scan) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Make the two functions that are recorded for a scan: the starts, and the scan from them."""
 
-    def starts(x: Tensor, dim: list[int], *, keepdim: bool, dtype: torch.dtype) -> Tensor:
+    def starts(x: Tensor, dim: int, *, keepdim: bool, dtype: torch.dtype) -> Tensor:
         """Stand for the reduction on the tape; chunks compute it by `partials.Starts`."""
         raise NotImplementedError
 
@@ -257,7 +187,7 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     starts, goes_on = _MADE[func.__name__]
     call: Any = handle_torch_function
-    begun = call(starts, (x,), x, [dim], keepdim=True, dtype=wide(_made_in(x, dtype)))
+    begun = call(starts, (x,), x, dim, keepdim=True, dtype=wide(_made_in(x, dtype)))
     if not _core.set_for_chunks(begun):
         return NotImplemented
     own = {} if dtype is None else {"dtype": dtype}
