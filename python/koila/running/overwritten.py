@@ -20,7 +20,7 @@ from koila.random import generators
 from koila.reductions import norms
 from koila.running import checkpoints, derived, recomputed
 from koila.staged import meta
-from koila.staged.facts import Node, name_of_call
+from koila.staged.facts import Info, Node, name_of_call
 from koila.staged.program import Program
 
 _LAST = 2**32 - 2  # larger than the number of any node
@@ -143,6 +143,24 @@ def check_leaves(
                 if node.region:
                     recomputed.refuse_written(info.shape, _call(node.id))
                 _raise(program, value, _call(node.id), _ELSEWHERE)
+
+
+def note_moved(program: Program, values: Collection[int]) -> None:
+    """Note the versions of running statistics that calls of a program have updated now."""
+    versions: dict[int, int] = _core.memo().setdefault("versions", {})
+    versions.update((value, _version(program.info(value))) for value in values)
+
+
+def check_moved(roots: list[Any]) -> None:
+    """Raise what eager's backward raises where running statistics were written after the call that
+    updated them."""
+    versions: dict[int, int] = _core.memo().get("versions", {})
+    if written := {v for v, version in versions.items() if _version(Info.of(v)) != version}:
+        check_leaves(Program(roots), written)
+
+
+def _version(info: Info) -> int:
+    return -1 if info.real is None or info.real.is_inference() else info.real._version
 
 
 def _is_gone_through(program: Program, node: Node) -> bool:

@@ -378,6 +378,8 @@ def _differentiate(
     if not {*all_such, *some}.isdisjoint(map(_core.id, lazies)):
         _refuse_outdated(lazies)
     settle_outdated()
+    with unwritten.reading():
+        overwritten.check_moved(lazies)
     if all(map(_core.is_pending_here, lazies)) and _is_whole():
         _core.forget_left()
         return NotImplemented

@@ -21,7 +21,7 @@ from koila import _core
 from koila.basics.rows import as_new
 from koila.memory import offload
 from koila.messages.errors import KoilaError
-from koila.running import deliver, unwritten
+from koila.running import deliver, overwritten, unwritten
 from koila.running.numbers import Numbers
 from koila.staged import aliases, hooks, meta
 from koila.staged.facts import Info, name_of_call
@@ -230,4 +230,5 @@ def write_statistics(stages: Stages) -> None:
     for value in written.intersection(watched):  # this write is not the user's
         leaf = program.info(value).real
         watched[value] = None if leaf is None else meta.checksum(leaf)
+    overwritten.note_moved(program, written)
     done.update(n.id for n in fresh)
