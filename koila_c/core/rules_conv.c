@@ -341,9 +341,9 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_
     }
     sides.is_strided = n_stride > 1;
     sides.is_few = conv->groups == 1 && !is_one && n_from < sides.width;
-    /* With strides the gradient has blocks only with groups, a large kernel, or a dilated 1x1 kernel, as measured. */
+    /* With strides the gradient has blocks only with groups, a large kernel on AVX-512, or a dilated 1x1 kernel. */
     int64_t n_least = channels_of(&sides, sides.to) < 8 ? 56 : 72;
-    bool is_large = n_kernel >= n_least * n_squared &&
+    bool is_large = sides.width > 8 && n_kernel >= n_least * n_squared &&
                     (124 - n_kernel / n_squared) * sides.from->shape[sides.from->n_dims - 1] <= 720;
     sides.is_back_blocked = n_stride == 1 || conv->groups > 1 || is_large || (is_one && is_dilated);
     int64_t to_input = is_transposed ? pass_forward(&sides) : pass_back(&sides);
