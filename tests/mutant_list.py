@@ -842,4 +842,18 @@ MUTANTS = [
         "return False",
         "tests/test_below_autograd.py",
     ),
+    Mutant(
+        "bridge: what waits does not read a tensor before plain torch writes it",
+        "python/koila/recording/bridge.py",
+        "if _core.leaves_of(tensor):",
+        "if False:",
+        "tests/test_plain_writes.py",
+    ),
+    Mutant(
+        "bridge: a part reads what plain torch wrote since",
+        "python/koila/recording/bridge.py",
+        "return functools.partial(after_write, kept) if kept else None",
+        "return None",
+        "tests/test_plain_writes.py",
+    ),
 ]

@@ -121,7 +121,7 @@ def test_a_gradient_through_what_is_gone_is_refused(chunks: int) -> None:
     with koila.config(chunks=chunks):
         h = koila.lazy(rows(4)) @ w
         _ = h.sum().item()
-        change(w)
+        torch.ops.aten.mul_(w.detach(), 0.9)
         loss = (h @ other).pow(2).sum()
         with pytest.raises(koila.StaleError, match=r"was changed in place after it was read"):
             loss.backward()
@@ -139,7 +139,7 @@ class Count(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         with torch.no_grad():
-            self.n.add_(1)
+            torch.ops.aten.add_(self.n, 1)
         return h.sin()
 
 
@@ -158,7 +158,7 @@ def test_a_second_backward_names_the_call_that_reads_what_was_changed(
         loss = (h - count.n).pow(2).sum()
         loss.backward(retain_graph=True)
         if not is_checkpoint:
-            count.n.add_(1)
+            torch.ops.aten.add_(count.n, 1)
         words = r"^sub \(.*\): a tensor of shape \[4\] was changed in place after the value that is"
         with pytest.raises(koila.StaleError, match=words):
             loss.backward()
@@ -172,7 +172,7 @@ def test_weights_changed_through_the_data_of_a_view_of_them(chunks: int) -> None
     with split(chunks, whole="it is refused"):
         loss = (koila.lazy(torch.ones(6, 4)) @ weight).sum()
         _ = part.data  # looking at it is no change
-        part.data.mul_(2)
+        torch.ops.aten.mul_(part.data, 2)
         with pytest.raises(koila.StaleError, match="changed in place"):
             loss.backward()
 
@@ -188,6 +188,6 @@ def test_weights_that_wait_since_another_was_read(chunks: int) -> None:
         _ = other.data
         assert scaled.tolist() == torch.ones(6, 4).tolist()
         loss = (hidden @ second).sum()
-        part.data.mul_(3)
+        torch.ops.aten.mul_(part.data, 3)
         with pytest.raises(koila.StaleError, match="changed in place"):
             loss.backward()

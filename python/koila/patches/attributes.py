@@ -14,8 +14,8 @@ from koila import _core
 from koila.basics import lines
 from koila.basics.threads import in_turn
 from koila.messages.errors import KoilaError
-from koila.patches import patching
-from koila.recording import bridge, flush
+from koila.patches import patching, writes
+from koila.recording import bridge
 from koila.reporting import reports
 from koila.running import recomputed
 from koila.staged import aliases
@@ -51,10 +51,8 @@ def _patch_data() -> None:
 
     @in_turn
     def watch(self: torch.Tensor) -> None:
-        if _core.is_busy():
-            return
-        flush.flush_known(".data of a tensor that waits to be read")
-        bridge.watch_here(self)
+        if not _core.is_busy():
+            bridge.watch_here(self)
 
     def is_put(self: torch.Tensor, value: Any) -> bool:
         """Set the data of a lazy's real tensor, and return True, if no pending call reads it."""
@@ -72,6 +70,7 @@ def _patch_data() -> None:
             value = _number_of(value, "data")  # first: it may be computed from `self`
         share(value)
         if not is_put(self, value):
+            writes.read_now(torch.Tensor.set_, self)
             original.__set__(self, value)
             aliases.noted(self)
 
@@ -121,9 +120,7 @@ def _patch_setters() -> None:
         ("imag", put_part),
     ):
         descriptor = vars(torch._C.TensorBase)[name]
-        if not _core.set_attribute_by(descriptor, putting(descriptor)):
-            raise RuntimeError(f"torch.Tensor.{name} cannot be set to what koila makes")
-        patching.descriptors.append(descriptor)
+        patching.replace_in_c(descriptor, putting(descriptor))
 
 
 def _patch_parameter() -> None:

@@ -21,13 +21,11 @@ from torch.optim.optimizer import (
 from koila import _core
 from koila.basics import engine, surroundings, switches
 from koila.memory import budget
-from koila.patches import attributes, patching, tracers, transforms
+from koila.patches import attributes, patching, tracers, transforms, writes
 from koila.random import generators, plain
 from koila.recording import apart, bridge, flush, handed_out, handlers, replicated, sharded
 from koila.reporting import reports
 from koila.running import checkpoints, custom_functions, numbers, unwritten
-
-_OF_FUNCTIONS: Any = vars(torch._C._FunctionBase)["apply"]
 
 
 def _patch_function_apply() -> None:
@@ -46,7 +44,7 @@ def _patch_function_apply() -> None:
             return custom_functions.run_live(original, args, kwargs)
         return original(*args, **kwargs)
 
-    own = _core.call_class_method_by(_OF_FUNCTIONS, apply)
+    own = patching.replace_in_c(vars(torch._C._FunctionBase)["apply"], apply)
     patching.replace(engine.Function, "apply", own)
     node: Any = torch.autograd.function.BackwardCFunction
     for name in ("apply", "apply_boxed"):
@@ -296,6 +294,7 @@ def _install() -> None:
     _patch_grad_modes()
     _patch_fast_paths()
     attributes.patch()
+    writes.patch()
     _patch_set()
     _patch_generator()
     _patch_switches()
@@ -318,9 +317,9 @@ def uninstall() -> None:
             patching.assign(owner, name, original)
         else:
             delattr(owner, name)
-    _core.call_class_method_by(_OF_FUNCTIONS, None)
-    while patching.descriptors:
-        _core.set_attribute_by(patching.descriptors.pop(), None)
+    while patching.in_c:
+        _core.replace(patching.in_c.pop(), None)
+    _core.before_set_item(None)
     while patching.hooks:
         patching.hooks.pop().remove()
     plain.unwatch_all()

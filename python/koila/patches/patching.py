@@ -19,7 +19,7 @@ from koila.reporting import reports
 
 undo: list[tuple[Any, str, Any, bool]] = []
 hooks: list[Any] = []
-descriptors: list[Any] = []
+in_c: list[Any] = []  # descriptors whose C functions are replaced
 operators: list[Any] = []  # kept alive: TorchScript knows them by id(), which must stay unique
 
 
@@ -54,6 +54,15 @@ def replace(owner: Any, name: str, replacement: Any) -> None:
         operators.append(replacement)
         _builtins._register_builtin(replacement, op)
     assign(owner, name, replacement)
+
+
+def replace_in_c(descriptor: Any, by: Callable[..., Any], is_before: bool = False) -> Any:
+    """As `_core.replace`; raise RuntimeError where it is not possible."""
+    own = _core.replace(descriptor, by, is_before)
+    if own is None:
+        raise RuntimeError(f"koila cannot replace {descriptor!r} of this torch")
+    in_c.append(descriptor)
+    return own
 
 
 def live_if_lazy(

@@ -16,6 +16,7 @@ forward once more than it would have without the cut.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import defaultdict
@@ -27,9 +28,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import _core
 from koila.basics import engine, surroundings
+from koila.basics.threads import in_turn
 from koila.planning import explain, planner, steps, unsplit
 from koila.random import generators
-from koila.recording import freed
+from koila.recording import flush, freed
 from koila.recording.cut import Copy, Cut
 from koila.recording.handed_out import Group, HandedOut, OfLeaves, Root, apply, note_view
 from koila.reporting import reports
@@ -137,6 +139,29 @@ def after_write(kept: list[tuple[Cut, dict[int, Copy]]]) -> None:
     """After the call, keep those copies whose originals it has written."""
     for cut, copies in kept:
         cut.keep_what_it_reads(copies)
+
+
+@in_turn
+def before_plain_write(func: Callable[..., Any], tensor: torch.Tensor) -> Callable[[], None] | None:
+    """Let pending calls read a tensor that plain torch is about to write in place, and let parts
+    keep a copy of it.
+
+    A program in chunks is cut before the write; others run. A part gets a copy of a tensor that
+    needs a gradient only if it was cut off here: eager's backward, too, refuses most weights that
+    were written.
+
+    Returns:
+        What to call after the write, or None.
+    """
+    is_cut = False
+    if _core.leaves_of(tensor):
+        is_cut = not planner.is_whole() and _cut(func)
+        if not is_cut:
+            flush.flush("a write of plain torch")
+    if not _state.cuts or (tensor.requires_grad and not is_cut):
+        return None
+    kept = [(cut, copies) for cut, copies in before_write(func, (tensor,)) if copies]
+    return functools.partial(after_write, kept) if kept else None
 
 
 def watch_handed_out(lazy: _core.LazyTensor) -> None:

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let koila see when plain torch writes a tensor in place: pending calls that read the tensor run
+first, and parts that were cut off keep a copy of it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from koila import _core
+from koila.patches import patching
+from koila.recording import bridge
+
+#: Methods that change flags of a tensor, and not its numbers.
+_NO_WRITES = ("requires_grad_", "detach_")
+#: The operators that write: `x += y`.
+_OPERATORS = tuple(
+    f"__i{name}__" for name in "add sub mul div floordiv mod and or xor lshift rshift".split()
+)
+
+
+def patch() -> None:
+    """Go before each method of a tensor that writes it."""
+    for name, descriptor in vars(torch._C.TensorBase).items():
+        is_named = name.endswith("_") and not name.endswith("__")
+        if name in _NO_WRITES or not (is_named or name in _OPERATORS):
+            continue
+        before = functools.partial(bridge.before_plain_write, descriptor)
+        patching.replace_in_c(descriptor, before, True)
+    item: Any = torch.Tensor.__setitem__
+    if not _core.before_set_item(functools.partial(bridge.before_plain_write, item)):
+        raise RuntimeError(f"koila cannot go before {item!r} of this torch")
+    name = "embedding_renorm_"  # F.embedding(..., max_norm=...) calls it
+    patching.replace(torch, name, _writing(getattr(torch, name)))
+
+
+def _writing(original: Any) -> Any:
+    """Return a function that writes its first argument, wrapped to go before that."""
+
+    @functools.wraps(original)
+    def patched(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if patching.holds_lazy((tensor, *args)):
+            return original(tensor, *args, **kwargs)
+        after = read_now(original, tensor)
+        result = original(tensor, *args, **kwargs)
+        if after is not None:
+            after()
+        return result
+
+    return patched
+
+
+def read_now(func: Any, tensor: torch.Tensor) -> Any:
+    """Let what is pending read a plain tensor before `func` writes it. Return what must be called
+    after the write, or None."""
+    return None if _core.is_busy() else bridge.before_plain_write(func, tensor)

@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plain torch writes a tensor in place that recorded calls have read: they read it as it was.
+
+Pending calls run before the write, in chunks; a part that was cut off keeps a copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import koila
+from koila import _core
+from oracle import Lazy, assert_same_story, eager, tell
+from stories import N_ROWS, make, rows
+
+each_split = pytest.mark.parametrize("chunks", [None, 1, 2, 3, 7, N_ROWS])
+
+WRITES = {
+    "method": lambda t: t.mul_(0.5).add_(1.0),
+    "words": lambda t: t.add_(other=torch.ones_like(t), alpha=2),
+    "no arguments": lambda t: t.neg_(),
+    "operator": lambda t: t.__isub__(0.25),
+    "view": lambda t: t.view(-1)[:2].fill_(3.0),
+    "item": lambda t: operator.setitem(t, 1, 7.0),
+    "slice": lambda t: operator.setitem(t, slice(1, None), torch.ones_like(t[1:])),
+    "mask": lambda t: operator.setitem(t.data, t > 0, 0.0),
+    "copy": lambda t: t.copy_(torch.arange(float(len(t)))),
+    "out of order": lambda t: t.data.clamp_(-0.1, 0.1),
+    "detached": lambda t: t.detach().mul_(0.5),
+    "random": lambda t: t.normal_(),
+    "function": lambda t: nn.init.constant_(t, 2.0),
+    "assigned": lambda t: setattr(t, "data", t.data * 2),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@each_split
+def test_a_tensor_is_written_between_two_uses(chunks: int | None, write: str) -> None:
+    """What was computed before the write has the old numbers, and both losses their gradients."""
+
+    def story(lazy: Lazy) -> Any:
+        model, x, _ = make()
+        center, x = torch.linspace(-1, 1, 5, dtype=torch.float64), lazy(x)
+        out = model(x)
+        first = (out - center).square().mean()
+        WRITES[write](center)
+        second = (out - center).square().mean()
+        (first + second).backward()
+        return first, second, center, [p.grad for p in model.parameters()]
+
+    assert_same_story(story, chunks)
+
+
+@pytest.mark.parametrize("write", [name for name in WRITES if name != "random"])
+@each_split
+def test_weights_are_written_before_the_value_is_read(chunks: int | None, write: str) -> None:
+    def story(lazy: Lazy) -> Any:
+        model, x, _ = make()
+        x = lazy(x)
+        out = model(x)
+        with torch.no_grad():
+            WRITES[write](model.head.bias)
+        return out, model(x)
+
+    assert_same_story(story, chunks)
+
+
+@each_split
+def test_a_bias_is_written_before_backward(chunks: int | None) -> None:
+    """No backward needs a bias, so eager allows it; the part reads its copy."""
+
+    def story(lazy: Lazy) -> Any:
+        model, x, y = make()
+        x, y = lazy(x, y)
+        hidden = model.head(model.body(x))
+        with torch.no_grad():
+            model.head.bias.add_(1.0)
+        loss = F.cross_entropy(hidden, y)
+        loss.backward()
+        return loss, [p.grad for p in model.parameters()]
+
+    assert_same_story(story, chunks)
+
+
+@each_split
+def test_weights_that_backward_needs_are_written(chunks: int | None) -> None:
+    """Eager's backward raises, and so does koila's."""
+
+    def story(lazy: Lazy) -> Any:
+        model, x, y = make()
+        x, y = lazy(x, y)
+        loss = F.cross_entropy(model(x), y)
+        with torch.no_grad():
+            model.head.weight.mul_(0.5)
+        loss.backward()
+
+    for lazy in (eager, koila.lazy):
+        with (
+            koila.config(chunks=chunks),
+            pytest.raises(RuntimeError, match="modified by an inplace operation"),
+        ):
+            tell(story, lazy)
+
+
+@each_split
+def test_a_teacher_is_averaged_while_its_numbers_wait(chunks: int | None) -> None:
+    def story(lazy: Lazy) -> Any:
+        model, x, y = make()
+        teacher = copy.deepcopy(model)
+        x, y = lazy(x, y)
+        loss = F.cross_entropy(model(x), y)
+        target = teacher(x).detach()
+        with torch.no_grad():
+            for mine, its in zip(teacher.parameters(), model.parameters(), strict=True):
+                mine.mul_(0.9).add_(its, alpha=0.1)
+        loss = loss + F.mse_loss(model(x), target)
+        loss.backward()
+        return loss, target, teacher, [p.grad for p in model.parameters()]
+
+    assert_same_story(story, chunks)
+
+
+@each_split
+def test_a_buffer_is_averaged_in_a_loop(chunks: int | None) -> None:
+    """Each write meets the parts of those before."""
+
+    def story(lazy: Lazy) -> Any:
+        model, x, _ = make()
+        x, mean, total = lazy(x), torch.zeros(5, dtype=torch.float64), 0
+        for i in range(3):
+            total = total + (model(x) - mean).square().mean()
+            mean.mul_(0.9).add_(torch.full((5,), i + 1.0))
+        assert isinstance(total, Tensor)
+        total.backward()
+        return total, mean, [p.grad for p in model.parameters()]
+
+    assert_same_story(story, chunks, partly="backward starts at a value that was handed out")
+
+
+@each_split
+def test_an_embedding_with_a_largest_norm(chunks: int | None) -> None:
+    """F.embedding() of plain indices scales weights that a lazy embedding has read."""
+
+    def story(lazy: Lazy) -> Any:
+        model, x, y = make()
+        table = nn.Embedding(5, 6, max_norm=1.0).double()
+        plain, (x, y) = y[:2].clone(), lazy(x, y)
+        out = model(x + table(y))
+        more = model(x * table(plain).sum())
+        (out.sum() + more.square().sum()).backward()
+        return out, more, table.weight, table.weight.grad
+
+    assert_same_story(story, chunks)
+
+
+def test_nothing_runs_for_a_tensor_that_nobody_reads() -> None:
+    """A write of another tensor leaves what is pending as it is."""
+    model, x, _ = make()
+    out = model(koila.lazy(x))
+    with torch.no_grad():
+        rows(3).add_(1)
+        assert _core.leaves_of(model.head.bias)
+        model.head.bias.add_(1)
+        assert not _core.leaves_of(model.head.bias)
+    del out
