@@ -18,6 +18,7 @@ import torch
 from koila import _core
 from koila.recording.cut import Cut
 from koila.recording.handed_out import Root, root_of
+from koila.running import overwritten
 from koila.staged import hooks
 from koila.staged.program import Program
 
@@ -26,11 +27,12 @@ Find = Callable[[list[torch.Tensor]], Sequence[torch.Tensor | None]]
 
 
 def gradients(tensors: Sequence[Any], find: Find) -> list[torch.Tensor | None] | None:
-    """Return the gradients of such values; None if they are not such values of one part, or if
-    something else would see gradients (a hook, a checkpoint).
+    """Return the gradients of such values; None if they are not such values of one part, if
+    something else would see gradients (a hook, a checkpoint), or if the part cannot run backward.
 
     The part runs backward from all values that were computed from these, down to its leaves, and
-    hooks on the values tell their gradients. It can run backward again.
+    hooks on the values tell their gradients. It can run backward again. It cannot run backward if a
+    value that the way to the leaves needs was written in place.
     """
     reals = [_core.real(one) if type(one) is _core.LazyTensor else one for one in tensors]
     found = [root_of(one) if isinstance(one, torch.Tensor) else None for one in reals]
@@ -54,6 +56,10 @@ def _within(cut: Cut, values: list[Root], find: Find) -> list[torch.Tensor | Non
     tensors = [tensor for root in roots if (tensor := root.tensor()) is not None]
     if after is None or len(tensors) < len(roots):
         return None
+    groups = [group for group in cut.groups if not own.isdisjoint(group.values)]
+    leaves = [leaf for group in groups for leaf in group.leaves]
+    if _core.held(alive[0].lazy, _is_overwritten, (cut, roots, leaves), {}):
+        return None
     made: dict[int, torch.Tensor] = {}
     sent = zip(roots, find(tensors), strict=True)
     arrived = [(root, gradient) for root, gradient in sent if gradient is not None]
@@ -61,14 +67,23 @@ def _within(cut: Cut, values: list[Root], find: Find) -> list[torch.Tensor | Non
     try:
         if arrived:
             cut.prepare()
-            groups = [group for group in cut.groups if not own.isdisjoint(group.values)]
-            leaves = [leaf for group in groups for leaf in group.leaves]
             starts, seeds = [root for root, _ in arrived], [gradient for _, gradient in arrived]
             cut.gradients_of(starts, seeds, leaves, True, True)
     finally:
         for handle in handles:
             handle.remove()
     return [made.get(value.value) for value in values]
+
+
+def _is_overwritten(cut: Cut, starts: list[Root], leaves: list[torch.Tensor]) -> bool:
+    """Return whether the backward from values to leaves needs what was written since."""
+    wanted = set(map(id, leaves))
+    program = Program(
+        [root.lazy for root in starts],
+        gets=lambda leaf: id(cut.original(leaf)) in wanted,
+        unwanted=cut.roots,
+    )
+    return overwritten.is_any(program)
 
 
 def _tell(value: Root, made: dict[int, torch.Tensor]) -> Any:

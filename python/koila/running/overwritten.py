@@ -8,7 +8,7 @@ and torch is asked on meta tensors whether the backward of the call really needs
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +39,18 @@ def check(program: Program) -> None:
                 _refuse(program, value, "the checkpoint", written[0])
         for value in body.read:
             _check_read_again(program, value, body)
+    for value, node, writer, region in _overwritten(program):
+        _refuse(program, value, _call(node.id), writer, _is_hidden(node, region))
+
+
+def is_any(program: Program) -> bool:
+    """Return whether `check` would raise for what a call keeps."""
+    return any(True for _ in _overwritten(program))
+
+
+def _overwritten(program: Program) -> Iterator[tuple[int, Node, int, int]]:
+    """Yield (value, call, writer, its checkpoint) for each value that the backward of a call needs
+    as it was before a later call wrote it."""
     before = _LAST
     while (found := _core.overwritten(program.handle, before)) is not None:
         before, values = found
@@ -50,7 +62,7 @@ def check(program: Program) -> None:
             if is_again or _is_uncounted(program, value):
                 continue
             if _needs_as_before(program, node, value) and _is_gone_through(program, node):
-                _refuse(program, value, _call(node.id), writer, _is_hidden(node, region))
+                yield value, node, writer, region
 
 
 def _check_read_again(program: Program, value: int, body: checkpoints.Body) -> None:
