@@ -421,6 +421,25 @@ def test_a_write_between_forward_and_backward(name: str, how: str, chunks: int |
         assert_seen(got, want, name, exact_bits=is_whole(chunks))
 
 
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_statistics_that_were_written_before_and_that_a_part_copies(chunks: int | None) -> None:
+    """The second normalization runs where it stands, and updates what the first one has read."""
+
+    def story(lazy: Lazy) -> Any:
+        step = Step()
+        step.net.load_state_dict({n: t.clone() for n, t in step.net.state_dict().items()})
+        h = step.net.norm(step.net.first(lazy(step.x)))
+        with torch.autograd.graph.save_on_cpu():
+            out = step.net.norm(h.tanh())
+        out.square().sum().backward()
+        return seen(step.net)
+
+    want = story(eager)
+    with koila.config(chunks=chunks):
+        got = story(koila.lazy)
+    assert_seen(got, want, "seen", exact_bits=is_whole(chunks))
+
+
 @pytest.mark.parametrize("chunks", [None, 3])
 def test_tensors_have_their_own_class_where_nothing_waits(chunks: int | None) -> None:
     step = Step()

@@ -159,20 +159,24 @@ def check_leaves(
 
 def note_moved(program: Program, values: Collection[int]) -> None:
     """Note the versions of running statistics that calls of a program have updated now."""
-    versions: dict[int, int] = _core.memo().setdefault("versions", {})
+    versions: dict[int, tuple[int, int]] = _core.memo().setdefault("versions", {})
     versions.update((value, _version(program.info(value))) for value in values)
 
 
 def check_moved(roots: list[Any]) -> None:
     """Raise what eager's backward raises where running statistics were written after the call that
-    updated them."""
-    versions: dict[int, int] = _core.memo().get("versions", {})
-    if written := {v for v, version in versions.items() if _version(Info.of(v)) != version}:
+    updated them. A part that reads a copy of them checks the tensors itself (`cut.py`)."""
+    versions: dict[int, tuple[int, int]] = _core.memo().get("versions", {})
+    found = {value: _version(Info.of(value)) for value in versions}
+    written = {value for value, (tensor, _) in found.items() if tensor == versions[value][0]}
+    if written := {value for value in written if found[value] != versions[value]}:
         check_leaves(Program(roots), written)
 
 
-def _version(info: Info) -> int:
-    return -1 if info.real is None or info.real.is_inference() else info.real._version
+def _version(info: Info) -> tuple[int, int]:
+    """Return the id of a leaf's tensor, and its version."""
+    real = info.real
+    return id(real), -1 if real is None or real.is_inference() else real._version
 
 
 def _is_gone_through(program: Program, node: Node) -> bool:
