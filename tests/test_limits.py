@@ -53,6 +53,21 @@ def test_a_step_imports_nothing() -> None:
     assert ask("-c", IMPORTS) == "[]"
 
 
+META = """
+import sys, torch, koila
+x = koila.lazy(torch.rand(4, 3, 3))
+q, r = torch.linalg.qr(x * 2)
+torch.special.airy_ai(q @ r).sum().item()
+print("torch._dynamo" in sys.modules)
+"""
+
+
+def test_calls_on_meta_tensors_do_not_import_torchs_compiler() -> None:
+    """Of an op without a row in the op table, which koila counts the bytes of in a dispatch mode:
+    the compiler takes a second and 70 MiB."""
+    assert ask("-c", META) == "False"
+
+
 def run_case(work: str, **task: Any) -> dict[str, Any]:
     """Run a case of the benchmark in its own process."""
     text = json.dumps({"work": work, **task})

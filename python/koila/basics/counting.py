@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from koila.basics.modes import Mode
 
 
-class Counter(TorchDispatchMode):
+class Counter(Mode):
     """Counts, in a `with` block, the bytes of the tensors made in it: `now`, and `most` at any
     time.
 
@@ -26,7 +27,7 @@ class Counter(TorchDispatchMode):
     sees_koila = True  # it changes no number
 
     def __init__(self, allowed: float = math.inf) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.allowed = allowed
         self.now = self.most = 0
         self._alive: dict[int, Any] = {}  # weak references to the storages counted

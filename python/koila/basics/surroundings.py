@@ -21,9 +21,10 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from koila import _core
+from koila.basics.modes import Mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,7 +58,7 @@ def of_call() -> str:
     return of_backward() or ("hooks on saved tensors are on" if has_hooks else "")
 
 
-class NodeHooks(TorchDispatchMode):
+class NodeHooks(Mode):
     """koila enters this mode while a user's node_creation_hook is on (torch from 2.14 on). Under a
     dispatch mode koila records no call: each runs at once, so that autograd creates its nodes, and
     calls the user's hook with them, when eager torch would."""
@@ -234,8 +235,7 @@ _pop_node_hook: Callable[[], None] = getattr(_hooks, "_pop_node_creation_hook", 
 
 def push_node_hook(hook: Any) -> None:
     """Replace torch's _push_node_creation_hook: enter a `NodeHooks`, then push the user's hook."""
-    make_mode: Any = NodeHooks  # its constructor is untyped in torch
-    mode = make_mode()
+    mode = NodeHooks()
     mode.__enter__()
     _state.node_hooks.append((hook, mode))
     _push_node_hook(hook)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from koila import _core
+from koila.basics.modes import Mode
 from koila.staged.noise import (
     SIXTEEN,
     Noise,
@@ -139,18 +139,12 @@ def _by_layers(
     return (x.transpose(0, 1) if is_batch_first else x, *map(torch.cat, ends))
 
 
-class Given(TorchDispatchMode):
+class Given(Mode):
     """A dispatch mode in which random ops return noise that was drawn before, in order."""
 
     def __init__(self, noises: Iterable[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.noises = iter(noises)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: otherwise torch imports its compiler at the first call, to exclude this
-        class from tracing."""
-        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
