@@ -235,7 +235,7 @@ _pop_node_hook: Callable[[], None] = getattr(_hooks, "_pop_node_creation_hook", 
 
 def push_node_hook(hook: Any) -> None:
     """Replace torch's _push_node_creation_hook: enter a `NodeHooks`, then push the user's hook."""
-    mode = NodeHooks()
+    mode: Any = NodeHooks()  # torch's __enter__ is untyped
     mode.__enter__()
     _state.node_hooks.append((hook, mode))
     _push_node_hook(hook)
