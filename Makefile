@@ -132,7 +132,7 @@ zoo: build $(ZOO_READY)
 zoo-sample: build $(ZOO_READY)
 	PYTHONPATH=python:tests $(ZOO_VENV)/bin/python -m pytest -q -p no:cacheprovider \
 	    tests/zoo/test_integrations.py tests/zoo/test_guides.py tests/zoo/test_examples.py \
-	    tests/zoo/test_processes.py
+	    tests/zoo/test_processes.py tests/zoo/test_resident.py
 	$(ZOO) --date "$$(date +%F)" --results build/zoo-sample.jsonl --again
 
 mutants: build

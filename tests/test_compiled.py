@@ -328,6 +328,7 @@ CAPTURING: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called:UserWarning")  # in eager too
 @pytest.mark.parametrize("chunks", [None, 3])
 @pytest.mark.parametrize("name", CAPTURING)
 def test_one_graph_around_a_lazy_is_refused(name: str, chunks: int | None) -> None:
