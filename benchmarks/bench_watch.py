@@ -23,7 +23,7 @@ from benchmarks.bench import interleave, parser, prepare, publish, ratio, second
 from koila.reporting import reports
 
 LIMIT = 8 * 2**30
-WIDTHS = (256, 640, 1024, 2048)  # steps of some 5 to 200 ms
+WIDTHS = (256, 440, 640, 1024, 2048)  # steps of some 15 to 900 ms
 
 
 def step(model: nn.Module, x: Tensor, y: Tensor) -> None:
