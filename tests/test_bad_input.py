@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import re
 import threading
@@ -639,3 +640,17 @@ def test_a_failed_program_is_left_alone(chunks: int) -> None:
                 loss.item()
             with pytest.raises(IndexError):
                 (loss * 2).item()
+
+
+def test_a_wrong_dim_is_told_with_what_to_write() -> None:
+    """And what it says to write works."""
+    x, y = torch.ones(3, 8), torch.ones(8)
+    for wrong in (0, 1):
+        with pytest.raises(ValueError, match=r"the dim of the samples .* as batch=\(1, 0\)"):
+            koila.lazy(x, y, batch=wrong)
+    assert all(map(koila.is_lazy, koila.lazy(x, y, batch=(1, 0))))
+
+
+def test_the_default_dim_has_a_name_in_docs() -> None:
+    assert "batch: Any = DIM_0" in inspect.getsource(koila.lazy)
+    assert inspect.signature(koila.lazy).parameters["batch"].default == 0

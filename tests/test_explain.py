@@ -35,6 +35,13 @@ def test_one_pass() -> None:
     assert "add up the results of the chunks" in text
 
 
+def test_a_call_on_the_whole_batch_is_told_before_it_runs() -> None:
+    x, _ = batch()
+    text = str(koila.explain(x.sort(0).values.sum()))
+    assert re.search(r"whole batch: sort \(.*\).* makes .* whole: ", text)
+    assert " made " not in text
+
+
 def test_labels_are_a_stage_of_their_own() -> None:
     x, y = batch()
     weights = torch.rand(5)

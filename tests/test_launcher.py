@@ -136,6 +136,44 @@ def test_a_script_that_ends_with_an_error_before_anything_ran(folder: Path, line
     assert "koila.lazy(" not in ran.stderr
 
 
+@pytest.mark.parametrize("option", ["--memory-limit", "--chunks", "--report", "-m"])
+def test_an_option_without_its_value(folder: Path, option: str) -> None:
+    """The script's name is not taken for the value, and what to write is said."""
+    following = [[], ["--progress", "train.py"]] + ([] if option == "-m" else [["train.py"]])
+    for words in following:
+        ran = run(folder, "-m", "koila", option, *words)
+        said = ran.stderr.splitlines()[-1]
+        assert ran.returncode == 2
+        found = f"'{words[0]}' stands where it should" if words else "nothing follows it"
+        example = f"write for example python -m koila {option} "
+        assert f"error: {option} takes a value, and {found}: {example}" in said
+    assert (folder / "train.py").read_text() == SCRIPT
+
+
+def test_a_report_is_not_lost_for_want_of_a_folder(folder: Path) -> None:
+    """It is said before the script runs."""
+    ran = run(folder, "-m", "koila", "--report", "no/r.json", "train.py")
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "error: --report no/r.json: there is no folder 'no'" in ran.stderr
+
+
+def test_what_was_not_predicted_is_null(folder: Path) -> None:
+    run(folder, "-m", "koila", "--chunks", "4", "--report", "r.json", "train.py")
+    told = json.loads((folder / "r.json").read_text())
+    assert told["bytes_predicted"] is None
+    assert any("predicted: nothing, as config(chunks=)" in ran for ran in told["last_programs"])
+
+
+@pytest.mark.parametrize("name", ["nothere", "no.there", "json.nothere", "xml"])
+def test_a_module_that_is_not_there(folder: Path, name: str) -> None:
+    """Python's own message and status."""
+    plain, ran = run(folder, "-m", name), run(folder, "-m", "koila", "-m", name)
+    assert (ran.returncode, ran.stderr) == (plain.returncode, plain.stderr) and plain.stderr
+    (folder / "broken.py").write_text("import nothere")
+    broken = run(folder, "-m", "koila", "-m", "broken")
+    assert broken.returncode == 1 and 'broken.py", line 1' in broken.stderr
+
+
 def test_after_a_refusal_the_least_limit_is_that_of_the_refused(folder: Path) -> None:
     """The step that ran before, without the optimizer's state, needed less."""
     script = SCRIPT.replace(

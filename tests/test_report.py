@@ -64,6 +64,7 @@ def test_whole() -> None:
     assert (program.what, program.n_chunks, program.n_rows) == ("backward()", 1, None)
     assert program.line == line.replace(line.rsplit(":")[-1], str(int(line.rsplit(":")[-1]) + 1))
     assert program.why == "it certainly fits"
+    assert str(program).endswith("whole: it certainly fits; no memory was predicted")
     assert program.n_calls == 3 and program.n_bytes == 2 * 7 * 2 * 4 + 4
 
 
@@ -73,6 +74,8 @@ def test_chunks_that_were_asked_for() -> None:
     (program,) = koila.report().programs
     assert (program.n_chunks, program.n_rows) == (3, 3)
     assert program.n_calls == 3 and program.n_bytes == 2 * 7 * 2 * 4 + 4
+    said = "predicted: nothing, as config(chunks=) sets the number of chunks, measured: not"
+    assert said in str(program)
     body, joint = program.stages
     assert (body.number, body.n_calls, body.n_chunks, body.n_rows) == (1, 3, 3, 3)
     assert (joint.number, joint.n_chunks, joint.n_rows) == (2, 1, None)

@@ -8,7 +8,9 @@ At the end koila says what it did, in ten lines at most.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import re
 import runpy
 import sys
 import traceback
@@ -25,10 +27,12 @@ def parse(words: list[str]) -> argparse.Namespace:
         prog="python -m koila",
         description=(__doc__ or "").partition("\n")[2].strip(),
         usage="python -m koila [options] (train.py | -m module) [arguments of the script]",
+        allow_abbrev=False,
     )
     launch.add_options(parser)
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
     n_own = _count_own(words)
+    _refuse_missing_values(parser, words[:n_own])
     args = parser.parse_args(words[:n_own])
     args.script = words[n_own:]
     if args.module is None and args.script and not Path(args.script[0]).exists():
@@ -38,8 +42,23 @@ def parse(words: list[str]) -> argparse.Namespace:
     try:
         launch.configure(args)
     except (TypeError, ValueError) as error:
-        parser.error(str(error))
+        parser.error(str(error).removeprefix("config: "))
     return args
+
+
+#: By option that takes a value: an example of one.
+_VALUES = {"--memory-limit": "4GiB", "--chunks": "8", "--report": "report.json", "-m": "train"}
+
+
+def _refuse_missing_values(parser: argparse.ArgumentParser, words: list[str]) -> None:
+    """End with an error if another option, a script or nothing stands where a value should."""
+    for word, value in itertools.pairwise([*words, ""]):
+        is_other = re.match("-[-a-z]", value) or (value.endswith(".py") and word != "-m")
+        if word in _VALUES and (is_other or not value):
+            found = f"{value!r} stands where it should" if value else "nothing follows it"
+            script = "" if word == "-m" else " train.py"
+            example = f"python -m koila {word} {_VALUES[word]}{script}"
+            parser.error(f"{word} takes a value, and {found}: write for example {example}")
 
 
 def _count_own(words: list[str]) -> int:
@@ -95,6 +114,8 @@ def main(words: list[str] | None = None) -> int:
             status = end.code
         except BaseException as error:
             error = error.with_traceback(_without_launcher(error.__traceback__))
+            if isinstance(error, ImportError) and error.__traceback__ is None:
+                sys.exit(f"{sys.executable}: {error}")  # no such module: Python's own message
             traceback.print_exception(error)
             status = 130 if isinstance(error, KeyboardInterrupt) else 1
     summary.has_error = status not in (None, 0)

@@ -52,6 +52,10 @@ def configure(args: argparse.Namespace) -> None:
             "--chunks says how many chunks whatever memory there is, --memory-limit has as few as "
             "fit: give one of the two"
         )
+    if args.report is not None and not args.report.parent.is_dir():
+        raise ValueError(f"--report {args.report}: there is no folder {str(args.report.parent)!r}")
+    if args.report is not None and args.report.is_dir():
+        raise ValueError(f"--report {args.report}: it is a folder; write for example report.json")
     if args.chunks is not None:
         config(chunks=args.chunks, memory_limit=None)
     if args.memory_limit is not None:

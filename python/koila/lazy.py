@@ -38,7 +38,7 @@ class _Default(int):
     """The default dim of the rows; with it, tensors that are lazy already stay as they are."""
 
 
-_ZERO = _Default(0)
+DIM_0 = _Default(0)
 
 
 class _State(threading.local):
@@ -153,7 +153,8 @@ def _dim_of(tensor: torch.Tensor, batch: Any, path: str) -> int:
     dim: int = operator.index(batch)  # numpy's integers too
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
-            f"lazy: batch={batch} is not a dim of {path}, which has shape {tuple(tensor.shape)}"
+            f"lazy: batch={batch} is not a dim of {path}, which has shape {tuple(tensor.shape)}; "
+            "give the dim of the samples for each tensor, as batch=(1, 0)"
         )
     return dim % tensor.dim()
 
@@ -225,7 +226,7 @@ def lazy(obj: _A, other: _B, third: _C, /, *, batch: Any = ...) -> tuple[_A, _B,
 def lazy(obj: _A, o: _B, p: _C, q: _D, /, *, batch: Any = ...) -> tuple[_A, _B, _C, _D]: ...
 @overload
 def lazy(*objs: Any, batch: Any = ...) -> Any: ...
-def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
+def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
     """Make the tensors in `objs` lazy: calls on them are recorded and run when a value is needed.
 
     Args:
@@ -299,7 +300,10 @@ def lazy(*objs: Any, batch: Any = _ZERO) -> Any:
     _warn_in_worker()
     if len(set(rows.values())) > 1:
         listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
-        raise ValueError(f"lazy: the tensors disagree on the batch size ({listed}); see batch=")
+        raise ValueError(
+            f"lazy: the tensors disagree on the batch size ({listed}); give the dim of the samples "
+            "for each, as batch=(1, 0), or None for a tensor that is the same for all samples"
+        )
     axis = _begin(max(rows.values(), default=0))
     wrapped: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -322,7 +326,7 @@ def _can_be_lazy(tensor: torch.Tensor) -> bool:
     return is_plain and tensor.layout == torch.strided
 
 
-def of_loader(data: Any, n_rows: int | None, batch: Any = _ZERO) -> Any:
+def of_loader(data: Any, n_rows: int | None, batch: Any = DIM_0) -> Any:
     """Make a batch of a loader lazy.
 
     Args:

@@ -34,7 +34,7 @@ class Summary(reports.Observer):
         self.n_failed = 0
         self.has_error = False  # the script, or the cell, ended with an error
         self.most_chunks = 0
-        self.bytes_predicted = 0.0
+        self.bytes_predicted: float | None = None  # None: nothing was predicted
         self.bytes_allowed: float | None = None
         self.bytes_measured: int | None = None
         self.least_limit: float | None = None  # with which every program works
@@ -64,8 +64,9 @@ class Summary(reports.Observer):
             is_cut = bool(ran.stages) and (ran.n_chunks > 1 or ran.n_rows is not None)
             self.n_in_chunks += is_cut
             self.most_chunks = max(self.most_chunks, ran.n_chunks if is_cut else 1)
-        if (ran.bytes_predicted or 0.0) >= self.bytes_predicted:
-            self.bytes_predicted = ran.bytes_predicted or 0.0
+        predicted = ran.bytes_predicted
+        if predicted is not None and predicted >= (self.bytes_predicted or 0.0):
+            self.bytes_predicted = predicted
             self.bytes_allowed = ran.bytes_allowed
         if ran.bytes_measured is not None:
             self.bytes_measured = max(self.bytes_measured or 0, ran.bytes_measured)

@@ -483,7 +483,7 @@ def _why(program: Program) -> list[str]:
             "more time); a loss that is a sum or a mean over samples needs one"
         )
     whole = [entry for entry in whole_calls.made_whole(program) if entry.n_bytes > 0]
-    said += [f"whole batch: {entry}" for entry in whole[:_MOST_WHOLE]]
+    said += [f"whole batch: {one.made('makes')}: {one.why}" for one in whole[:_MOST_WHOLE]]
     if len(whole) > _MOST_WHOLE:
         said.append(f"whole batch: {count(len(whole) - _MOST_WHOLE, 'call')} more")
     return said

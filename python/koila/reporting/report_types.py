@@ -134,8 +134,9 @@ class ProgramReport:
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.what} at {self.line}: {self._summary()}"
-        if self.bytes_predicted is not None and self.bytes_allowed is not None:
-            yield f"    {self.memory()}"
+        memory = self.memory()
+        if memory:
+            yield f"    {memory}"
         yield from (f"    {stage}" for stage in self.stages[:_MOST_STAGES])
         if len(self.stages) > _MOST_STAGES:
             yield f"    and {count(len(self.stages) - _MOST_STAGES, 'more part')}"
@@ -144,10 +145,11 @@ class ProgramReport:
             yield f"    whole: {count(len(self.whole) - _MOST_LISTED, 'call')} more"
 
     def memory(self) -> str:
-        """Describe the bytes predicted, allowed and measured; empty if none were predicted."""
-        if self.bytes_predicted is None or self.bytes_allowed is None:
-            return ""
+        """Describe the bytes predicted, allowed and measured; may be empty for whole runs."""
         measured = "not measured" if self.bytes_measured is None else size(self.bytes_measured)
+        if self.bytes_predicted is None or self.bytes_allowed is None:
+            why = "predicted: nothing, as config(chunks=) sets the number of chunks"
+            return f"{why}, measured: {measured}" if self.stages else ""
         predicted, allowed = sizes(self.bytes_predicted, self.bytes_allowed)
         whole = f"whole needs {size(self.bytes_whole)}; " if self.bytes_whole is not None else ""
         text = f"{whole}predicted {predicted}, allowed {allowed}, measured: {measured}"
@@ -163,7 +165,8 @@ class ProgramReport:
         results = f" with {size(self.n_bytes)} of results" if self.n_bytes else ""
         calls = count(self.n_calls, "call") + results
         if self.n_chunks == 1 and self.n_rows is None:
-            return f"{calls}, whole: {self.why}"
+            is_unknown = self.n_bytes > 0 and self.bytes_predicted is None and not self.stages
+            return f"{calls}, whole: {self.why}" + ("; no memory was predicted" * is_unknown)
         tries = f", at try {self.n_tries}" if self.n_tries > 1 else ""
         samples = count(self.n_rows or 0, "sample")
         way = f", {self.way}" if self.way else ""
