@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 import koila
 from koila import _core
-from oracle import Lazy, assert_same_story, eager, tell
+from oracle import Lazy, assert_same_story, assert_seen, eager, is_whole, tell
+from oracle import cut as handed
 from stories import N_ROWS, make, rows
 
 each_split = pytest.mark.parametrize("chunks", [None, 1, 2, 3, 7, N_ROWS])
@@ -158,6 +159,59 @@ def test_an_embedding_with_a_largest_norm(chunks: int | None) -> None:
         return out, more, table.weight, table.weight.grad
 
     assert_same_story(story, chunks)
+
+
+def by_data(t: Tensor) -> None:
+    t.data.add_(0.1)
+
+
+def by_method(t: Tensor) -> None:
+    with torch.no_grad():
+        t.add_(0.1)
+
+
+@pytest.mark.parametrize("write", [by_data, by_method])
+@pytest.mark.parametrize("is_needed", [False, True], ids=["added", "multiplied"])
+@pytest.mark.parametrize("is_cut", [False, True], ids=["", "cut"])
+@each_split
+def test_a_number_that_a_plain_tensor_has_the_memory_of(
+    chunks: int | None, is_cut: bool, is_needed: bool, write: Any
+) -> None:
+    """A parameter is made of a value, and written before the backward of a call that has read it.
+
+    If that backward needs the value, eager's raises, or takes the new numbers for a write through
+    .data, which koila refuses. A part has the old numbers, since it computes them again.
+    """
+
+    def story(lazy: Lazy) -> Any:
+        model, x, _ = make()
+        weight = torch.randn(5, 5, dtype=torch.float64).requires_grad_()
+        with torch.no_grad():
+            h = model(lazy(x))
+        value = (h - h.mean(0)) / (h.std(0) + 0.1)
+        out = (value @ weight if is_needed else value + weight[0]).tanh()
+        if is_cut:
+            out = handed(out)
+        own = nn.Parameter(value.detach())
+        write(own)
+        loss = (out * model(x)).sum()
+        try:
+            loss.backward()
+        except (RuntimeError, koila.StaleError) as error:
+            assert "written" in str(error) or "modified by an inplace" in str(error)
+            return "refused"
+        return loss, weight.grad, own, value
+
+    want, _ = tell(story, eager)
+    with koila.config(chunks=chunks):
+        got, _ = tell(story, koila.lazy)
+    is_split = chunks not in (None, 1)
+    if got == "refused":
+        assert want == "refused" or (write is by_data and is_needed and is_split)
+    elif want == "refused":
+        assert is_cut and is_split
+    else:
+        assert_seen(got, want, "seen", exact_bits=is_whole(chunks))
 
 
 def test_nothing_runs_for_a_tensor_that_nobody_reads() -> None:

@@ -117,6 +117,22 @@ kl_bridge_reached(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return handed;
 }
 
+PyObject *
+kl_bridge_left_numbers(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    const Tape *tape = kl_tape_open();
+    PyObject *found = tape != NULL ? PyList_New(0) : NULL;
+    for (size_t i = 0; found != NULL && i < tape->core.n_values; i++) {
+        const KlPyValue *entry = &tape->values[i];
+        bool is_left =
+            entry->result != NULL && entry->handle == NULL && tape->core.values[i].n_pending > 0;
+        if (is_left && kl_py_append_new(found, Py_BuildValue("(nO)", i, entry->result)) < 0) {
+            Py_CLEAR(found);
+        }
+    }
+    return found;
+}
+
 /* Mark the storages that autograd would save if the pending calls ran whole. Returns the bytes that it would save
  * besides them; -1 if a node has no row, writes or draws, so that they are not known. */
 static int64_t

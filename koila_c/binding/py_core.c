@@ -377,12 +377,28 @@ core_abandon(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return Py_NewRef(Py_None);
 }
 
+/* Make leaves of the numbers that pending calls read, and that left the tape in the memory of a tensor. */
+static void
+settle_in_memory_of(Tape *tape, PyObject *tensor)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        PyObject *number = tape->values[i].result;
+        bool is_left = number != NULL && tape->values[i].handle == NULL;
+        if (is_left && tape->core.values[i].n_pending > 0 && kl_meta_may_alias(number, tensor)) {
+            (void)kl_live_settle(tape, (KlValueId)i);
+        }
+    }
+}
+
 /* leaves_of(tensor): the leaves that are unchanged, that pending calls read, and that share memory with a tensor.
  * None instead of a tensor: those without rows that need no gradient, such as a module's buffers. */
 PyObject *
 core_leaves_of(PyObject *Py_UNUSED(module), PyObject *tensor)
 {
-    const Tape *tape = kl_tape_open_or_null();
+    Tape *tape = kl_tape_open_or_null();
+    if (tape != NULL && tensor != Py_None && !tape->is_running) {
+        settle_in_memory_of(tape, tensor);
+    }
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && tape != NULL && i < tape->core.n_values; i++) {
         PyObject *real = tape->values[i].real;

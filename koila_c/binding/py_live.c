@@ -299,6 +299,19 @@ is_settled(const Tape *tape, KlValueId id)
            kl_stale_is_enough(tape, id);
 }
 
+bool
+kl_live_settle(Tape *tape, KlValueId id)
+{
+    bool result = is_settled(tape, id);
+    if (result) {
+        Py_XSETREF(tape->values[id].real, tape->values[id].result);
+        tape->values[id].result = NULL;
+        kl_tape_cut(&tape->core, id);
+        kl_tape_refresh_leaf(tape, id);
+    }
+    return result;
+}
+
 /* Make leaves of the values whose numbers are settled, and drop the calls that led only to them: a plan counts on
  * that. Calls whose statistics are still to be written must run, so while there are any nothing is dropped. 0 or
  * -1. */
@@ -308,13 +321,7 @@ keep_numbers(Tape *tape)
     bool has_any = false;
     int is_moved = 1;
     for (size_t i = 0; i < tape->core.n_values; i++) {
-        if (is_settled(tape, (KlValueId)i)) {
-            Py_XSETREF(tape->values[i].real, tape->values[i].result);
-            tape->values[i].result = NULL;
-            kl_tape_cut(&tape->core, (KlValueId)i);
-            kl_tape_refresh_leaf(tape, (KlValueId)i);
-            has_any = true;
-        }
+        has_any = kl_live_settle(tape, (KlValueId)i) || has_any;
     }
     for (size_t i = tape->core.n_done; is_moved > 0 && i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];

@@ -33,7 +33,7 @@ from koila.planning import explain, planner, steps, unsplit
 from koila.random import generators
 from koila.recording import flush, freed
 from koila.recording.cut import Copy, Cut
-from koila.recording.handed_out import Group, HandedOut, OfLeaves, Root, apply, note_view
+from koila.recording.handed_out import Group, HandedOut, Memory, OfLeaves, Root, apply, note_view
 from koila.reporting import reports
 from koila.running import checkpoints, replay, unwritten, views, visible
 from koila.staged import hooks, meta
@@ -182,11 +182,11 @@ def watch_handed_out(lazy: _core.LazyTensor) -> None:
 def _watch_roots(tensor: torch.Tensor) -> None:
     for cut in list(_state.cuts):
         cut.keep_memory_of(tensor)
-    roots = [root for cut in _state.cuts for root in cut.alive() if root.watched is None]
-    memory = StorageWeakRef(tensor.untyped_storage()) if roots else None
-    for root in roots:
-        if root.memory == memory:
-            root.watch(tensor)
+    known = [one for cut in _state.cuts for one in (*cut.alive(), *cut.others) if not one.watched]
+    memory = StorageWeakRef(tensor.untyped_storage()) if known else None
+    for one in known:
+        if one.memory == memory:
+            one.watch(tensor)
 
 
 def is_read(tensor: torch.Tensor) -> bool:
@@ -269,6 +269,9 @@ def _cut(func: Any) -> bool:
                 made[whole].watch(handed[whole])
     if any(others[value].requires_grad != Info.of(value).requires_grad for value in others):
         return False
+    for value, number in (*others.items(), *_core.left_numbers()):
+        cut.others.append(Memory(value))
+        cut.others[-1].note(number)
     with steps.cutting():
         lazies = _core.hand_out(list(handed.items()), list(others.items()))
     for root, lazy in zip(made.values(), lazies, strict=True):

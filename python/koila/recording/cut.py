@@ -21,7 +21,7 @@ from koila import _core
 from koila.basics import surroundings
 from koila.messages.errors import KoilaError
 from koila.planning import unsplit
-from koila.recording.handed_out import Gradient, Group, Pass, Root, Same, apply, task
+from koila.recording.handed_out import Gradient, Group, Memory, Pass, Root, Same, apply, task
 from koila.running import checkpoints, overwritten, replay, spent
 from koila.running.repeated import Layout
 from koila.staged.facts import Info
@@ -56,6 +56,7 @@ class Cut:
     def __init__(self) -> None:
         self.handed: list[weakref.ref[Root]] = []  # autograd's nodes keep the roots alive
         self.groups: list[Group] = []
+        self.others: list[Memory] = []  # values that need no gradient, whose numbers the user has
         self.passes: dict[int, Pass] = {}  # by the number of a pass of autograd's engine
         self.region = checkpoints.recording()  # of the checkpoint in which it was cut; 0: none
         self.early: dict[int, Copy] = {}  # of buffers, which plain torch may write unseen
@@ -292,7 +293,7 @@ class Cut:
             return id(self.original(leaf)) in wanted
 
         gets = is_wanted if is_some else None
-        if self.written or any(root.how_written() for root in self.alive()):
+        if self.written or any(one.how_written() for one in (*self.alive(), *self.others)):
             _core.held(lazies[0], self._check_written, (roots, gets), {})
         found: Any = NotImplemented  # run whole if a mode of the user's observes the backward
         if not surroundings.of_backward():
@@ -330,9 +331,10 @@ class Cut:
     ) -> None:
         program = Program([root.lazy for root in roots], gets=gets, unwanted=self.roots)
         moved: dict[str, set[int]] = {"": set(), "counted": set(), "uncounted": set()}
-        for root in self.alive():
-            if (value := _core.id(root.lazy)) is not None:
-                moved[root.how_written()].add(program.info(value).storage)
+        known = [(root, _core.id(root.lazy)) for root in self.alive()]
+        for one, value in [*known, *((other, other.value) for other in self.others)]:
+            if value is not None:
+                moved[one.how_written()].add(program.info(value).storage)
         uncounted = self.uncounted | _values_in(program, moved["uncounted"])
         counted = self.written | _values_in(program, moved["counted"])
         overwritten.check_leaves(program, counted | uncounted, uncounted, self.region)

@@ -53,30 +53,18 @@ class Part(Protocol):
         """Return the gradients of `gradients` and of the leaves `behind` them."""
 
 
-class Root:
-    """A value that was handed out."""
+class Memory:
+    """The memory of a value whose number the user has, and that a part computes again."""
 
-    def __init__(self, cut: Part, value: int, number: torch.Tensor | None) -> None:
-        self.cut = cut
+    def __init__(self, value: int) -> None:
         self.value = value
-        self.number = number
-        self.lazy: Any = None  # the value on the part's tape, until its backward
-        self.tensor: Callable[[], torch.Tensor | None] = lambda: None  # as which it was handed out
-        self.has_hook = False  # or it retains its gradient; or a view of it
         self.memory: StorageWeakRef | None = None
-        #: An empty tensor that shares the version counter of the tensor, but not its memory.
-        self.counter, self.n_writes = torch.empty(0), 0
         #: If x.data was taken of the tensor: its whole memory, and the checksum at that time.
         self.watched: tuple[torch.Tensor, tuple[int, int]] | None = None
-        cut.handed.append(weakref.ref(self))
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Note the tensor as which the value was handed out."""
-        self.tensor = weakref.ref(tensor)
+        """Note the tensor that the user has."""
         self.memory = StorageWeakRef(tensor.untyped_storage())
-        self.counter = tensor.detach()
-        _data.__set__(self.counter, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
-        self.n_writes = self.counter._version
 
     def watch(self, tensor: torch.Tensor) -> None:
         """Watch the memory of this tensor for writes through x.data, which change no version."""
@@ -86,11 +74,36 @@ class Root:
             self.watched = whole, meta.checksum(whole)
 
     def how_written(self) -> str:
-        """Return how its memory was written since: "counted" by torch, "uncounted", or ""."""
-        if self.counter._version != self.n_writes:
-            return "counted"
+        """Return "uncounted" if it was written since it is watched, else ""."""
         is_same = self.watched is None or meta.checksum(self.watched[0]) == self.watched[1]
         return "" if is_same else "uncounted"
+
+
+class Root(Memory):
+    """A value that was handed out, and that needs a gradient."""
+
+    def __init__(self, cut: Part, value: int, number: torch.Tensor | None) -> None:
+        super().__init__(value)
+        self.cut = cut
+        self.number = number
+        self.lazy: Any = None  # the value on the part's tape, until its backward
+        self.tensor: Callable[[], torch.Tensor | None] = lambda: None  # as which it was handed out
+        self.has_hook = False  # or it retains its gradient; or a view of it
+        #: An empty tensor that shares the version counter of the tensor, but not its memory.
+        self.counter, self.n_writes = torch.empty(0), 0
+        cut.handed.append(weakref.ref(self))
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Note the tensor as which the value was handed out."""
+        super().note(tensor)
+        self.tensor = weakref.ref(tensor)
+        self.counter = tensor.detach()
+        _data.__set__(self.counter, torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+        self.n_writes = self.counter._version
+
+    def how_written(self) -> str:
+        """Return how its memory was written since: "counted" by torch, "uncounted", or ""."""
+        return "counted" if self.counter._version != self.n_writes else super().how_written()
 
     def is_inner(self, value: int) -> bool:
         """Return whether a call of the part reads `value` (this value or a view of it) to compute
