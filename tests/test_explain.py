@@ -165,7 +165,10 @@ def test_it_shows_as_it_is() -> None:
     text._repr_pretty_(printer, False)
     assert isinstance(text, str)
     assert "<h4>koila.explain</h4>" in text._repr_html_()
-    assert repr(text) == printer.shown == str(text) == "\n".join(text.splitlines())
+    assert repr(text) == printer.shown and str(text) == "\n".join(text.splitlines())
+    *shown, hint = repr(text).splitlines()
+    assert "\n".join(shown) == str(text)
+    assert hint == "(print() leaves this line out; to save it: Path('explain.txt').write_text(...))"
 
 
 def test_of_what_has_run_the_last_step_is_told() -> None:

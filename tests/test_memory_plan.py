@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
+from koila.messages.words import size
 from koila.planning.explain import plan_of
 from limits import there
 from profiled import bytes_over_time
@@ -234,6 +235,12 @@ def test_files(some_plan: koila.MemoryPlan, tmp_path: Path) -> None:
     svg = ET.parse(tmp_path / "plan.svg").getroot()
     areas = [one for one in svg.iter() if one.tag.endswith("polygon")]
     assert len(areas) == 4
+    titles = [one.text or "" for one in svg.iter() if one.tag.endswith("title")]
+    (marked,) = (title for title in titles if title.startswith("optimizer's step: "))
+    assert marked.endswith(size(some_plan.phases["optimizer's step"]))
+    *shown, hint = repr(some_plan).splitlines()
+    assert "\n".join(shown) == str(some_plan)
+    assert ".save('plan.svg')" in hint and all(name[4:] in hint for name in names)
     assert (tmp_path / "plan.txt").read_text() == str(some_plan)
     numbers = json.loads((tmp_path / "plan.json").read_text())
     assert numbers["n_bytes"] == some_plan.n_bytes

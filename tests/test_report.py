@@ -468,7 +468,10 @@ def test_a_thread_has_its_own() -> None:
 def test_it_reads_well() -> None:
     with koila.config(memory_limit=there() + 40_000):
         loss(2048).backward()
-    first, second, *rest = repr(koila.report()).splitlines()
+    first, second, *rest = str(koila.report()).splitlines()
+    *shown, hint = repr(koila.report()).splitlines()
+    assert shown == [first, second, *rest]
+    assert hint.startswith("(print() leaves this line out; to save it: Path('report.txt').write")
     assert first == "the last step ran 1 pass"
     assert second.startswith(f"backward() at {__file__}:")
     chunks = r"\d+ chunks of \d+ samples"

@@ -13,14 +13,12 @@ import torch
 from koila.basics.rows import largest
 from koila.memory import budget, estimates
 from koila.messages.memory_plan import MemoryPlan
-from koila.messages.moments import Moment, Value
+from koila.messages.moments import BACKWARD, FORWARD, OPTIMIZER, Moment, Value
 from koila.staged import layers
 from koila.staged.facts import name_of_node, where_of_node
 from koila.staged.program import Program
 from koila.staged.schedule import Way
 
-#: The phases of a step, in order.
-FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer's step"
 _N_LARGEST = 10
 
 

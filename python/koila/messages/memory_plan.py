@@ -92,10 +92,11 @@ class MemoryPlan:
         return "\n".join((*self.lines(), *listed))
 
     def __repr__(self) -> str:
-        return str(self)
+        ends = ".html, .json, .trace.json, .pickle or .txt"
+        return f"{self}\n(print() leaves this line out; .save('plan.svg') saves it, or {ends})"
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        printer.text(str(self))
+        printer.text(repr(self))
 
     def _repr_html_(self) -> str:
         return plan_files.html(self)

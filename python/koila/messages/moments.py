@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: The phases of a step, in order.
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer's step"
+
 
 @dataclass(frozen=True)
 class Moment:

@@ -9,12 +9,12 @@ import importlib
 import itertools
 import json
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from koila.messages import cards
-from koila.messages.moments import Moment
+from koila.messages.moments import OPTIMIZER, Moment
 from koila.messages.words import size
 
 
@@ -27,6 +27,8 @@ class Plan(Protocol):
     def summary(self) -> tuple[str, ...]: ...
     @property
     def n_bytes(self) -> int: ...
+    @property
+    def phases(self) -> Mapping[str, int]: ...
     @property
     def allowed(self) -> int: ...
     def lines(self) -> list[str]: ...
@@ -42,6 +44,8 @@ KINDS = {
     "temporaries": "#a87bc4",
 }
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BOTTOM = 760, 300, 70, 30, 40
+#: The width of the bar for the optimizer's step, with the room for its name.
+_BAR = 100
 #: The head of an HTML page that follows the reader's choice of light or dark.
 _HEAD = (
     "<!doctype html><meta charset='utf-8'><meta name='color-scheme' content='light dark'>"
@@ -80,8 +84,9 @@ def svg(plan: Plan) -> str:
     """Draw the bytes over the step, with a line at the bytes allowed unless these are far more."""
     columns = _columns(plan.moments)
     near = plan.allowed <= 3 * plan.n_bytes
-    top = 1.08 * max(plan.n_bytes, plan.allowed if near else 0, 1)
-    width, height = _WIDTH - _LEFT - 10, _HEIGHT - _TOP - _BOTTOM
+    update = plan.phases.get(OPTIMIZER, 0)
+    top = 1.08 * max(plan.n_bytes, plan.allowed if near else 0, update, 1)
+    width, height = _WIDTH - _LEFT - 10 - (_BAR if update else 0), _HEIGHT - _TOP - _BOTTOM
 
     def x(i: int) -> float:
         return _LEFT + width * i / len(columns)
@@ -109,6 +114,13 @@ def svg(plan: Plan) -> str:
         if any(high > low for low, high in zip(lower, upper, strict=True)):
             points = _area([y(one) for one in lower], [y(one) for one in upper], x)
             made.append(f"<polygon fill='{KINDS[kind]}' points='{points}'/>")
+    if update:
+        made.append(
+            f"<rect x='{_WIDTH - 10 - _BAR}' y='{y(update):.1f}' width='{_BAR}' "
+            f"height='{y(0) - y(update):.1f}' fill='currentColor' opacity='.35'>"
+            f"<title>{OPTIMIZER}: gradients and new state, {size(update)}</title></rect>"
+        )
+        made.append(text(_WIDTH - 12, _HEIGHT - _BOTTOM + 16, OPTIMIZER, "end"))
     shown = [kind for kind in KINDS if any(getattr(one, kind) for one in columns)]
     for i, kind in enumerate(shown):
         at = _LEFT + 150 * i
@@ -265,6 +277,9 @@ def plot(plan: Plan, axes: Any) -> Any:
     axes.stackplot(
         range(len(columns)), series, labels=list(KINDS), colors=list(KINDS.values()), step="post"
     )
+    n, update = len(columns), plan.phases.get(OPTIMIZER, 0)
+    if update:
+        axes.bar(n, update / 2**20, max(1, n / 7), align="edge", color="0.6", label=OPTIMIZER)
     if plan.allowed <= 3 * plan.n_bytes:
         axes.axhline(plan.allowed / 2**20, color="#c0392b", linestyle="--", label="allowed")
     axes.set_xlabel("the calls of the step, in order")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Format numbers: bytes as "12.5 MiB", counts as "2 calls"."""
+"""Format numbers: bytes as "12.5 MiB", counts as "2 calls"; and the hint below a repr."""
 
 from __future__ import annotations
 
@@ -28,3 +28,8 @@ def sizes(left: float, right: float) -> tuple[str, str]:
         texts = f"{left / unit:.{digits}f} {name}", f"{right / unit:.{digits}f} {name}"
         digits += 1
     return texts
+
+
+def hint_to_save(name: str) -> str:
+    """Return the last line of a text's repr in a REPL: how to print it, and save it to a file."""
+    return f"(print() leaves this line out; to save it: Path({name!r}).write_text(...))"

@@ -17,7 +17,7 @@ from koila.memory import estimates
 from koila.messages import cards, layer_table
 from koila.messages.errors import MemoryLimitError
 from koila.messages.layer_table import Layer
-from koila.messages.words import count, size, sizes
+from koila.messages.words import count, hint_to_save, size, sizes
 from koila.planning import limits, planner, plans, schedule_words, ways, whole_calls
 from koila.reporting import reports
 from koila.reporting.report_types import ProgramReport, Stage, Whole
@@ -367,10 +367,10 @@ class Explanation(str):
         return made
 
     def __repr__(self) -> str:
-        return str(self)
+        return f"{self}\n{hint_to_save('explain.txt')}"
 
     def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        printer.text(str(self))
+        printer.text(repr(self))
 
     def _repr_html_(self) -> str:
         return cards.html("koila.explain", self.lines, self.layers, self.calls)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from koila.messages import cards
 from koila.messages.layer_table import Layer
 from koila.messages.layer_table import table as layers_table
-from koila.messages.words import count, size, sizes
+from koila.messages.words import count, hint_to_save, size, sizes
 
 #: A step keeps the reports of its last programs, at most this many.
 MOST_PROGRAMS = 1000
@@ -238,7 +238,8 @@ class Report:
     def __str__(self) -> str:
         return "\n".join((*self.lines(), *layers_table(self.layers)))
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return f"{self}\n{hint_to_save('report.txt')}" if self.programs else str(self)
 
     def lines(self) -> list[str]:
         """Return the text, line by line: the programs, and for a step without a backward also the
