@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
+from koila.memory import estimates, plan_program
 from koila.messages.words import size
 from koila.planning.explain import plan_of
 from limits import there
@@ -187,6 +188,33 @@ def test_a_refusal_has_its_plan() -> None:
         assert one.n_samples <= 2
     assert "are needed and memory_limit is" in str(plan)
     assert caught.value.plan.summary[0] == str(caught.value).splitlines()[0]
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_a_plan_measures_no_more_than_explain(
+    monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    """In chunks, what explain measured is used again, and the plan is that of a new measure."""
+    n_measured, estimate = [0], estimates.estimate
+
+    def counted(*args: Any) -> estimates.Estimate:
+        n_measured[0] += 1
+        return estimate(*args)
+
+    model, x, y = step_of("norms")
+    loss = loss_of(model, *koila.lazy(x, y))
+    limit = there() + int(share * koila.plan(loss).whole)
+    with koila.config(memory_limit=limit):
+        koila.plan(loss)
+        monkeypatch.setattr(estimates, "estimate", counted)
+        koila.explain(loss)
+        n_of_explain, n_measured[0] = n_measured[0], 0
+        plan = koila.plan(loss)
+        assert plan.fits and plan.n_chunks > 1
+        assert n_measured[0] <= n_of_explain
+        of = plan_program.of
+        monkeypatch.setattr(plan_program, "of", lambda *a, **k: of(*a, **{**k, "known": None}))
+        assert koila.plan(loss) == plan
 
 
 def test_evaluation_has_no_backward() -> None:

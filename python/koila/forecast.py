@@ -63,5 +63,6 @@ def plan(*losses: Any) -> MemoryPlan:
         max(0.0, limits.left_for(program)),
         fits=expected.fits,
         costs=expected.costs,
+        known=expected.estimate,
         summary=numbers(program, is_graph, expected),
     )

@@ -92,6 +92,7 @@ def of(
     fits: bool = True,
     costs: str = "",
     summary: Sequence[str] = (),
+    known: estimates.Estimate | None = None,
 ) -> MemoryPlan:
     """Return the memory plan of a program.
 
@@ -105,10 +106,13 @@ def of(
         fits: whether it fits in these.
         costs: what saves memory beside chunks, in words.
         summary: the first sentences of the plan.
+        known: the estimate for this way; None: it is measured here, as for a live run always.
     """
     cut = program.cut_for(way)
     is_live = n_chunks == 1 and way == Way()
-    estimate = estimates.estimate(cut, is_graph, way, is_live)
+    if known is None or is_live:
+        known = estimates.estimate(cut, is_graph, way, is_live)
+    estimate = known
     rows = max(1, largest(estimate.rows, n_chunks, unit))
     course = estimate.course(rows)
     # Moments after the last instruction, when gradients and results are delivered, are backward.

@@ -291,6 +291,7 @@ class Forecast(NamedTuple):
     unit: int  # the rows of a chunk are a multiple of it
     way: Way
     costs: str  # what saves memory beside chunks, in words
+    estimate: estimates.Estimate | None = None  # of that program and way; None: it does not fit
 
 
 def forecast(program: Program, is_graph: bool) -> Forecast:
@@ -321,7 +322,8 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
         text = f"so it runs in {chunked} and takes {size(needed)}"
     more = how or (schedule_words.kept_in_words(cut, schedule) if n_chunks > 1 else "")
     text += f", with {more}" if more else ""
-    return Forecast(text, cut, schedule, True, planned.n_chunks, planned.unit, way, more)
+    n, unit = planned.n_chunks, planned.unit
+    return Forecast(text, cut, schedule, True, n, unit, way, more, estimate)
 
 
 def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
