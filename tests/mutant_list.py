@@ -621,15 +621,15 @@ MUTANTS = [
     Mutant(
         "bridge: eager's error about what was written is not raised",
         "python/koila/recording/cut.py",
-        "        if self.written or any(root.how_written() for root in self.alive()):\n",
-        "        if self.written is None:\n",
+        "if self.written or any(one.how_written() for one in (*self.alive(), *self.others)):",
+        "if self.written is None:",
         BRIDGE,
     ),
     Mutant(
         "bridge: what has the memory of what was handed out is written unseen",
         "python/koila/recording/bridge.py",
-        "if root.memory == memory:",
-        "if root.memory is None:",
+        "if one.memory == memory:",
+        "if one.memory is None:",
         "tests/test_overwritten.py",
     ),
     Mutant(
@@ -853,7 +853,7 @@ MUTANTS = [
         "bridge: a part reads what plain torch wrote since",
         "python/koila/recording/bridge.py",
         "return functools.partial(after_write, kept) if kept else None",
-        "return None",
+        "return kept.clear()",
         "tests/test_plain_writes.py",
     ),
 ]

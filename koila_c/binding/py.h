@@ -646,6 +646,8 @@ int kl_live_run(Tape *tape);
 /* After a failed run: advance the generators past its pending draws, so that later draws come after them as in
  * eager. The exception that is set stays. */
 void kl_live_draw_waiting(void);
+/* Borrowed: the function that koila calls now on real tensors, in place of LazyTensors; NULL: none. */
+extern _Thread_local PyObject *kl_live_called;
 /* Make a value a leaf with its number, if the number is settled: its call need not run. Return whether it is. */
 bool kl_live_settle(Tape *tape, KlValueId id);
 /* Compute the number of a value, in chunks if replay.py can. 0 or -1. */

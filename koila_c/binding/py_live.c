@@ -676,6 +676,18 @@ is_number(PyObject *result, void *context)
     return 0;
 }
 
+_Thread_local PyObject *kl_live_called;
+
+static PyObject *
+call_now(PyObject *func, PyObject *args, PyObject *kwargs)
+{
+    PyObject *before = kl_live_called;
+    kl_live_called = func;
+    PyObject *result = PyObject_Call(func, args, kwargs);
+    kl_live_called = before;
+    return result;
+}
+
 /* Make a call that may write memory which parts that were cut off will read again: bridge.py keeps a copy for them. */
 static PyObject *
 call_keeping(PyObject *func, PyObject *args, PyObject *kwargs)
@@ -683,7 +695,7 @@ call_keeping(PyObject *func, PyObject *args, PyObject *kwargs)
     PyObject *given = PyTuple_Pack(2, args, kwargs != NULL ? kwargs : Py_None);
     PyObject *kept =
         given != NULL ? PyObject_CallFunctionObjArgs(kl_py.before_write, func, given, NULL) : NULL;
-    PyObject *result = kept != NULL ? PyObject_Call(func, args, kwargs) : NULL;
+    PyObject *result = kept != NULL ? call_now(func, args, kwargs) : NULL;
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
     PyObject *settled = kept != NULL ? PyObject_CallOneArg(kl_py.after_write, kept) : NULL;
@@ -767,7 +779,7 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
         goto error;
     }
     result = may_write_kept(func, real_kwargs, kind) ? call_keeping(func, real_args, real_kwargs)
-                                                     : PyObject_Call(func, real_args, real_kwargs);
+                                                     : call_now(func, real_args, real_kwargs);
     Tape *tape = result != NULL ? kl_tape_open_or_null() : NULL;
     if (tape != NULL && kl_stale_release(tape) < 0) {
         Py_CLEAR(result);

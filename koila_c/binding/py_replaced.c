@@ -85,7 +85,10 @@ call_replaced(const Replaced *entry, PyObject *self, PyObject *args, PyObject *k
         PyObject *words = kwargs != NULL ? kwargs : Py_None;
         return PyObject_CallFunctionObjArgs(entry->by, self, args, words, NULL);
     }
-    if (may_be_read(self, args, kwargs)) {
+    PyObject *called = kl_live_called;
+    bool is_own = called != NULL && Py_IS_TYPE(called, &PyMethodDescr_Type) &&
+                  ((PyMethodDescrObject *)called)->d_method == entry->definition;
+    if (!is_own && may_be_read(self, args, kwargs)) {
         return write_after(entry, self, args, kwargs);
     }
     return call_own(&entry->own, self, args, kwargs);
@@ -218,7 +221,8 @@ static PyObject *before_set_item;  /* called before it with the tensor; NULL: ne
 static int
 set_item(PyObject *tensor, PyObject *index, PyObject *value)
 {
-    if (before_set_item == NULL || value == NULL || kl_lazy_check(value) ||
+    bool is_own = kl_live_called != NULL && Py_IS_TYPE(kl_live_called, &PyWrapperDescr_Type);
+    if (before_set_item == NULL || value == NULL || is_own || kl_lazy_check(value) ||
         !may_be_read(tensor, index, NULL)) {
         return own_set_item(tensor, index, value);
     }
