@@ -269,7 +269,6 @@ kl_lazy_swap(PyObject *left, PyObject *right)
 }
 /* Borrowed: the Value of a LazyTensor. NULL with an exception if it has none, or its call failed. */
 Value *kl_lazy_checked(PyObject *lazy);
-/* A new LazyTensor for value `id`, which becomes wanted. */
 /* A new LazyTensor for value `id`, which the user can reach from now on. */
 PyObject *kl_lazy_new(Tape *tape, KlValueId id);
 /* A LazyTensor for value `id`; it shares the Value of one that exists. */
@@ -282,7 +281,6 @@ void kl_lazy_move(Value *value, KlValueId id);
 /* Keep the gradient of the value that `value` points at now. `is_new`: the user asked for it; else only if it kept
  * one before, since a write or a view taken again moved it to another graph. */
 void kl_lazy_retain(Value *value, bool is_new);
-/* Give a value its real tensor and take it off its tape. */
 /* Give a Value its real tensor (NULL: its call failed) and detach it from its tape. */
 void kl_lazy_detach(Value *value, PyObject *real);
 /* Detach the Value of value `id` with tensor `real`; the tape no longer has to compute that value. */
