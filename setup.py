@@ -72,11 +72,11 @@ if os.environ.get("KOILA_COVERAGE") == "1":
     compile_args += ["--coverage", "-O0"]
     link_args += ["--coverage"]
 
-folders, macros = ["koila_c/core", "koila_c/binding"], [("KL_TESTS", None)]
+folders = ["koila_c/core", "koila_c/binding"]
+macros: list[tuple[str, str | None]] = []
 if is_instrumented or os.environ.get("KOILA_DEV") == "1":
     folders.append("tests/binding")  # the rules of the core, seen from Python
-else:
-    macros = []
+    macros.append(("KL_TESTS", None))
 
 core = Extension(
     "koila._core",

@@ -352,6 +352,19 @@ int kl_tape_use(Tape *tape);
 /* A new tape that belongs to no thread yet. */
 Tape *kl_tape_new(void);
 
+/* Whether koila itself reads tensors, or a run of the tape (or NULL) is going on. */
+static inline bool
+kl_tape_is_busy(const Tape *tape)
+{
+    return kl_py.is_looking || (tape != NULL && tape->is_running);
+}
+/* Whether pending calls read the number of a value that the user has as a plain tensor. */
+static inline bool
+kl_tape_is_left(const Tape *tape, KlValueId id)
+{
+    const KlPyValue *entry = &tape->values[id];
+    return entry->result != NULL && entry->handle == NULL && tape->core.values[id].n_pending > 0;
+}
 static inline bool
 kl_tape_check(PyObject *object)
 {
@@ -423,9 +436,7 @@ int kl_meta_requires_grad(PyObject *tensor);
 PyObject *kl_meta_ints(const int64_t *ints, int32_t n); /* a tuple */
 /* (axis, dim, outer, inner) of a place of rows; None: there are none. */
 PyObject *kl_py_place(const KlPlace *place);
-/* Add `value` or `item`, and drop the caller's reference to it. NULL: it could not be created, an exception is set.
- * 0 or -1. */
-int kl_py_set_new(PyObject *dict, const char *key, PyObject *value);
+/* Append an item, and drop the caller's reference to it. NULL: an exception is set already. 0 or -1. */
 int kl_py_append_new(PyObject *list, PyObject *item);
 /* Index in kl_py.devices of a torch.device or its name; -1 if it is not known. */
 int kl_meta_device_from(PyObject *device);
@@ -465,6 +476,8 @@ int kl_call_visit(PyObject *object, int (*visit)(PyObject *lazy, void *), void *
 /* kl_call_visit() for the arguments of a call; kwargs may be NULL or None. */
 int kl_call_visit_both(PyObject *args, PyObject *kwargs, int (*visit)(PyObject *lazy, void *),
                        void *context);
+/* Whether an argument, or the arguments of a call, hold a LazyTensor. */
+bool kl_call_holds_lazy(PyObject *object);
 
 /* -- py_failure.c: why a value has no number ----------------------------------------------------- */
 

@@ -123,10 +123,8 @@ kl_bridge_left_numbers(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored)
     const Tape *tape = kl_tape_open();
     PyObject *found = tape != NULL ? PyList_New(0) : NULL;
     for (size_t i = 0; found != NULL && i < tape->core.n_values; i++) {
-        const KlPyValue *entry = &tape->values[i];
-        bool is_left =
-            entry->result != NULL && entry->handle == NULL && tape->core.values[i].n_pending > 0;
-        if (is_left && kl_py_append_new(found, Py_BuildValue("(nO)", i, entry->result)) < 0) {
+        if (kl_tape_is_left(tape, (KlValueId)i) &&
+            kl_py_append_new(found, Py_BuildValue("(nO)", i, tape->values[i].result)) < 0) {
             Py_CLEAR(found);
         }
     }

@@ -415,6 +415,12 @@ is_met(PyObject *Py_UNUSED(lazy), void *Py_UNUSED(context))
     return 1;
 }
 
+bool
+kl_call_holds_lazy(PyObject *object)
+{
+    return kl_call_visit(object, is_met, NULL) != 0;
+}
+
 static PyObject *
 real_dict(PyObject *object)
 {
@@ -473,7 +479,7 @@ real_slice(const PySliceObject *slice)
 PyObject *
 kl_call_real(PyObject *object)
 {
-    if (kl_call_visit(object, is_met, NULL) == 0) {
+    if (!kl_call_holds_lazy(object)) {
         return Py_NewRef(object); /* the user's own list, as eager would pass it */
     }
     if (kl_lazy_check(object)) {

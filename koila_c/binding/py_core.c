@@ -353,7 +353,7 @@ PyObject *
 core_is_busy(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     const Tape *tape = kl_tape_open_or_null();
-    return PyBool_FromLong(kl_py.is_looking || (tape != NULL && tape->is_running));
+    return PyBool_FromLong(kl_tape_is_busy(tape));
 }
 
 PyObject *
@@ -382,9 +382,8 @@ static void
 settle_in_memory_of(Tape *tape, PyObject *tensor)
 {
     for (size_t i = 0; i < tape->core.n_values; i++) {
-        PyObject *number = tape->values[i].result;
-        bool is_left = number != NULL && tape->values[i].handle == NULL;
-        if (is_left && tape->core.values[i].n_pending > 0 && kl_meta_may_alias(number, tensor)) {
+        if (kl_tape_is_left(tape, (KlValueId)i) &&
+            kl_meta_may_alias(tape->values[i].result, tensor)) {
             (void)kl_live_settle(tape, (KlValueId)i);
         }
     }

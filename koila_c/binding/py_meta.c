@@ -459,11 +459,3 @@ kl_py_append_new(PyObject *list, PyObject *item)
     Py_XDECREF(item);
     return status;
 }
-
-int
-kl_py_set_new(PyObject *dict, const char *key, PyObject *value)
-{
-    int status = value == NULL ? -1 : PyDict_SetItemString(dict, key, value);
-    Py_XDECREF(value);
-    return status;
-}

@@ -37,12 +37,6 @@ call_own(const PyMethodDef *own, PyObject *self, PyObject *args, PyObject *kwarg
     return own->ml_meth(self, args);
 }
 
-static int
-is_met(PyObject *Py_UNUSED(lazy), void *Py_UNUSED(context))
-{
-    return 1;
-}
-
 /* Whether a write of plain torch may change what pending calls, or parts that were cut off, will read. torch
  * dispatches a call with a LazyTensor in it, and koila's own writes are in order. */
 static bool
@@ -50,12 +44,11 @@ may_be_read(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     const Tape *tape = kl_tape_open_or_null();
     bool is_pending = tape != NULL && tape->core.n_done < tape->core.n_nodes;
-    bool is_busy = kl_py.is_looking || (tape != NULL && tape->is_running);
-    if (is_busy || kl_py.n_transforms > 0 || (!is_pending && kl_py.n_cut_off == 0)) {
+    if (kl_tape_is_busy(tape) || kl_py.n_transforms > 0 || (!is_pending && kl_py.n_cut_off == 0)) {
         return false;
     }
-    return !kl_lazy_check(self) &&
-           (args == NULL || kl_call_visit_both(args, kwargs, is_met, NULL) == 0);
+    return !kl_lazy_check(self) && (args == NULL || !kl_call_holds_lazy(args)) &&
+           (kwargs == NULL || !kl_call_holds_lazy(kwargs));
 }
 
 /* Call what by(tensor) has returned before the write, unless that is None. 0 or -1. */
@@ -85,9 +78,8 @@ call_replaced(const Replaced *entry, PyObject *self, PyObject *args, PyObject *k
         PyObject *words = kwargs != NULL ? kwargs : Py_None;
         return PyObject_CallFunctionObjArgs(entry->by, self, args, words, NULL);
     }
-    PyObject *called = kl_live_called;
-    bool is_own = called != NULL && Py_IS_TYPE(called, &PyMethodDescr_Type) &&
-                  ((PyMethodDescrObject *)called)->d_method == entry->definition;
+    bool is_own = kl_live_called != NULL && Py_IS_TYPE(kl_live_called, &PyMethodDescr_Type) &&
+                  ((PyMethodDescrObject *)kl_live_called)->d_method == entry->definition;
     if (!is_own && may_be_read(self, args, kwargs)) {
         return write_after(entry, self, args, kwargs);
     }
@@ -227,8 +219,8 @@ set_item(PyObject *tensor, PyObject *index, PyObject *value)
         return own_set_item(tensor, index, value);
     }
     PyObject *after = PyObject_CallOneArg(before_set_item, tensor);
-    int result = after != NULL ? own_set_item(tensor, index, value) : -1;
-    result = result == 0 ? call_after(after) : result;
+    bool is_set = after != NULL && own_set_item(tensor, index, value) == 0;
+    int result = is_set ? call_after(after) : -1;
     Py_XDECREF(after);
     return result;
 }

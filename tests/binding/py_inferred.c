@@ -95,6 +95,14 @@ describe_lists(PyObject *dict, const KlInferred *result, const KlPyBound *bound,
     return is_set ? 0 : -1;
 }
 
+int
+kl_py_set_new(PyObject *dict, const char *key, PyObject *value)
+{
+    int status = value == NULL ? -1 : PyDict_SetItemString(dict, key, value);
+    Py_XDECREF(value);
+    return status;
+}
+
 static int
 describe_call(PyObject *dict, const KlInferred *result, const KlSaves *saves)
 {

@@ -42,6 +42,10 @@ def _patch_data() -> None:
         share(self)
         return aliases.noted(original.__get__(self))
 
+    @writes.going_before
+    def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        original.__set__(tensor, value)
+
     def share(tensor: torch.Tensor) -> None:
         """Watch the memory of a plain tensor for writes that torch does not count."""
         if _core.leaves_of(tensor):
@@ -70,8 +74,7 @@ def _patch_data() -> None:
             value = _number_of(value, "data")  # first: it may be computed from `self`
         share(value)
         if not is_put(self, value):
-            writes.read_now(torch.Tensor.set_, self)
-            original.__set__(self, value)
+            set_data(self, value)
             aliases.noted(self)
 
     get.__name__ = "data"  # the name in messages

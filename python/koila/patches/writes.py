@@ -33,26 +33,21 @@ def patch() -> None:
     if not _core.before_set_item(functools.partial(bridge.before_plain_write, item)):
         raise RuntimeError(f"koila cannot go before {item!r} of this torch")
     name = "embedding_renorm_"  # F.embedding(..., max_norm=...) calls it
-    patching.replace(torch, name, _writing(getattr(torch, name)))
+    patching.replace(torch, name, going_before(getattr(torch, name)))
 
 
-def _writing(original: Any) -> Any:
-    """Return a function that writes its first argument, wrapped to go before that."""
+def going_before(original: Any) -> Any:
+    """Return a function that writes its first argument, wrapped to let what is pending read the
+    tensor first, and parts keep a copy."""
 
     @functools.wraps(original)
     def patched(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if patching.holds_lazy((tensor, *args)):
+        if _core.is_busy() or patching.holds_lazy((tensor, *args)):
             return original(tensor, *args, **kwargs)
-        after = read_now(original, tensor)
+        after = bridge.before_plain_write(original, tensor)
         result = original(tensor, *args, **kwargs)
         if after is not None:
             after()
         return result
 
     return patched
-
-
-def read_now(func: Any, tensor: torch.Tensor) -> Any:
-    """Let what is pending read a plain tensor before `func` writes it. Return what must be called
-    after the write, or None."""
-    return None if _core.is_busy() else bridge.before_plain_write(func, tensor)

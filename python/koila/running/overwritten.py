@@ -167,9 +167,8 @@ def check_moved(roots: list[Any]) -> None:
     """Raise what eager's backward raises where running statistics were written after the call that
     updated them. A part that reads a copy of them checks the tensors itself (`cut.py`)."""
     versions: dict[int, tuple[int, int]] = _core.memo().get("versions", {})
-    found = {value: _version(Info.of(value)) for value in versions}
-    written = {value for value, (tensor, _) in found.items() if tensor == versions[value][0]}
-    if written := {value for value in written if found[value] != versions[value]}:
+    found = [(value, noted, _version(Info.of(value))) for value, noted in versions.items()]
+    if written := {v for v, noted, now in found if now[0] == noted[0] and now[1] != noted[1]}:
         check_leaves(Program(roots), written)
 
 
