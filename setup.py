@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Build koila._core; all else is in pyproject.toml. Needs a C compiler and setuptools, never torch.
 
-KOILA_DEV=1       warnings are errors, asserts are on, and _core has infer(), which only tests call
-KOILA_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer, asserts and infer()
-KOILA_COVERAGE=1  gcov counters, and infer()
+KOILA_DEV=1       warnings are errors, asserts are on, and _core has what only tests call
+KOILA_SANITIZE=1  AddressSanitizer and UndefinedBehaviorSanitizer, asserts and what only tests call
+KOILA_COVERAGE=1  gcov counters, and what only tests call
 """
 
 import os
@@ -75,7 +75,7 @@ if os.environ.get("KOILA_COVERAGE") == "1":
 folders = ["koila_c/core", "koila_c/binding"]
 macros: list[tuple[str, str | None]] = []
 if is_instrumented or os.environ.get("KOILA_DEV") == "1":
-    folders.append("tests/binding")  # the rules of the core, seen from Python
+    folders.append("tests/binding")  # what only tests call
     macros.append(("KL_TESTS", None))
 
 core = Extension(

@@ -343,15 +343,26 @@ int kl_stale_is_lost(const Tape *tape, KlValueId leaf);
 int kl_stale_release(Tape *tape);
 /* All nodes ran: detach the values that the user can reach, and clear the tape. */
 void kl_tape_close(Tape *tape);
-/* After a run that raised: drop the pending calls that nobody can reach, and clear the tape if none is left. An
- * exception that is set stays set. */
-void kl_tape_give_up(Tape *tape);
+
+/* Drop the pending calls (or, after a run that raised, only the abandoned ones) that nobody can reach, and that have
+ * nothing to draw and no statistics to write; clear the tape if none is left. Return whether it did. An exception that
+ * is set stays set. */
+bool kl_tape_end(Tape *tape, bool is_abandoned_only);
+/* Likewise if no value is reached, where user code goes on: nothing happens while koila uses the tape. */
+void kl_tape_let_go(Tape *tape);
 
 /* Make `tape` this thread's tape; NULL: the thread has none. 0 or -1. */
 int kl_tape_use(Tape *tape);
 /* A new tape that belongs to no thread yet. */
 Tape *kl_tape_new(void);
 
+/* Note the Value that the user has of value `id`; NULL: none. */
+static inline void
+kl_tape_hold(Tape *tape, KlValueId id, Value *handle)
+{
+    tape->values[id].handle = handle;
+    kl_tape_want(&tape->core, id, handle != NULL);
+}
 /* Whether koila itself reads tensors, or a run of the tape (or NULL) is going on. */
 static inline bool
 kl_tape_is_busy(const Tape *tape)

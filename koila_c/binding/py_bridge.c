@@ -256,9 +256,7 @@ stand_ins_for(Tape *tape, PyObject *pairs, Value **before /* [n_pairs] */)
     PyErr_Fetch(&type, &error, &traceback);
     Py_DECREF(lazies);
     for (Py_ssize_t i = 0; i < n_made; i++) {
-        KlValueId id = value_of(pairs, i);
-        tape->values[id].handle = before[i];
-        tape->core.values[id].is_wanted = before[i] != NULL;
+        kl_tape_hold(tape, value_of(pairs, i), before[i]);
     }
     PyErr_Restore(type, error, traceback);
     return NULL;
@@ -281,8 +279,7 @@ static Value *
 take_off(Tape *tape, KlValueId id)
 {
     Value *lazy = tape->values[id].handle;
-    tape->values[id].handle = NULL;
-    tape->core.values[id].is_wanted = false;
+    kl_tape_hold(tape, id, NULL);
     return lazy;
 }
 
@@ -349,7 +346,7 @@ kl_bridge_set_wanted(PyObject *Py_UNUSED(module), PyObject *args)
         }
         const Value *value = kl_lazy_value(lazy);
         if (value->tape != NULL && value->id < value->tape->core.n_values) {
-            value->tape->core.values[value->id].is_wanted = flag;
+            kl_tape_want(&value->tape->core, value->id, flag);
         }
     }
     return Py_NewRef(Py_None);

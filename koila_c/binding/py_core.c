@@ -5,8 +5,6 @@
 
 #include <malloc.h>
 
-#include "alloc.h"
-
 static Value *
 value_argument(PyObject *object)
 {
@@ -21,16 +19,6 @@ value_argument(PyObject *object)
 PyObject *
 core_new_axis(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
-    Tape *tape = kl_tape_open_or_null();
-    if (tape != NULL && kl_lock_take(&tape->lock) < 0) {
-        return NULL;
-    }
-    if (tape != NULL && !tape->is_running) {
-        kl_tape_give_up(tape);
-    }
-    if (tape != NULL) {
-        kl_lock_give(&tape->lock);
-    }
     return PyLong_FromUnsignedLongLong(++kl_py.n_axis_keys);
 }
 
@@ -372,7 +360,7 @@ core_abandon(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     Tape *tape = kl_tape_open_or_null();
     if (tape != NULL) {
         kl_tape_abandon(&tape->core, true);
-        kl_tape_give_up(tape);
+        (void)kl_tape_end(tape, true);
     }
     return Py_NewRef(Py_None);
 }
@@ -651,22 +639,9 @@ core_close(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     if (tape == NULL) {
         return NULL;
     }
-    bool has_effect = kl_program_has_effect(tape);
-    bool is_needed =
-        has_effect ||
-        kl_tape_has_draw(&tape->core); /* nobody can reach its results, but it must run */
-    for (size_t i = 0; i < tape->core.n_values && !is_needed; i++) {
-        is_needed = tape->core.values[i].node != KL_ID_NONE && tape->values[i].handle != NULL;
-    }
-    if (is_needed) {
-        if (!has_effect) {
-            kl_tape_retire(&tape->core, false);
-        }
-        tape->is_kept = true;
-    } else {
-        kl_tape_close(tape);
-    }
-    return PyBool_FromLong(!is_needed);
+    bool is_over = kl_tape_end(tape, false);
+    tape->is_kept = tape->is_kept || !is_over;
+    return PyBool_FromLong(is_over);
 }
 
 PyObject *
@@ -765,21 +740,4 @@ core_fast_ways(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return Py_BuildValue("{s:N,s:N,s:N}", "handles", PyBool_FromLong(kl_meta_by_handle()),
                          "contexts", PyBool_FromLong(kl_context_is_direct()), "recycling",
                          PyBool_FromLong(kl_recycle_works()));
-}
-
-PyObject *
-core_fail_alloc_after(PyObject *Py_UNUSED(module), PyObject *n)
-{
-    long long left = PyLong_AsLongLong(n);
-    if (left == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    kl_alloc_fail_after(left);
-    return Py_NewRef(Py_None);
-}
-
-PyObject *
-core_n_blocks(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
-{
-    return PyLong_FromLongLong(kl_alloc_n_blocks());
 }

@@ -62,7 +62,7 @@ kl_failure_failed(PyObject *Py_UNUSED(module), PyObject *error)
     kl_failure_set(tape, id);
     PyErr_Clear();
     kl_tape_abandon_from(&tape->core, id);
-    kl_tape_give_up(tape);
+    (void)kl_tape_end(tape, true);
     return Py_NewRef(Py_True);
 }
 

@@ -81,6 +81,7 @@ leave_tape(Value *value)
         retain(value, KL_ID_NONE);
         value->tape = NULL;
         kl_tape_forget(tape, value->id);
+        kl_tape_let_go(tape);
         Py_DECREF(tape);
     }
 }
@@ -129,8 +130,7 @@ kl_lazy_move(Value *value, KlValueId id)
     Tape *tape = value->tape;
     kl_tape_forget(tape, value->id);
     value->id = id;
-    tape->values[id].handle = value;
-    tape->core.values[id].is_wanted = true;
+    kl_tape_hold(tape, id, value);
     Py_CLEAR(value->size);
 }
 
@@ -164,8 +164,7 @@ void
 kl_lazy_leave(Tape *tape, KlValueId id, PyObject *real)
 {
     Value *value = tape->values[id].handle;
-    tape->values[id].handle = NULL;
-    tape->core.values[id].is_wanted = false;
+    kl_tape_hold(tape, id, NULL);
     kl_lazy_detach(value, real);
 }
 
@@ -231,8 +230,7 @@ kl_lazy_new(Tape *tape, KlValueId id)
     }
     value->tape = (Tape *)Py_NewRef((PyObject *)tape);
     value->id = id;
-    tape->values[id].handle = value;
-    tape->core.values[id].is_wanted = true;
+    kl_tape_hold(tape, id, value);
     return wrap(value, placeholder_of(&tape->core.values[id].meta));
 }
 

@@ -407,10 +407,7 @@ run_tape(Tape *tape)
         }
         result = note_ran(n_calls, n_bytes) < 0 ? -1 : result;
     }
-    kl_tape_give_up(tape);
-    if (result == 0 && tape->core.n_done == tape->core.n_nodes) {
-        kl_tape_close(tape);
-    }
+    (void)kl_tape_end(tape, true);
     return result;
 }
 

@@ -227,8 +227,7 @@ kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
     }
     KlStorage *storage = &tape->core.storages[tape->core.values[*value].storage];
     storage->is_uncertain = storage->is_lost = lazy->is_lost;
-    tape->values[*value].handle = lazy;
-    tape->core.values[*value].is_wanted = true;
+    kl_tape_hold(tape, *value, lazy);
     lazy->tape = (Tape *)Py_NewRef((PyObject *)tape);
     lazy->id = *value;
     Py_CLEAR(lazy->real);
@@ -241,8 +240,7 @@ kl_tape_forget(Tape *tape, KlValueId id)
     if (id >= tape->core.n_values) {
         return; /* the garbage collector cleared the tape before the Value */
     }
-    tape->values[id].handle = NULL;
-    tape->core.values[id].is_wanted = false;
+    kl_tape_hold(tape, id, NULL);
     if (tape->core.values[id].node != KL_ID_NONE && kl_tape_is_dead(&tape->core, id)) {
         Py_CLEAR(tape->values[id].real);
         Py_CLEAR(tape->values[id].result);
@@ -266,7 +264,7 @@ detach_handles(Tape *tape)
     for (size_t i = 0; i < tape->core.n_values; i++) {
         Value *handle = tape->values[i].handle;
         if (handle != NULL) {
-            tape->values[i].handle = NULL;
+            kl_tape_hold(tape, (KlValueId)i, NULL);
             kl_lazy_detach(handle, tape->values[i].real);
         }
     }
@@ -354,15 +352,30 @@ kl_tape_close(Tape *tape)
     Py_DECREF(tape);
 }
 
-void
-kl_tape_give_up(Tape *tape)
+bool
+kl_tape_end(Tape *tape, bool is_abandoned_only)
 {
-    kl_tape_retire(&tape->core, true);
-    if (tape->core.n_nodes > 0 && tape->core.n_done == tape->core.n_nodes) {
-        PyObject *type = NULL, *value = NULL, *traceback = NULL;
-        PyErr_Fetch(&type, &value, &traceback);
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (is_abandoned_only || !kl_program_has_effect(tape)) {
+        kl_tape_retire(&tape->core, is_abandoned_only);
+    }
+    bool is_over = tape->core.n_done == tape->core.n_nodes;
+    if (is_over) {
         kl_tape_close(tape);
-        PyErr_Restore(type, value, traceback);
+    }
+    PyErr_Restore(type, value, traceback);
+    return is_over;
+}
+
+/* The tape of a second axis (across.py) belongs to no thread, and its values need no LazyTensors. */
+void
+kl_tape_let_go(Tape *tape)
+{
+    bool is_used = kl_tape_is_busy(tape) || tape->lock.depth > 0 || kl_record_region != 0;
+    bool is_reached = tape->core.n_wanted > 0 || kl_tape_has_draw(&tape->core);
+    if (!is_used && !is_reached && (tape->is_cut_off || tape == kl_tape_open_or_null())) {
+        (void)kl_tape_end(tape, false);
     }
 }
 

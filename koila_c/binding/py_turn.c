@@ -195,6 +195,9 @@ kl_turn_end(KlTurn *turn)
         turn->was_running; /* an interrupt may have come before Python's `finally` */
     kl_record_is_in_function = turn->was_in_function;
     kl_lock_give(&turn->tape->lock);
+    if (turn->tape->core.n_nodes > 0) {
+        kl_tape_let_go(turn->tape);
+    }
     Py_CLEAR(turn->own);
     Py_CLEAR(turn->tape);
 }
@@ -214,7 +217,7 @@ stop(Tape *tape)
         kl_tape_abandon(&tape->core, true);
     }
     if (is_interrupt && !tape->is_running) {
-        kl_tape_give_up(tape);
+        (void)kl_tape_end(tape, true);
     }
 }
 

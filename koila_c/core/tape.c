@@ -47,6 +47,7 @@ kl_tape_clear(KlTape *tape)
     tape->n_axes = 0;
     tape->n_done = 0;
     tape->n_aside = 0;
+    tape->n_wanted = 0;
     tape->has_regions = false;
 }
 
@@ -547,8 +548,10 @@ kl_tape_ask(KlTape *tape, KlValueId value)
 void
 kl_tape_cut(KlTape *tape, KlValueId value)
 {
-    tape->values[value].node = KL_ID_NONE;
-    tape->values[value].state = KL_STATE_LIVE;
+    KlValue *of = &tape->values[value];
+    tape->n_wanted -= of->is_wanted && of->node != KL_ID_NONE;
+    of->node = KL_ID_NONE;
+    of->state = KL_STATE_LIVE;
 }
 
 void

@@ -101,6 +101,7 @@ typedef struct KlTape {
     size_t n_axes, n_axes_max;
     size_t n_done;    /* every node before this one is done */
     size_t n_aside;   /* pending writes on the side */
+    size_t n_wanted;  /* wanted values that are no leaves */
     bool has_regions; /* a node has a region */
 } KlTape;
 
@@ -271,6 +272,17 @@ static inline bool
 kl_tape_is_looked_at(const KlTape *tape, KlValueId value)
 {
     return tape->values[value].is_hooked || tape->values[value].retained_as != KL_ID_NONE;
+}
+
+/* Set whether the user can still reach a value. */
+static inline void
+kl_tape_want(KlTape *tape, KlValueId id, bool is_wanted)
+{
+    KlValue *value = &tape->values[id];
+    if (value->node != KL_ID_NONE) {
+        tape->n_wanted = tape->n_wanted - value->is_wanted + is_wanted;
+    }
+    value->is_wanted = is_wanted;
 }
 
 /* Whether neither the user nor a pending node needs the number of `value`. */

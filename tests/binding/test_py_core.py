@@ -48,7 +48,6 @@ WRONG: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "count_interpreters": (core.count_interpreters, (None,)),
     "set_type_attribute": (core.set_type_attribute, (3, "name", 1)),
     "set_type_attribute by number": (core.set_type_attribute, (int, 3, 1)),
-    "fail_alloc_after": (core.fail_alloc_after, ("x",)),
 }
 
 
@@ -348,21 +347,6 @@ def test_type_attributes() -> None:
     core.set_type_attribute(generator, "note", 3)
     assert torch.default_generator.note == 3  # type: ignore[attr-defined]
     core.set_type_attribute(generator, "note", None)
-
-
-def test_blocks_and_requests_of_memory() -> None:
-    before = core.n_blocks()
-    lazy = in_a_thread(pending)
-    assert core.n_blocks() > before
-    del lazy
-    assert core.n_blocks() == before
-    core.fail_alloc_after(0)
-    try:
-        with pytest.raises(MemoryError):
-            in_a_thread(pending)
-    finally:
-        core.fail_alloc_after(-1)
-    assert in_a_thread(lambda: pending().tolist()) == (batch() * 2).tolist()
 
 
 def test_malloc_is_fixed_on_glibc() -> None:

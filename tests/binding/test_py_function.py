@@ -112,11 +112,13 @@ def test_a_row_that_is_none() -> None:
         with pytest.raises(KeyError, match="no row no_such_row"):
             register(call, row="no_such_row")
         register(call)
-        call(koila.lazy(batch()))
+        made = call(koila.lazy(batch()))
         assert core.node(0)[1] is None
+        del made
     with op(lambda x: x * 2) as call:
         register(call, row="multiply")
-        assert ask(call, koila.lazy(batch()), 2).shape == (4, 3)
+        made = ask(call, koila.lazy(batch()), 2)
+        assert made.shape == (4, 3)
         assert core.node(0)[1] == "mul"
 
 

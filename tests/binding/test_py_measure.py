@@ -29,8 +29,15 @@ NONE = b"", b"", b"", b""
 FORWARD, BACK = (False, 1, False, 1, 0, 0), (True, 1, False, 1, 0, 0)
 
 
+def staged_for(loss: Tensor) -> Program:
+    """A program with its root, without which its tape would be cleared."""
+    staged = Program([loss])
+    staged.__dict__["loss"] = loss
+    return staged
+
+
 def program_of(x: Tensor, w: Tensor) -> Program:
-    return Program([(koila.lazy(x) * w).exp().sum()])
+    return staged_for((koila.lazy(x) * w).exp().sum())
 
 
 #: KlMoment, sweep.h.
@@ -105,7 +112,7 @@ def test_a_clone_is_counted() -> None:
 def drawing(n_bytes: int) -> tuple[Program, tuple[bytes, bytes, bytes, bytes]]:
     """A program with dropout, of which so many bytes of noise are told."""
     x = koila.lazy(torch.ones(ROWS, WIDTH))
-    staged = Program([(torch.dropout(x, 0.5, True) * weight()).sum()])
+    staged = staged_for((torch.dropout(x, 0.5, True) * weight()).sum())
     (draw,) = (node for node in staged.nodes.values() if node.is_random)
     noise = array.array("q", [n_bytes if i == draw.id else 0 for i in range(staged.n_recorded)])
     return staged, (b"", noise.tobytes(), b"", b"")

@@ -83,10 +83,12 @@ def test_every_call_has_the_users_line() -> None:
 def test_files_are_known_by_their_folder() -> None:
     """One whose path only begins alike is the user's."""
     x = koila.lazy(batch())
+    kept = []
 
     def record(name: str) -> str:
         scope: dict[str, Any] = {"x": x}
         exec(compile("made = x.sum()", name, "exec"), scope)
+        kept.append(scope["made"])
         return where(record.n)[0]
 
     record.n = 0  # type: ignore[attr-defined]
@@ -107,8 +109,9 @@ def test_more_files_than_are_kept() -> None:
     """What is known of a file is known by its name, whose place another may have taken."""
     x = koila.lazy(batch())
     names = [f"{folder}/made{i}.py" for i in range(300) for folder in (TORCH, "user")]
+    kept: list[Any] = []
     for n, name in enumerate(names):
-        exec(compile("made = x.sum()", name, "exec"), {"x": x})
+        exec(compile("kept.append(x.sum())", name, "exec"), {"x": x, "kept": kept})
         assert where(n)[0] == (name if name.startswith("user") else __file__)
 
 

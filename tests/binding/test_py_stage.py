@@ -327,12 +327,13 @@ def test_a_number_is_delivered_for_good_or_for_now() -> None:
 
 def test_a_number_that_nobody_waits_for() -> None:
     dead = koila.lazy(batch()) * weight()
+    other = koila.lazy(batch()) * weight()
     del dead
     made = batch()
     n_before = sys.getrefcount(made)
     core.deliver(2, made, True)
     core.deliver(2, made, False)
-    core.forget()
+    del other
     assert sys.getrefcount(made) == n_before, "it goes with the tape"
 
 

@@ -480,6 +480,31 @@ test_a_dead_draw_waits(void)
     program_fini(&p);
 }
 
+/* If it is zero, the user can reach no call: leaves do not count, nor what became one. */
+static void
+test_wanted_values_of_calls_are_counted(void)
+{
+    Program p = {0};
+    KlValueId x = leaf(&p, TENSOR(FLOAT32, 8, 4));
+    KlValueId one = call1(&p, "relu", x), other = call1(&p, "exp", one);
+    kl_tape_want(&p.tape, x, true);
+    CHECK(p.tape.n_wanted == 0 && value(&p, x)->is_wanted);
+    kl_tape_want(&p.tape, one, true);
+    kl_tape_want(&p.tape, one, true);
+    kl_tape_want(&p.tape, other, true);
+    CHECK(p.tape.n_wanted == 2);
+    kl_tape_cut(&p.tape, one);
+    kl_tape_cut(&p.tape, one);
+    CHECK(p.tape.n_wanted == 1);
+    kl_tape_want(&p.tape, one, false);
+    kl_tape_want(&p.tape, other, false);
+    CHECK(p.tape.n_wanted == 0);
+    kl_tape_want(&p.tape, other, true);
+    kl_tape_clear(&p.tape);
+    CHECK(p.tape.n_wanted == 0);
+    program_fini(&p);
+}
+
 /* -- the whole --------------------------------------------------------------------------------------- */
 
 static void
@@ -562,6 +587,7 @@ main(void)
     test_an_effect_that_nothing_asks_for_must_run();
     test_draws_that_wait();
     test_a_dead_draw_waits();
+    test_wanted_values_of_calls_are_counted();
     test_ids_survive_growth();
     test_clearing_keeps_the_memory();
     test_a_roomy_tape_gives_its_memory_back();
