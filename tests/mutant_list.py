@@ -145,7 +145,7 @@ MUTANTS = [
     Mutant(
         "gradient: delivered twice",
         "python/koila/running/replay.py",
-        "found.append((value, info.real, gradient.to(info.real.dtype)))",
+        "found.append((value, real, gradient.to(real.dtype)))",
         "found += [(value, info.real, gradient.to(info.real.dtype))] * 2",
         "tests/test_cross.py",
     ),

@@ -657,9 +657,9 @@ PyObject *kl_program_run_again(Tape *tape, KlNodeId id);
 
 /* -- py_gradient.c ------------------------------------------------------------------------------ */
 
-/* Mark the leaves for which gets(tensor) is False: they are to get no gradient. `is_unwanted`: [n_values]. 0 or
- * -1. */
-int kl_gradient_find_unwanted(const Tape *tape, PyObject *gets, bool *is_unwanted);
+/* Mark the leaves that are to get no gradient, since gets(tensor) is False, and the values with a number that are to
+ * get one, since gets(number) is True: there the way ends. Both arrays: [n_values]. 0 or -1. */
+int kl_gradient_ask(const Tape *tape, PyObject *gets, bool *is_unwanted, bool *is_end);
 
 /* -- py_live.c: whole replay, and calls that run at once ------------------------------------------ */
 

@@ -274,15 +274,6 @@ settle(Value *lazy, PyObject *pair)
     }
 }
 
-/* Take the user's Value of a value off the tape, for settle() to give it a tensor. Borrowed, or NULL. */
-static Value *
-take_off(Tape *tape, KlValueId id)
-{
-    Value *lazy = tape->values[id].handle;
-    kl_tape_hold(tape, id, NULL);
-    return lazy;
-}
-
 PyObject *
 kl_bridge_hand_out(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -310,7 +301,10 @@ kl_bridge_hand_out(PyObject *Py_UNUSED(module), PyObject *args)
         settle(before[i], PyList_GET_ITEM(roots, i));
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(others); i++) {
-        settle(take_off(tape, value_of(others, i)), PyList_GET_ITEM(others, i));
+        KlValueId id = value_of(others, i);
+        Value *lazy = tape->values[id].handle;
+        kl_tape_hold(tape, id, NULL);
+        settle(lazy, PyList_GET_ITEM(others, i));
     }
     for (size_t i = 0; i < tape->core.n_values; i++) {
         if (tape->values[i].real != NULL && tape->values[i].handle != NULL) {
@@ -346,7 +340,7 @@ kl_bridge_set_wanted(PyObject *Py_UNUSED(module), PyObject *args)
         }
         const Value *value = kl_lazy_value(lazy);
         if (value->tape != NULL && value->id < value->tape->core.n_values) {
-            kl_tape_want(&value->tape->core, value->id, flag);
+            value->tape->core.values[value->id].is_wanted = flag; /* n_wanted counts it still */
         }
     }
     return Py_NewRef(Py_None);

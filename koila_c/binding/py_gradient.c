@@ -3,15 +3,17 @@
 #include "py.h"
 
 int
-kl_gradient_find_unwanted(const Tape *tape, PyObject *gets, bool *is_unwanted)
+kl_gradient_ask(const Tape *tape, PyObject *gets, bool *is_unwanted, bool *is_end)
 {
     for (size_t i = 0; i < tape->core.n_values; i++) {
-        PyObject *real = tape->values[i].real;
-        if (real == NULL || !tape->core.values[i].meta.requires_grad) {
+        const KlPyValue *entry = &tape->values[i];
+        PyObject *tensor = entry->real != NULL ? entry->real : entry->result;
+        if (tensor == NULL || !tape->core.values[i].meta.requires_grad) {
             continue;
         }
-        PyObject *answer = PyObject_CallOneArg(gets, real);
-        is_unwanted[i] = answer == Py_False;
+        PyObject *answer = PyObject_CallOneArg(gets, tensor);
+        is_unwanted[i] = entry->real != NULL && answer == Py_False;
+        is_end[i] = entry->real == NULL && answer == Py_True;
         Py_XDECREF(answer);
         if (answer == NULL) {
             return -1;

@@ -577,7 +577,7 @@ ask(Tape *tape, PyObject *gets, KlAsked *asked, bool **flags, uint32_t **n_handl
 {
     size_t n = tape->core.n_values;
     kl_stale_drop_numbers(tape);
-    *flags = kl_alloc_zeroed(3 * n, sizeof(bool)); /* [n_values] thrice, in the order below */
+    *flags = kl_alloc_zeroed(4 * n, sizeof(bool)); /* [n_values] each, in the order below */
     *n_handles = count_handles(tape);
     if (*flags == NULL || *n_handles == NULL) {
         (void)PyErr_NoMemory();
@@ -590,8 +590,9 @@ ask(Tape *tape, PyObject *gets, KlAsked *asked, bool **flags, uint32_t **n_handl
     asked->has_real = *flags;
     asked->has_number = *flags + n;
     asked->goal.is_unwanted = gets != Py_None ? *flags + 2 * n : NULL;
+    asked->goal.is_end = gets != Py_None ? *flags + 3 * n : NULL;
     asked->n_handles = *n_handles;
-    return gets != Py_None ? kl_gradient_find_unwanted(tape, gets, *flags + 2 * n) : 0;
+    return gets != Py_None ? kl_gradient_ask(tape, gets, *flags + 2 * n, *flags + 3 * n) : 0;
 }
 
 static int

@@ -40,7 +40,9 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
         }
         for (uint32_t k = 0; k < node->n_outs; k++) {
             KlValueId out = node->first_out + k;
-            bool has_gradient = stages->needs_gradient[out] && tape->values[out].meta.requires_grad;
+            bool is_end = goal->is_end != NULL && goal->is_end[out];
+            bool has_gradient =
+                stages->needs_gradient[out] && tape->values[out].meta.requires_grad && !is_end;
             /* A value that ran live, or was cut from its call, has a plain autograd graph: a leaf that gets a gradient. */
             stages->is_leaf[out] |=
                 tape->values[out].state != KL_STATE_PENDING && (!has_gradient || node->is_done);

@@ -102,6 +102,18 @@ test_known_values(void)
     CHECK(!stages.is_leaf[mean] && is_at(&p, &stages, mean, 3, 4));
     CHECK(is_at(&p, &stages, loss, 4, 4));
     kl_stage_fini(&stages);
+    bool is_unwanted[64] = {false}, is_end[64] = {false};
+    is_unwanted[s.w] = is_end[mean] = true; /* its gradient is asked for, and that of no leaf */
+    const KlGoal goal = {.wanted = &loss,
+                         .n_wanted = 1,
+                         .roots = &loss,
+                         .n_roots = 1,
+                         .is_unwanted = is_unwanted,
+                         .is_end = is_end};
+    CHECK(kl_stage_build(&p.tape, &goal, &stages, &p.error) == KL_OK);
+    CHECK(stages.is_leaf[mean] && stages.needs_gradient[mean] && !stages.needs_gradient[s.w]);
+    CHECK(stages.node_stage[node_of(&p, mean)] == KL_STAGE_NONE && is_at(&p, &stages, loss, 0, 0));
+    kl_stage_fini(&stages);
     kl_tape_set_done(&p.tape, node_of(&p, s.h)); /* ran live: it is not run again */
     kl_tape_set_done(&p.tape, node_of(&p, mean));
     stage(&p, loss, true, &stages);

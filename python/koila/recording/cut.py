@@ -282,7 +282,7 @@ class Cut:
         Args:
             roots: values that were handed out.
             gradients: of the roots.
-            leaves: the tensors to return the gradients of.
+            leaves: the tensors to return the gradients of, or lazies whose numbers are known.
             is_retained: whether the part can go back again.
             is_some: whether the part has leaves whose gradient nobody asks for.
         """
@@ -454,11 +454,11 @@ class Cut:
     def _whole(
         self, roots: Sequence[Root], leaves: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return, from `whole`, the real tensors of roots and the replacements of leaves."""
+        """Return, from `whole`, the real tensors of roots and what replaces leaves, or lazies."""
         outputs, made = self.whole
         return (
             [outputs[id(root.lazy)] for root in roots],
-            [made.get(id(leaf), leaf) for leaf in leaves],
+            [made.get(id(leaf), outputs.get(id(leaf), leaf)) for leaf in leaves],
         )
 
     @staticmethod

@@ -92,17 +92,21 @@ class SecondRun:
             cut.fill_if_read(Program([], unwanted=unwanted).entered)
             return replay.compute_again(unwanted)
         finally:
-            _forget_numbers(cut)
+            forget_numbers(cut)
 
 
-def _forget_numbers(cut: Cut) -> None:
+def forget_numbers(cut: Cut) -> None:
     """Let the values of a part have no number any more."""
     lazies = cut.roots
-    _core.set_wanted(lazies, False)
-    try:
-        _core.forget_left()
-    finally:
-        _core.set_wanted(lazies, True)
+
+    def forget() -> None:
+        _core.set_wanted(lazies, False)
+        try:
+            _core.forget_left()
+        finally:
+            _core.set_wanted(lazies, True)
+
+    _core.held(lazies[0], forget, (), {})
 
 
 def is_read() -> bool:
@@ -137,7 +141,7 @@ def _note(cut: Cut, lazy: Any, handed: dict[int, torch.Tensor]) -> None:
             _core.deliver(value, handed[value].detach(), False)
         entered = {one.value for one in Program([]).imports} if inside else set()
     finally:
-        _forget_numbers(cut)
+        forget_numbers(cut)
     known = {value: handed[value].detach() for value in values if value in entered - inside}
     second = SecondRun(cut, known)
     for value in inside:

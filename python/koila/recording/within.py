@@ -17,8 +17,8 @@ import torch
 
 from koila import _core
 from koila.recording.cut import Cut
+from koila.recording.freed import forget_numbers
 from koila.recording.handed_out import Root, root_of
-from koila.running import overwritten
 from koila.staged import hooks
 from koila.staged.program import Program
 
@@ -27,12 +27,11 @@ Find = Callable[[list[torch.Tensor]], Sequence[torch.Tensor | None]]
 
 
 def gradients(tensors: Sequence[Any], find: Find) -> list[torch.Tensor | None] | None:
-    """Return the gradients of such values; None if they are not such values of one part, if
-    something else would see gradients (a hook, a checkpoint), or if the part cannot run backward.
+    """Return the gradients of such values; None if they are not such values of one part, or if
+    something else would see gradients (a hook, a checkpoint), or if one of them was written since.
 
-    The part runs backward from all values that were computed from these, down to its leaves, and
-    hooks on the values tell their gradients. It can run backward again. It cannot run backward if a
-    value that the way to the leaves needs was written in place.
+    For each value, the part runs backward from all that was computed from it, and ends there. It
+    can run backward again.
     """
     reals = [_core.real(one) if type(one) is _core.LazyTensor else one for one in tensors]
     found = [root_of(one) if isinstance(one, torch.Tensor) else None for one in reals]
@@ -48,7 +47,8 @@ def gradients(tensors: Sequence[Any], find: Find) -> list[torch.Tensor | None] |
 def _within(cut: Cut, values: list[Root], find: Find) -> list[torch.Tensor | None] | None:
     alive = cut.alive()
     is_watched = any(root.has_hook for root in alive) or "whole" in cut.__dict__
-    if cut.region or is_watched or any(value.lazy is None for value in values):
+    is_gone = any(value.lazy is None or value.how_written() for value in values)
+    if cut.region or is_watched or is_gone:
         return None
     own = {value.value for value in values}
     after = _core.held(alive[0].lazy, _computed_from, (cut.roots, own), {})
@@ -56,44 +56,37 @@ def _within(cut: Cut, values: list[Root], find: Find) -> list[torch.Tensor | Non
     tensors = [tensor for root in roots if (tensor := root.tensor()) is not None]
     if after is None or len(tensors) < len(roots):
         return None
-    groups = [group for group in cut.groups if not own.isdisjoint(group.values)]
-    leaves = [leaf for group in groups for leaf in group.leaves]
-    if _core.held(alive[0].lazy, _is_overwritten, (cut, roots, leaves), {}):
-        return None
-    made: dict[int, torch.Tensor] = {}
     sent = zip(roots, find(tensors), strict=True)
     arrived = [(root, gradient) for root, gradient in sent if gradient is not None]
-    handles = [_tell(value, made) for value in values]
+    if arrived:
+        cut.prepare()
+    return [_gradient_of(cut, value, arrived) for value in values]
+
+
+def _gradient_of(
+    cut: Cut, value: Root, arrived: list[tuple[Root, torch.Tensor]]
+) -> torch.Tensor | None:
+    """Return the gradient of a value, given those that arrived at values from outside.
+
+    Meanwhile the number of the value is a leaf of the part, where the way of the gradients ends.
+    """
+    after = _core.held(value.lazy, _computed_from, (cut.roots, {value.value}), {})
+    total = next((gradient for root, gradient in arrived if root is value), None)
+    starts = [(root, one) for root, one in arrived if root is not value and root.value in after]
+    if not starts:
+        return total
+    tensor = value.tensor()
+    assert tensor is not None  # it was asked for
+    number = tensor.detach()
+    cut.originals[id(number)] = value.lazy
+    _core.held(value.lazy, _core.deliver, (value.value, number, False), {})
     try:
-        if arrived:
-            cut.prepare()
-            starts, seeds = [root for root, _ in arrived], [gradient for _, gradient in arrived]
-            cut.gradients_of(starts, seeds, leaves, True, True)
+        ends, seeds = [root for root, _ in starts], [gradient for _, gradient in starts]
+        (found,) = cut.gradients_of(ends, seeds, [value.lazy], True, True)
     finally:
-        for handle in handles:
-            handle.remove()
-    return [made.get(value.value) for value in values]
-
-
-def _is_overwritten(cut: Cut, starts: list[Root], leaves: list[torch.Tensor]) -> bool:
-    """Return whether the backward from values to leaves needs what was written since."""
-    wanted = set(map(id, leaves))
-    program = Program(
-        [root.lazy for root in starts],
-        gets=lambda leaf: id(cut.original(leaf)) in wanted,
-        unwanted=cut.roots,
-    )
-    return overwritten.is_any(program)
-
-
-def _tell(value: Root, made: dict[int, torch.Tensor]) -> Any:
-    """Register a hook on a value, in the part, that puts its gradient into `made`."""
-
-    def tell(gradient: torch.Tensor) -> None:
-        made[value.value] = gradient.detach()
-
-    words: Any = torch.Tensor.register_hook, (value.lazy, tell), {}
-    return _core.held(value.lazy, hooks.register, words, {})
+        forget_numbers(cut)
+        del cut.originals[id(number)]
+    return found if total is None or found is None else total + found
 
 
 def _computed_from(roots: tuple[Any, ...], values: set[int]) -> set[int] | None:

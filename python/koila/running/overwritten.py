@@ -43,11 +43,6 @@ def check(program: Program) -> None:
         _refuse(program, value, _call(node.id), writer, _is_hidden(node, region))
 
 
-def is_any(program: Program) -> bool:
-    """Return whether `check` would raise for what a call keeps."""
-    return any(True for _ in _overwritten(program))
-
-
 def _overwritten(program: Program) -> Iterator[tuple[int, Node, int, int]]:
     """Yield (value, call, writer, its checkpoint) for each value that the backward of a call needs
     as it was before a later call wrote it."""

@@ -70,8 +70,9 @@ class Replay(Stages):
             if not self.program.is_leaf(value) or not self.program.needs_gradient(value):
                 continue
             gradient = cross.take_total_gradient()
-            if gradient is not None and info.real is not None:
-                found.append((value, info.real, gradient.to(info.real.dtype)))
+            real = info.real if info.real is not None else info.result
+            if gradient is not None and real is not None:
+                found.append((value, real, gradient.to(real.dtype)))
         if any(real._post_accumulate_grad_hooks or real._backward_hooks for _, real, _ in found):
             order = self._order_of_leaves()
             found.sort(key=lambda entry: order.get(entry[0], (0, 0)))
