@@ -142,6 +142,9 @@ def verdict(plain: Run, limited: Run, lazy: Run) -> tuple[list[str], list[str], 
         broken.append(f"the koila run died: {lazy.error}")
     elif lazy.bytes_limit is not None and lazy.bytes_peak > lazy.bytes_limit:
         broken.append("the koila run used more than the limit")
+    counts = {step["chunks"] for step in lazy.steps}
+    if len(counts) > 1:
+        broken.append(f"equal steps ran in {min(counts)} to {max(counts)} chunks")
     if plain.error is None and lazy.error is None:
         loss, parameter = differences(plain, lazy)
         if loss > LOSS_TOLERANCE or parameter > PARAMETER_TOLERANCE:
