@@ -36,6 +36,7 @@ def predicted_and_taken(
         loss_of(eager).backward()
     net.zero_grad()
     with koila.config(memory_limit=2**40):
-        predicted = estimate(Program([loss_of(koila.lazy)]), True).whole
+        loss = loss_of(koila.lazy)
+        predicted = estimate(Program([loss]), True).whole
         _core.forget()
     return predicted, memory.peak

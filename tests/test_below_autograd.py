@@ -128,5 +128,6 @@ def test_inference_mode_is_recorded() -> None:
     """There, too, autograd's dispatch keys are excluded, but nothing below it is running."""
     x = koila.lazy(torch.ones(N_ROWS, 3))
     with torch.inference_mode():
-        assert type(x * 2 + 1) is koila.LazyTensor
+        y = x * 2 + 1
+        assert type(y) is koila.LazyTensor
         assert koila._core.has_known() or koila._core.pending_bytes(False) > 0

@@ -127,7 +127,8 @@ class Feed(nn.Module):
 def test_what_a_layers_functions_keep_is_the_layers() -> None:
     """Of each layer apart, though all call one function: what sigmoid, the product and exp give."""
     model = nn.Sequential(Feed(), Feed())
-    found = {one.name: one for one in layers.of(Program([model(koila.lazy(torch.ones(7, 6)))]))}
+    out = model(koila.lazy(torch.ones(7, 6)))
+    found = {one.name: one for one in layers.of(Program([out]))}
     assert set(found) == {f"{i}{part}" for i in (0, 1) for part in ("", ".up", ".down")}, set(found)
     assert found["0"].per_sample == found["1"].per_sample == 4 * (8 + 8 + 6)
 
@@ -146,7 +147,8 @@ def test_two_models_are_told_apart() -> None:
 
 def test_a_line_of_the_script_is_told() -> None:
     x = koila.lazy(torch.randn(7, 3).requires_grad_())
-    (layer,) = layers.of(Program([x.exp().sum()]))
+    loss = x.exp().sum()
+    (layer,) = layers.of(Program([loss]))
     assert layer.name.startswith(f"{__file__}:") and not layer.kind
     assert layer.n_bytes == 7 * 3 * 4
 

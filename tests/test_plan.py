@@ -70,7 +70,8 @@ def planned(monkeypatch: pytest.MonkeyPatch, rows: int, most: int) -> plans.Plan
     allowed = (500.0 + bytes_per_row * (most + 0.5)) / ways.CHUNK_SHARE
     monkeypatch.setattr(limits, "allowed_for", lambda program, **how: allowed)
     x = koila.lazy(torch.ones(rows, 2))
-    return planner.plan(Program([(x * torch.ones(2, requires_grad=True)).sum()]), True)
+    loss = (x * torch.ones(2, requires_grad=True)).sum()
+    return planner.plan(Program([loss]), True)
 
 
 @pytest.mark.parametrize("rows", [3, 64, 100, 128, 1000])
