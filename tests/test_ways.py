@@ -136,8 +136,8 @@ def needs(made: tuple[nn.Module, Tensor, Tensor, Loss], rows: int) -> float:
     model, x, y, loss_of = made
     with koila.config(memory_limit="100 GiB"):
         lazy = koila.lazy(x, y)
-        program = Program([loss_of(model(lazy[0]), lazy[1])])
-        needed = estimates.estimate(program, True).peak(rows)[0]
+        loss = loss_of(model(lazy[0]), lazy[1])
+        needed = estimates.estimate(Program([loss]), True).peak(rows)[0]
         _core.forget()
     return needed
 
