@@ -50,29 +50,34 @@ def _within(cut: Cut, values: list[Root], find: Find) -> list[torch.Tensor | Non
     is_gone = any(value.lazy is None or value.how_written() for value in values)
     if cut.region or is_watched or is_gone:
         return None
-    own = {value.value for value in values}
+    own = [value.value for value in values]
     after = _core.held(alive[0].lazy, _computed_from, (cut.roots, own), {})
-    roots = [root for root in alive if after is not None and root.value in after]
+    if after is None:
+        return None
+    roots = [root for root in alive if any(root.value in found for found in after)]
     tensors = [tensor for root in roots if (tensor := root.tensor()) is not None]
-    if after is None or len(tensors) < len(roots):
+    if len(tensors) < len(roots):
         return None
     sent = zip(roots, find(tensors), strict=True)
     arrived = [(root, gradient) for root, gradient in sent if gradient is not None]
     if arrived:
         cut.prepare()
-    return [_gradient_of(cut, value, arrived) for value in values]
+    return [
+        _gradient_of(cut, value, [one for one in arrived if one[0].value in found])
+        for value, found in zip(values, after, strict=True)
+    ]
 
 
 def _gradient_of(
     cut: Cut, value: Root, arrived: list[tuple[Root, torch.Tensor]]
 ) -> torch.Tensor | None:
-    """Return the gradient of a value, given those that arrived at values from outside.
+    """Return the gradient of a value, given those that arrived from outside at it, and at what is
+    computed from it.
 
     Meanwhile the number of the value is a leaf of the part, where the way of the gradients ends.
     """
-    after = _core.held(value.lazy, _computed_from, (cut.roots, {value.value}), {})
     total = next((gradient for root, gradient in arrived if root is value), None)
-    starts = [(root, one) for root, one in arrived if root is not value and root.value in after]
+    starts = [(root, gradient) for root, gradient in arrived if root is not value]
     if not starts:
         return total
     tensor = value.tensor()
@@ -89,14 +94,17 @@ def _gradient_of(
     return found if total is None or found is None else total + found
 
 
-def _computed_from(roots: tuple[Any, ...], values: set[int]) -> set[int] | None:
-    """Return `values` and the values that differentiated calls compute from them; None if a hook is
-    on a value of the part."""
-    program, found = Program(list(roots), unwanted=roots), values.copy()
+def _computed_from(roots: tuple[Any, ...], values: list[int]) -> list[set[int]] | None:
+    """Return, for each of `values`, it and the values that differentiated calls compute from it;
+    None if a hook is on a value of the part."""
+    program, after = Program(list(roots), unwanted=roots), [{value} for value in values]
     for _, node in sorted(program.nodes.items()):
-        reads = (program.imports[k].value for k in node.imports if k >= 0)
-        if any(value in found and program.info(value).requires_grad for value in reads):
-            found.update(out for out in node.outs if program.info(out).requires_grad)
+        imports = [program.imports[k].value for k in node.imports if k >= 0]
+        reads = {value for value in imports if program.info(value).requires_grad}
+        made = [out for out in node.outs if program.info(out).requires_grad]
+        for found in after:
+            if not found.isdisjoint(reads):
+                found.update(made)
         if any(map(hooks.is_on, node.outs)):
             return None
-    return found
+    return after
