@@ -264,25 +264,35 @@ def gru_tagger(lazy: Lazy) -> Iterator[Tensor]:
     return trained(lazy, nn.ModuleList([words, layer, head]), batch, loss_of)
 
 
-def dcgan(lazy: Lazy) -> Iterator[Tensor]:
-    """Two networks, each with its optimizer, and outputs that are held from step to step."""
+def generator() -> nn.Module:
+    """DCGAN's: transposed convolutions and batch norms make images of 3x32x32 from 32 numbers."""
 
     def up(n_in: int, n_out: int) -> list[nn.Module]:
         layer = nn.ConvTranspose2d(n_in, n_out, 4, 2, 1, bias=False)
         return [layer, nn.BatchNorm2d(n_out), nn.ReLU()]
 
+    return nn.Sequential(
+        nn.ConvTranspose2d(32, 128, 4, bias=False), nn.BatchNorm2d(128), nn.ReLU(), *up(128, 64),
+        *up(64, 32), nn.ConvTranspose2d(32, 3, 4, 2, 1), nn.Tanh(),
+    )  # fmt: skip
+
+
+def discriminator() -> nn.Module:
+    """DCGAN's: strided convolutions and batch norms make a number of such an image."""
+
     def down(n_in: int, n_out: int) -> list[nn.Module]:
         layer = nn.Conv2d(n_in, n_out, 4, 2, 1, bias=False)
         return [layer, nn.BatchNorm2d(n_out), nn.LeakyReLU(0.2)]
 
-    maker = nn.Sequential(
-        nn.ConvTranspose2d(32, 128, 4, bias=False), nn.BatchNorm2d(128), nn.ReLU(), *up(128, 64),
-        *up(64, 32), nn.ConvTranspose2d(32, 3, 4, 2, 1), nn.Tanh(),
-    )  # fmt: skip
-    judge = nn.Sequential(
+    return nn.Sequential(
         nn.Conv2d(3, 32, 4, 2, 1), nn.LeakyReLU(0.2), *down(32, 64), *down(64, 128),
         nn.Conv2d(128, 1, 4), nn.Flatten(0),
     )  # fmt: skip
+
+
+def dcgan(lazy: Lazy) -> Iterator[Tensor]:
+    """Two networks, each with its optimizer, and outputs that are held from step to step."""
+    maker, judge = generator(), discriminator()
     optimizers = [torch.optim.Adam(net.parameters(), 1e-4) for net in (judge, maker)]
     for _ in range(N_STEPS):
         real, noise = lazy(pictures(640)[0], torch.randn(640, 32, 1, 1))

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from chunked import split
+from collector import collector_off
 from koila.reductions import norms
 from koila.running import overwritten
 from oracle import Lazy, assert_same_story, assert_seen, eager, gradients
@@ -614,11 +615,8 @@ def test_a_checkpoint_leaves_nothing(options: dict[str, Any]) -> None:
             checkpointed_step(model)
         return sum(type(obj) is norms.Group for obj in gc.get_objects())
 
-    gc.disable()
-    try:
+    with collector_off():
         assert n_groups() == n_groups()
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("chunks", [None, 1, 3])

@@ -4,7 +4,6 @@ not fit."""
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 import koila
 from allocations import Allocations
+from collector import collector_off
 from koila.basics.counting import Counter
 from koila.messages.errors import MemoryLimitError
 from koila.running import custom_memory
@@ -142,14 +142,9 @@ def test_second_derivatives() -> None:
 
 def test_what_it_saved_is_freed() -> None:
     """Without the garbage collector: the node that counts is in no cycle."""
-    gc.collect()
-    gc.disable()
-    try:
-        with koila.config(memory_limit=2**40):
-            h = nn.Linear(WIDTH, WIDTH)(koila.lazy(torch.randn(ROWS, WIDTH)))
-            made: Any = Wide.apply(h)  # type: ignore[no-untyped-call]
-            node = weakref.ref(koila._core.force(made).grad_fn)
-            del h, made
+    with collector_off(), koila.config(memory_limit=2**40):
+        h = nn.Linear(WIDTH, WIDTH)(koila.lazy(torch.randn(ROWS, WIDTH)))
+        made: Any = Wide.apply(h)  # type: ignore[no-untyped-call]
+        node = weakref.ref(koila._core.force(made).grad_fn)
+        del h, made
         assert node() is None
-    finally:
-        gc.enable()

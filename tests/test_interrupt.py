@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -16,6 +15,7 @@ import torch
 
 import koila
 from chunked import split
+from collector import collector_off
 from koila import _core
 from koila.running import replay
 
@@ -61,10 +61,8 @@ def interrupts_are_heard() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def no_callback_of_the_collector_hears_them() -> Iterator[None]:
     """What is raised in one (hypothesis has one) Python reports and drops: no interrupt is left."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+    with collector_off():
+        yield
 
 
 class Interrupt:

@@ -10,7 +10,7 @@ import sys
 import threading
 import unittest.mock
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
+from collector import collector_off
 from koila.running import attempt
 from koila.running.replay import Replay
 from koila.staged.facts import Run
@@ -237,16 +238,6 @@ def grown_by(step: Callable[[Bench], None], bench: Bench) -> dict[str, int]:
         step(bench)
     after = look()
     return {what: n - before[what] for what, n in after.items() if n - before[what] > SLACK[what]}
-
-
-@contextlib.contextmanager
-def collector_off() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @pytest.mark.parametrize("chunks", [1, 3])

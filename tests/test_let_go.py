@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import koila
+from collector import collector_off
+from oracle import cut, eager
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "whole": {},
@@ -26,25 +27,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(autouse=True)
 def no_collector() -> Iterator[None]:
     checkpointed(model(), batch(8)[0])  # torch's first one imports, which leaves a cycle
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
+    with collector_off():
+        yield
 
 
 @pytest.fixture(params=CONFIGS)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     return CONFIGS[request.param]
-
-
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient * 2
 
 
 def model() -> nn.Module:
@@ -83,14 +72,12 @@ def without_gradients(m: nn.Module, x: Tensor) -> None:
         h.sum()
 
 
-def cut(m: nn.Module, x: Tensor) -> None:
-    loss: Any = Double.apply(m(x))
-    loss.sum().item()
+def cut_off(m: nn.Module, x: Tensor) -> None:
+    cut(m(x)).sum().item()
 
 
 def cut_and_differentiated(m: nn.Module, x: Tensor) -> None:
-    loss: Any = Double.apply(m(x))
-    loss.sum().backward()
+    cut(m(x)).sum().backward()
     m.zero_grad()
 
 
@@ -136,7 +123,7 @@ USES: list[Callable[[nn.Module, Tensor], None]] = [
     printed,
     read_apart,
     without_gradients,
-    cut,
+    cut_off,
     cut_and_differentiated,
     failed,
     hooked,
@@ -178,7 +165,7 @@ def test_weights_die_as_in_eager(
         alive = n_alive(use, x)
         return alive, [*step(x, y), torch.rand(2)]
 
-    alive, expected = run(lambda *given: given)
+    alive, expected = run(eager)
     assert alive == 0
     with koila.config(**config):
         n_left, found = run(koila.lazy)
@@ -207,7 +194,7 @@ def test_draws_of_what_is_dropped_come_first(n_rows: int, config: dict[str, Any]
         drawn = torch.rand(2)
         return sum(weight() is not None for weight in weights), [drawn, *step(x, y), torch.rand(2)]
 
-    alive, expected = run(lambda *given: given)
+    alive, expected = run(eager)
     assert alive == 0
     with koila.config(**config):
         n_left, found = run(koila.lazy)
@@ -234,7 +221,7 @@ def test_statistics_of_what_is_dropped(is_read: bool, n_rows: int, config: dict[
         found += [buffer.clone() for buffer in norm.buffers()]
         return [*found, *(weight.grad.clone() for weight in m.parameters())]  # type: ignore[union-attr]
 
-    expected = run(lambda *given: given)
+    expected = run(eager)
     with koila.config(**config):
         found = run(koila.lazy)
     assert_equal(found, expected)

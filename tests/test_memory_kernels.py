@@ -22,6 +22,7 @@ from oracle import eager
 from profiled import bytes_over_time
 from programs_kit import Program
 from programs_losses import labels, randn
+from resident_programs import discriminator, generator
 from test_memory_limit import Prediction
 
 
@@ -229,33 +230,6 @@ def test_prediction(program: Program, chunks: int, monkeypatch: pytest.MonkeyPat
     )
 
 
-def maker() -> nn.Module:
-    """DCGAN's generator: transposed convolutions and batch norms."""
-
-    def up(n_in: int, n_out: int) -> list[nn.Module]:
-        layer = nn.ConvTranspose2d(n_in, n_out, 4, 2, 1, bias=False)
-        return [layer, nn.BatchNorm2d(n_out), nn.ReLU()]
-
-    first = nn.ConvTranspose2d(32, 128, 4, bias=False)
-    last = nn.ConvTranspose2d(32, 3, 4, 2, 1)
-    return nn.Sequential(
-        first, nn.BatchNorm2d(128), nn.ReLU(), *up(128, 64), *up(64, 32), last, nn.Tanh()
-    )
-
-
-def judge() -> nn.Module:
-    """DCGAN's discriminator: strided convolutions and batch norms."""
-
-    def down(n_in: int, n_out: int) -> list[nn.Module]:
-        layer = nn.Conv2d(n_in, n_out, 4, 2, 1, bias=False)
-        return [layer, nn.BatchNorm2d(n_out), nn.LeakyReLU(0.2)]
-
-    first, last = nn.Conv2d(3, 32, 4, 2, 1), nn.Conv2d(128, 1, 4)
-    return nn.Sequential(
-        first, nn.LeakyReLU(0.2), *down(32, 64), *down(64, 128), last, nn.Flatten(0)
-    )
-
-
 def is_real(model: nn.Module, x: Tensor) -> Tensor:
     """The loss of a generator, or of a discriminator."""
     out = model(x)
@@ -285,9 +259,9 @@ def vectors(n: int, g: Generator) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "program",
     [
-        Program("maker", maker, noise, is_real),
-        Program("judge", judge, images(3, 32), is_real),
-        Program("gan", lambda: nn.Sequential(maker(), judge()), noise, is_real),
+        Program("generator", generator, noise, is_real),
+        Program("discriminator", discriminator, images(3, 32), is_real),
+        Program("gan", lambda: nn.Sequential(generator(), discriminator()), noise, is_real),
         Program("lstm", functools.partial(Steps, nn.LSTM), vectors, pixels),
         Program("gru", functools.partial(Steps, nn.GRU), vectors, pixels),
         Program("rnn", functools.partial(Steps, nn.RNN), vectors, pixels),

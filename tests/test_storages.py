@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import gc
 import re
 import threading
@@ -21,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 
 import koila
 from allocations import Allocations
+from collector import collector_off
 from koila import _core
 from koila.memory import budget, storages
 from koila.messages import words
@@ -199,7 +199,11 @@ def test_a_limit_that_is_no_longer_asked_for_costs_nothing() -> None:
 def test_old_tensors_that_were_given_memory_are_found_before_a_refusal(
     walks: list[None], want: Step
 ) -> None:
-    """Their objects are not new: only a walk sees them. What is garbage is let go of."""
+    """Their objects are not new: only a walk sees them. What is garbage is let go of.
+
+    A collection of its own accord would find the tensor whose memory an old one is given, and free
+    the garbage.
+    """
     old, step = torch.zeros(1), Step()
     gc.collect()
     before = there()
@@ -219,17 +223,6 @@ def test_old_tensors_that_were_given_memory_are_found_before_a_refusal(
             step.run(koila.lazy)
         assert len(walks) == 1
     assert there() - before >= 4 * MIB
-
-
-@contextlib.contextmanager
-def collector_off() -> Iterator[None]:
-    """A collection of its own accord would find the tensor whose memory an old one is given, and
-    free the garbage. Whether one comes depends on what earlier tests left."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def there_with_garbage() -> int:
