@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -182,3 +183,63 @@ def test_full_backward_hooks() -> None:
         assert len(ours) == len(theirs) == 2 * 10 + 10
         torch.testing.assert_close(ours, theirs)
     assert "its graph keeps no more" in str(koila.report())
+
+
+def see(module: nn.Module, *_: Any) -> None:
+    """A full backward hook that only looks."""
+
+
+def of_one_width() -> nn.Module:
+    """Layers of which a part that is cut off saves nothing but what it reads."""
+    wide = [layer for _ in range(5) for layer in (nn.Linear(256, 256), nn.LeakyReLU(0.2))]
+    model = nn.Sequential(*wide, nn.Linear(256, 1))
+    for layer in model[::2]:
+        layer.register_full_backward_hook(see)
+    return model
+
+
+def of_blocks() -> nn.Module:
+    """Blocks that save little beside what they read."""
+    blocks = [
+        nn.Sequential(nn.Linear(256, 16), nn.GELU(), nn.Linear(16, width))
+        for width in (256, 256, 256, 256, 1)
+    ]
+    for block in blocks:
+        block.register_full_backward_hook(see)
+    return nn.Sequential(*blocks)
+
+
+def wide_step(lazy: Lazy, make: Callable[[], nn.Module]) -> tuple[tuple[int, int], list[Tensor]]:
+    """Bytes of a step in double precision; and the gradients."""
+    torch.manual_seed(0)
+    model = make().double()
+    x = torch.randn(257, 256, dtype=torch.float64)
+    memory = Allocations()
+    memory.count(x, list(model.parameters()))
+    with memory:
+        given = lazy(x.requires_grad_())  # else torch warns of the first layer's hook
+    with memory:
+        model(given).square().mean().backward()
+    del given
+    grads: list[Any] = [x.grad]
+    grads += [parameter.grad for parameter in model.parameters()]
+    return (memory.peak, memory.left), grads
+
+
+def check_wide(make: Callable[[], nn.Module], chunks: int) -> None:
+    """Assert that a step takes no more than eager's, and that its gradients are the same."""
+    wide_step(eager, make)
+    want, theirs = wide_step(eager, make)
+    with koila.config(chunks=chunks):
+        wide_step(koila.lazy, make)
+        got, ours = wide_step(koila.lazy, make)
+    check(got, want)
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+@pytest.mark.parametrize("make", [of_one_width, of_blocks])
+def test_a_part_that_saves_little(make: Callable[[], nn.Module], chunks: int) -> None:
+    """It runs backward in one chunk, where the gradient of a chunk beside that of all rows would be
+    more than what several chunks save."""
+    check_wide(make, chunks)

@@ -450,7 +450,7 @@ terms_of(const KlSweep *sweep, const KlSweepNode *node)
     KlBytes most = zero;
     for (uint32_t k = 0; is_loss && k < node->n_inputs; k++) {
         KlValueId value = inputs_of(sweep, node)[k];
-        most = value != KL_ID_NONE ? larger(most, size_of(sweep, value)) : most;
+        most = larger(most, value != KL_ID_NONE ? size_of(sweep, value) : zero);
     }
     return most;
 }
@@ -918,24 +918,21 @@ run_again(KlSweep *sweep, uint32_t region, KlMoments *moments)
     sweep->region = KL_ID_NONE;
 }
 
-/* Before a chunk's backward, free what was held only for the forward: memory that the run wrote, and exports that get no
- * gradient, unless they share storage with exports that do. */
+/* Before a chunk's backward, free what was held only for the forward: exports, of which backward needs no more than an
+ * edge of autograd's graph, the terms in whose memory a loss lies, and memory that the run wrote. */
 static void
 let_go(KlSweep *sweep)
 {
     const KlSpan *span = &sweep->span;
-    for (uint32_t at = 0; at < span->n_nodes; at++) {
-        storage_of(sweep, node_at(sweep, at)->first_out)->is_held = false;
-    }
     for (uint32_t i = 0; i < span->n_exports; i++) {
-        bool is_left = !sweep->sizes[span->exports[i]].is_let_go;
-        storage_of(sweep, span->exports[i])->is_held |= is_left;
-        state_of(sweep, span->exports[i])->is_left = is_left;
+        state_of(sweep, span->exports[i])->is_left = !sweep->sizes[span->exports[i]].is_let_go;
+        kl_sweep_let_go(sweep, span->exports[i]);
     }
     for (uint32_t at = 0; at < span->n_nodes; at++) {
-        KlSweepStorage *storage = storage_of(sweep, node_at(sweep, at)->first_out);
-        if (!storage->is_held && storage->saved_by == KL_ID_NONE && !storage->is_copy) {
-            drop(sweep, storage);
+        const KlSweepNode *node = node_at(sweep, at);
+        kl_sweep_let_go(sweep, node->first_out);
+        if (parts_of(sweep, node) != NULL) {
+            add(&sweep->made, times(-1, terms_of(sweep, node)));
         }
     }
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 import array
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -100,7 +100,11 @@ def _of_nodes(program: Program) -> tuple[bytes, bytes, bytes, bytes]:
 
 
 def estimate(
-    program: Program, is_graph: bool, way: Way = AS_IT_IS, is_live: bool = False
+    program: Program,
+    is_graph: bool,
+    way: Way = AS_IT_IS,
+    is_live: bool = False,
+    graphs: Callable[[Iterable[torch.Tensor]], float] = outside.peak,
 ) -> Estimate:
     """Predict the bytes that a program needs, beside what exists already.
 
@@ -109,10 +113,11 @@ def estimate(
         is_graph: whether it is differentiated; then its backward is included.
         way: the way it is scheduled.
         is_live: return the moments of a live run, of the whole batch in the order of the calls.
+        graphs: returns the bytes of a backward through graphs that exist already.
     """
     states = _STATE * program.is_drawing, draws.bytes_kept()
     homes = way.homes(is_graph, is_live)
-    arguments = program.handle, homes, _of_nodes(program), states, outside.peak
+    arguments = program.handle, homes, _of_nodes(program), states, graphs
     moments, rows, whole = _core.measure(*arguments)
     lengths = list(_core.memo().get("lengths", {}).values())
     if not lengths or is_live:

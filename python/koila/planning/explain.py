@@ -129,7 +129,7 @@ def report_of(
     is_whole = n_chunks == 1 and not known.way
     n_rows = None if is_whole else max(stop - start for grid in used for start, stop in grid)
     cause = cause_of_whole(program)
-    fits = "its numbers fit, without autograd's graph"
+    fits = planned.why if planned.is_scheduled else "its numbers fit, without autograd's graph"
     return ProgramReport(
         reports.asked(),
         lines.user_line(),

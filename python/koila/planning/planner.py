@@ -54,6 +54,8 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
     """
     chunks = config.get("chunks")
     if chunks is not None:
+        if is_graph and _is_less_in_one(chunks, program):
+            return Plan(1, why=_MORE_IN_CHUNKS, is_scheduled=True)
         way = _way_in(chunks, program) if is_graph else AS_IT_IS
         if way is None and is_final:
             return Plan(1, why=_MORE_IN_CHUNKS)
@@ -181,6 +183,24 @@ def _way_in(chunks: int, program: Program) -> Way | None:
     if key not in _ways_in:
         remember(_ways_in, key, _find_way_in(chunks, program))
     return _ways_in[key]
+
+
+#: A part runs in one chunk if several would take so many bytes more.
+_MORE_OF_PART = 2**16
+
+
+def _is_less_in_one(chunks: int, program: Program) -> bool:
+    """Tell whether a part that was cut off takes less in one chunk than in several. Each chunk's
+    gradient of a value that entered with its rows is beside that of all rows; a part that saves
+    little wins less than that.
+
+    Graphs behind the part do not count: they run backward later.
+    """
+    is_body = [run.is_body for run in program.runs if run.nodes or run.combined]
+    if chunks == 1 or not program.is_part or is_body != [True] or _pinned_grids(program):
+        return False
+    alone = estimates.estimate(program, True, graphs=lambda _: 0.0)
+    return alone.peak(largest(alone.rows, chunks, 1))[0] > alone.whole + _MORE_OF_PART
 
 
 def _find_way_in(chunks: int, program: Program) -> Way | None:

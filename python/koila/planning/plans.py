@@ -45,11 +45,12 @@ class Plan:
     way: Way = AS_IT_IS
     why: str = "it fits"  # the reason if the program runs whole
     least_limit: float | None = None  # the least memory_limit that works, if one is set
+    is_scheduled: bool = False  # by a schedule, in one chunk too
 
     @property
     def is_whole(self) -> bool:
         """Whether the program runs in one chunk, as it was written."""
-        return self.n_chunks == 1 and self.way == AS_IT_IS
+        return self.n_chunks == 1 and self.way == AS_IT_IS and not self.is_scheduled
 
     @property
     def whole(self) -> float:

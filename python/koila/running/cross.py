@@ -10,12 +10,11 @@ of torch's backwards (batch_norm's on the CPU) are wrong where gradient and inpu
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from koila.basics import engine, rows
 from koila.basics.holders import is_part, owned
@@ -26,6 +25,9 @@ from koila.staged.facts import Info
 
 if TYPE_CHECKING:
     from koila.running.watched import Watch
+
+#: Of an output, or of the partials of a reduction.
+Edges = GradientEdge | None | tuple[GradientEdge | None, ...]
 
 
 def _to_keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,24 +45,22 @@ def _sum(total: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     return _to_keep(tensor) if total is None else owned(total).add_(tensor.detach())
 
 
-def has_way_back(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor that requires a gradient can send one back. A view that was taken
-    without a graph cannot, though its `requires_grad` is True."""
-    return tensor.grad_fn is not None or not tensor._is_view()
+def edge_of(tensor: torch.Tensor) -> GradientEdge | None:
+    """Return the edge at which backward enters the graph of a tensor, without the tensor's memory.
+    None: it has none, like a view taken without a graph, though its `requires_grad` is True."""
+    has_way_back = tensor.grad_fn is not None or not tensor._is_view()
+    return get_gradient_edge(tensor) if tensor.requires_grad and has_way_back else None
 
 
-def send_back(
-    outputs: Sequence[torch.Tensor | GradientEdge],
-    seeds: Sequence[torch.Tensor],
-    fresh: Fresh,
-) -> None:
-    """Run the engine from `outputs` with gradients `seeds`, then call `own` for `fresh`."""
-    ways = [isinstance(output, GradientEdge) or has_way_back(output) for output in outputs]
-    outputs = list(itertools.compress(outputs, ways))
-    if not outputs:
-        return
-    engine.backward(outputs, list(itertools.compress(seeds, ways)))
-    own(fresh)
+def edges_of(left: Any) -> Edges:
+    return tuple(map(edge_of, left)) if isinstance(left, tuple) else edge_of(left)
+
+
+def send_back(edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], fresh: Fresh) -> None:
+    """Run the engine from `edges` with gradients `seeds`, then call `own` for `fresh`."""
+    if edges:
+        engine.backward(edges, seeds)
+        own(fresh)
 
 
 def own(fresh: Fresh) -> None:

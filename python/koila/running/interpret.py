@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 
 from koila.planning import across
 from koila.running import light, tail, visible, waiting, watched
-from koila.running.cross import Cross, Fresh, add, own, send_back
+from koila.running.cross import Cross, Fresh, add, edges_of, own, send_back
 from koila.staged.facts import Run
 from koila.staged.schedule import Graph, Op, Schedule, Step
 
@@ -187,10 +187,11 @@ class Interpreter:
 
     def _send_back(self, run: Run) -> None:
         env = self.open.pop(run.index)
-        pairs = self.stages.seeds(run, env, self.chunk)
-        env.clear()  # free before backward what neither autograd nor the pairs keep
-        pairs = [(out, seed) for out, seed in pairs if out.requires_grad]
-        send_back([out for out, _ in pairs], [seed for _, seed in pairs], self.stages.fresh)
+        edges = {value: edges_of(env[value]) for value in run.exports}
+        env.clear()  # free before backward what autograd does not keep
+        pairs = self.stages.seeds(run, edges, self.chunk)
+        del edges  # and the graphs of outputs that get no gradient
+        send_back([edge for edge, _ in pairs], [seed for _, seed in pairs], self.stages.fresh)
 
     def _take(self, step: Step) -> None:
         stages, chunk = self.stages, self.chunk

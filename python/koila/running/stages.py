@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from koila import _core
 from koila.basics.rows import Bounds, Place, chunk_shape, cut, grid, without_memory
@@ -23,7 +23,7 @@ from koila.random import draws
 from koila.reductions import batch_softmax, calls, norms
 from koila.reporting import progress
 from koila.running import accrue, derived, saved, views
-from koila.running.cross import Cross, Fresh, has_way_back
+from koila.running.cross import Cross, Fresh, edge_of
 from koila.running.tracked import Tracked
 from koila.staged import aliases, hooks
 from koila.staged.facts import ROWS, Node, Run
@@ -417,8 +417,8 @@ class Stages:
             if parts is not None:
                 whole.parts, whole.aliases, whole.added = parts.parts, parts.aliases, parts.added
             self.cross[value] = whole
-            if is_graph and tensor.requires_grad and has_way_back(tensor):
-                graph[value] = get_gradient_edge(tensor)
+            if is_graph and (edge := edge_of(tensor)) is not None:
+                graph[value] = edge
         return graph
 
     # -- backward ---------------------------------------------------------------------------------

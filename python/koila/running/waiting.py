@@ -13,18 +13,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from koila.running import light
-from koila.running.cross import Fresh, has_way_back, send_back
+from koila.running.cross import Edges, Fresh, edges_of, send_back
 from koila.running.saved import Found, Look
 from koila.staged.facts import Run
 
 if TYPE_CHECKING:
     from koila.running.stages import Stages
-
-
-Edges = GradientEdge | None | tuple[GradientEdge | None, ...]
 
 
 class Chunk(NamedTuple):
@@ -34,15 +30,6 @@ class Chunk(NamedTuple):
     edges: dict[int, Edges]
     given: Fresh  # the aliases that it read
     found: Found
-
-
-def _edge_of(tensor: torch.Tensor) -> GradientEdge | None:
-    return get_gradient_edge(tensor) if tensor.requires_grad and has_way_back(tensor) else None
-
-
-def _edges_of(left: Any) -> Edges:
-    """Return the edges of an output, or of the partials of a reduction; None: it has no graph."""
-    return tuple(map(_edge_of, left)) if isinstance(left, tuple) else _edge_of(left)
 
 
 class Waiting:
@@ -70,7 +57,7 @@ class Waiting:
         finally:
             look.pending.clear()
         stages.collect(run, env, chunk, run.exports)
-        edges = {value: _edges_of(env[value]) for value in run.exports}
+        edges = {value: edges_of(env[value]) for value in run.exports}
         self.chunks[chunk] = Chunk(edges, given, look.found)
 
     def send_back(self, chunk: int) -> None:
