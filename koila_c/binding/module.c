@@ -65,6 +65,8 @@ static const struct {
     {&kl_py.before_write, "before_write"},
     {&kl_py.after_write, "after_write"},
     {&kl_py.note_ran, "note_ran"},
+    {&kl_py.note_gap, "note_gap"},
+    {&kl_py.note_run, "note_run"},
     {&kl_py.keep, "keep"},
     {&kl_py.device_of, "device_of"},
     {&kl_py.wait_for_copy, "wait_for_copy"},

@@ -76,6 +76,7 @@ typedef struct KlPyNode {
     PyObject *error;   /* its call failed: (type, args, notes) of the exception; else NULL */
     PyObject *code;    /* code object of the user's innermost frame, for the source line, or NULL */
     int lasti;
+    uint64_t clock;      /* kl_context_clock(0) when it was recorded */
     uint32_t first_slot; /* into tape->slots */
     uint32_t n_slots;
     uint32_t n_args; /* positional and keyword arguments together */
@@ -175,7 +176,8 @@ typedef struct KlPyState {
     PyObject *bind_hooks; /* hooks.bind */
     PyObject *bridge;     /* bridge.py: cut the program before a call that needs a real graph */
     PyObject *before_write, *after_write; /* bridge.py: keep what parts read */
-    PyObject *note_ran;        /* reports.note_whole: report what ran whole, for which call */
+    PyObject *note_ran;            /* reports.note_whole: report what ran whole, for which call */
+    PyObject *note_gap, *note_run; /* order.py: numbers of autograd's nodes that a run skipped */
     PyObject *keep;            /* recomputed.keep: what a call of a checkpoint saves for backward */
     PyObject *device_of;       /* devices.py: the device that a name without an index means */
     PyObject *wait_for_copy;   /* devices.py: wait until a copy to the CPU has arrived */
@@ -233,6 +235,15 @@ kl_py_done(PyObject *result)
 {
     Py_XDECREF(result);
     return result != NULL ? 0 : -1;
+}
+
+/* Drop the answer of a call. Returns 1 if it is True, else 0; -1 if the call raised. */
+static inline int
+kl_py_truth(PyObject *answer)
+{
+    int result = answer != NULL ? answer == Py_True : -1;
+    Py_XDECREF(answer);
+    return result;
 }
 
 /* -- py_lazy.c: LazyTensor and Value ---------------------------------------------------------- */
@@ -517,6 +528,8 @@ kl_failure_check(const Tape *tape, KlValueId value)
 int kl_context_init(void);
 /* Whether libtorch's own symbols tell which context is in force. */
 bool kl_context_is_direct(void);
+/* Skip numbers of autograd's nodes. Returns the one that torch gives this thread's next node; 0: not known. */
+uint64_t kl_context_clock(uint64_t n_skipped);
 /* The id of the context in force, or -1 with an exception. Also sets *is_grad_enabled, if that is not NULL. */
 int64_t kl_context_now(bool *is_grad_enabled);
 #define KL_N_DEVICES 2 /* device types whose autocast state is tracked */
@@ -543,6 +556,8 @@ int kl_context_switch(KlContextSwitch *context, uint32_t id);
 /* Restore what was in force. -1 if that fails, or if an exception is set, which stays. */
 int kl_context_end(KlContextSwitch *context);
 bool kl_context_is_autocast(uint32_t id);
+/* Enter a context manager until kl_context_end_outside() gets it. Returns `guard`; NULL on failure, or if it is NULL. */
+PyObject *kl_context_enter(PyObject *guard);
 /* Leave inference mode until kl_context_end_outside() gets the guard that this returns; NULL on failure. An
  * exception that is set by then stays. */
 PyObject *kl_context_leave_inference(void);

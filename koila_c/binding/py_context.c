@@ -38,6 +38,7 @@ static struct {
     bool (*is_grad_enabled)(void);
     bool (*is_inference_enabled)(void);
     bool (*is_autocast_enabled)(int8_t device_type); /* 0: the CPU, 1: CUDA */
+    uint64_t (*clock)(void), (*tick)(void);
 } direct;
 
 /* What user code surrounds calls with, read from libtorch. NULL: ask through Python. */
@@ -68,16 +69,12 @@ around_self_test(void)
                                     : PyObject_CallMethod(graph, "saved_tensors_hooks", "OO",
                                                           &PyTuple_Type, &PyTuple_Type);
     bool is_before = has_saved_tensors_hooks();
-    PyObject *entered = hooks != NULL ? PyObject_CallMethod(hooks, "__enter__", NULL) : NULL;
-    bool is_within = entered != NULL && has_saved_tensors_hooks();
+    hooks = kl_context_enter(hooks);
+    bool is_within = hooks != NULL && has_saved_tensors_hooks();
     PyErr_Clear(); /* saved-tensor hooks may be disabled at this moment */
-    if (entered != NULL) {
-        kl_context_end_outside(Py_NewRef(hooks));
-    }
+    kl_context_end_outside(hooks);
     bool result = is_within && !is_before && !has_saved_tensors_hooks();
     PyErr_Clear();
-    Py_XDECREF(entered);
-    Py_XDECREF(hooks);
     Py_XDECREF(graph);
     return result;
 }
@@ -98,10 +95,7 @@ kl_context_runs_at_once(PyObject *func)
     if (is_known && !around.has_dispatch_modes(false) && !has_saved_tensors_hooks()) {
         return 0;
     }
-    PyObject *answer = PyObject_CallOneArg(kl_py.runs_at_once, func);
-    int result = answer == NULL ? -1 : answer == Py_True;
-    Py_XDECREF(answer);
-    return result;
+    return kl_py_truth(PyObject_CallOneArg(kl_py.runs_at_once, func));
 }
 
 PyObject *
@@ -140,6 +134,8 @@ find_symbols(void)
     *(void **)&direct.is_inference_enabled = kl_meta_symbol("_ZN3c1013InferenceMode10is_enabledEv");
     *(void **)&direct.is_autocast_enabled =
         kl_meta_symbol("_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE");
+    *(void **)&direct.clock = kl_meta_symbol("_ZN2at15sequence_number4peekEv");
+    *(void **)&direct.tick = kl_meta_symbol("_ZN2at15sequence_number17get_and_incrementEv");
     *(void **)&around.n_function_modes =
         kl_meta_symbol("_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv");
     *(void **)&around.has_dispatch_modes =
@@ -153,17 +149,23 @@ find_symbols(void)
     }
 }
 
+uint64_t
+kl_context_clock(uint64_t n_skipped)
+{
+    if (direct.clock == NULL || direct.tick == NULL) {
+        return 0;
+    }
+    for (; n_skipped > 0; n_skipped--) {
+        (void)direct.tick();
+    }
+    return direct.clock();
+}
+
 static int
 call_bool(PyObject *callable, PyObject *argument)
 {
-    PyObject *result =
-        argument == NULL ? PyObject_CallNoArgs(callable) : PyObject_CallOneArg(callable, argument);
-    if (result == NULL) {
-        return -1;
-    }
-    int is_true = result == Py_True;
-    Py_DECREF(result);
-    return is_true;
+    return kl_py_truth(argument == NULL ? PyObject_CallNoArgs(callable)
+                                        : PyObject_CallOneArg(callable, argument));
 }
 
 static int
@@ -327,6 +329,15 @@ infer_cast(const KlCall *call, const Context *context, KlInferred *inferred, KlS
 }
 
 PyObject *
+kl_context_enter(PyObject *guard)
+{
+    if (guard != NULL && kl_py_done(PyObject_CallMethod(guard, "__enter__", NULL)) < 0) {
+        Py_CLEAR(guard);
+    }
+    return guard;
+}
+
+PyObject *
 kl_context_leave_inference(void)
 {
     bool is_direct = direct.is_inference_enabled != NULL;
@@ -335,13 +346,7 @@ kl_context_leave_inference(void)
     if (is_on <= 0) {
         return is_on < 0 ? NULL : Py_NewRef(Py_None);
     }
-    PyObject *guard = PyObject_CallOneArg(state.inference_mode, Py_False);
-    PyObject *entered = guard != NULL ? PyObject_CallMethod(guard, "__enter__", NULL) : NULL;
-    if (entered == NULL) {
-        Py_CLEAR(guard);
-    }
-    Py_XDECREF(entered);
-    return guard;
+    return kl_context_enter(PyObject_CallOneArg(state.inference_mode, Py_False));
 }
 
 void
@@ -387,10 +392,10 @@ leave_inference(KlContextSwitch *context)
     }
     PyObject *guard = context->guard;
     context->guard = NULL;
-    PyObject *result = PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None);
-    Py_XDECREF(result);
+    int result =
+        kl_py_done(PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None));
     Py_DECREF(guard);
-    return result == NULL ? -1 : 0;
+    return result;
 }
 
 static int
@@ -399,15 +404,9 @@ enter_inference(KlContextSwitch *context, bool is_inference)
     if (is_inference == state.contexts[context->before].is_inference) {
         return 0;
     }
-    PyObject *guard = PyObject_CallOneArg(state.inference_mode, is_inference ? Py_True : Py_False);
-    PyObject *result = guard != NULL ? PyObject_CallMethod(guard, "__enter__", NULL) : NULL;
-    if (result == NULL) {
-        Py_XDECREF(guard);
-        return -1;
-    }
-    Py_DECREF(result);
-    context->guard = guard;
-    return 0;
+    context->guard = kl_context_enter(
+        PyObject_CallOneArg(state.inference_mode, is_inference ? Py_True : Py_False));
+    return context->guard != NULL ? 0 : -1;
 }
 
 /* Set autocast's settings. A dtype that is NULL stays as it is. */
@@ -461,12 +460,9 @@ kl_context_switch(KlContextSwitch *context, uint32_t id)
         (leave_inference(context) < 0 || enter_inference(context, to->is_inference) < 0)) {
         return -1;
     }
-    if (from->switches != to->switches) {
-        PyObject *result = PyObject_CallFunction(kl_py.choose_switches, "I", to->switches);
-        Py_XDECREF(result);
-        if (result == NULL) {
-            return -1;
-        }
+    if (from->switches != to->switches &&
+        kl_py_done(PyObject_CallFunction(kl_py.choose_switches, "I", to->switches)) < 0) {
+        return -1;
     }
     bool is_grad = to->is_grad_enabled && !context->is_grad_off;
     if (call_ignoring(state.set_grad_enabled, is_grad ? Py_True : Py_False, NULL) < 0) {

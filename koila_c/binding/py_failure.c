@@ -37,7 +37,6 @@ add_note(Tape *tape, KlNodeId id)
     Py_XDECREF(result);
     Py_XDECREF(note);
     Py_XDECREF(where);
-    PyErr_Clear();
     PyErr_Restore(type, value, traceback);
 }
 

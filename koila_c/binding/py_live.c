@@ -197,11 +197,8 @@ tells_of_call(void)
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    PyObject *answer =
-        value != NULL ? PyObject_CallOneArg(kl_py.is_out_of_memory, value) : Py_NewRef(Py_False);
-    bool result = answer != Py_True;
-    Py_XDECREF(answer);
-    PyErr_Clear();
+    bool result =
+        value == NULL || kl_py_truth(PyObject_CallOneArg(kl_py.is_out_of_memory, value)) != 1;
     PyErr_Restore(type, value, traceback);
     return result;
 }
@@ -226,13 +223,10 @@ note_ran(unsigned long long n_calls, long long n_bytes)
 {
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *noted =
-        PyObject_CallFunction(kl_py.note_ran, "OKLO", caller != NULL ? caller : Py_None, n_calls,
-                              n_bytes, type != NULL ? type : Py_None);
-    int result = noted != NULL ? 0 : -1;
-    Py_XDECREF(noted);
+    int result =
+        kl_py_done(PyObject_CallFunction(kl_py.note_ran, "OKLO", caller != NULL ? caller : Py_None,
+                                         n_calls, n_bytes, type != NULL ? type : Py_None));
     if (type != NULL) {
-        PyErr_Clear();
         PyErr_Restore(type, value, traceback);
     }
     return result;
@@ -353,15 +347,43 @@ is_passed_over(Tape *tape, KlNodeId id)
 static int
 note_written(const Tape *tape)
 {
-    PyObject *noted = tape->core.n_aside > 0 ? PyObject_CallNoArgs(kl_py.note_written) : NULL;
-    Py_XDECREF(noted);
-    return tape->core.n_aside > 0 && noted == NULL ? -1 : 0;
+    return tape->core.n_aside > 0 ? kl_py_done(PyObject_CallNoArgs(kl_py.note_written)) : 0;
+}
+
+/* Before a call runs that was recorded at `clock`, leave a gap for the nodes of plain calls since `*last`. 0 or -1. */
+static int
+leave_gap(uint64_t *last, uint64_t clock)
+{
+    uint64_t start = *last, moved = kl_context_clock(0);
+    if (clock <= start) {
+        return 0;
+    }
+    *last = clock;
+    (void)kl_context_clock(clock - start);
+    return kl_py_done(PyObject_CallFunction(kl_py.note_gap, "KKK", start, clock, moved));
+}
+
+/* After a run that left gaps, let order.py move the plain nodes behind the leaves. 0 or -1. */
+static int
+note_run(const Tape *tape, uint64_t first)
+{
+    PyObject *leaves = PyList_New(0);
+    for (size_t i = 0; leaves != NULL && i < tape->core.n_values; i++) {
+        const KlValue *value = &tape->core.values[i];
+        PyObject *real = value->node == KL_ID_NONE ? tape->values[i].real : NULL;
+        if (real != NULL && value->meta.requires_grad && PyList_Append(leaves, real) < 0) {
+            Py_CLEAR(leaves);
+        }
+    }
+    return leaves != NULL ? kl_py_done(PyObject_CallFunction(kl_py.note_run, "KN", first, leaves))
+                          : -1;
 }
 
 static int
-run_tape(Tape *tape)
+run_tape(Tape *tape, bool is_own)
 {
     KlContextSwitch context;
+    uint64_t first = kl_context_clock(0), begun = UINT64_MAX, last;
     int result = 0;
     unsigned long long n_calls = 0;
     long long n_bytes = 0;
@@ -379,6 +401,7 @@ run_tape(Tape *tape)
             return -1;
         }
         tape->is_running = true;
+        last = begun = is_own ? tape->nodes[tape->core.n_done].clock : UINT64_MAX;
         result = keep_numbers(tape);
         kl_tape_find_awaited(&tape->core);
         for (size_t i = tape->core.n_done; result == 0 && i < tape->core.n_nodes; i++) {
@@ -387,7 +410,7 @@ run_tape(Tape *tape)
             }
             /* Ctrl-C is no failure of the call, which stays pending. */
             result = PyErr_CheckSignals();
-            if (result == 0) {
+            if (result == 0 && (result = leave_gap(&last, tape->nodes[i].clock)) == 0) {
                 n_calls++;
                 n_bytes += kl_tape_n_bytes(&tape->core, (KlNodeId)i);
                 result = run_node(tape, (KlNodeId)i, &context);
@@ -398,6 +421,9 @@ run_tape(Tape *tape)
         }
         tape->is_running = false;
         result = kl_context_end(&context);
+        if (result == 0 && begun < first) {
+            result = leave_gap(&last, first) < 0 ? -1 : note_run(tape, first);
+        }
         if (result < 0) {
             kl_live_draw_waiting();
             kl_tape_abandon(&tape->core, true);
@@ -435,7 +461,7 @@ kl_live_run(Tape *tape)
     bool is_drawing = has_random(&tape->core);
     int result = guard == NULL ? -1 : is_drawing ? kl_turn_draw() : 0;
     if (result == 0) {
-        result = run_tape(tape);
+        result = run_tape(tape, !turn.is_visit && !tape->is_cut_off);
         if (is_drawing) {
             kl_turn_drawn();
         }
@@ -456,15 +482,13 @@ read_in_chunks(Value *value)
     /* A value without a gradient may depend on labels alone: try to compute it without the model. */
     bool is_plain = !value->tape->core.values[value->id].meta.requires_grad;
     for (int is_known_only = is_plain; is_known_only >= 0; is_known_only--) {
-        PyObject *answer =
-            PyObject_CallFunctionObjArgs(kl_py.read, is_known_only ? Py_True : Py_False,
-                                         caller != NULL ? caller : Py_None, NULL);
-        bool is_known = answer == Py_True;
-        Py_XDECREF(answer);
-        if (answer == NULL) {
+        int is_known =
+            kl_py_truth(PyObject_CallFunctionObjArgs(kl_py.read, is_known_only ? Py_True : Py_False,
+                                                     caller != NULL ? caller : Py_None, NULL));
+        if (is_known < 0) {
             return -1;
         }
-        if (is_known && kl_lazy_number(value) != NULL) {
+        if (is_known > 0 && kl_lazy_number(value) != NULL) {
             return 1;
         }
     }
@@ -488,9 +512,8 @@ kl_live_read(Value *value)
         is_read = kl_lazy_number(value) != NULL ? 1 : read_in_chunks(value);
         kl_turn_end(&turn);
     }
-    PyObject *real = is_read == 0 ? kl_live_force(value) : NULL;
-    Py_XDECREF(real);
-    return is_read > 0 || real != NULL ? 0 : -1;
+    int result = is_read == 0 ? kl_py_done(kl_live_force(value)) : is_read;
+    return result < 0 ? -1 : 0;
 }
 
 /* Let numbers.py make leaves of the known values that no run can compute again. 0 or -1. */
@@ -551,16 +574,9 @@ force_one(PyObject *lazy, void *context)
     if (value == NULL) {
         return -1;
     }
-    if (lazy_args->kind == KL_LIVE_READ || lazy_args->kind == KL_LIVE_NUMBERS) {
-        if (kl_live_read(value) < 0) {
-            return -1;
-        }
-    } else {
-        PyObject *real = kl_live_force(value);
-        if (real == NULL) {
-            return -1;
-        }
-        Py_DECREF(real);
+    bool is_read = lazy_args->kind == KL_LIVE_READ || lazy_args->kind == KL_LIVE_NUMBERS;
+    if ((is_read ? kl_live_read(value) : kl_py_done(kl_live_force(value))) < 0) {
+        return -1;
     }
     if (lazy_args->n < KL_LAZY_ARGS_MAX) {
         lazy_args->lazies[lazy_args->n++] = lazy;
@@ -697,7 +713,6 @@ call_keeping(PyObject *func, PyObject *args, PyObject *kwargs)
     PyErr_Fetch(&type, &value, &traceback);
     PyObject *settled = kept != NULL ? PyObject_CallOneArg(kl_py.after_write, kept) : NULL;
     if (type != NULL) {
-        PyErr_Clear();
         PyErr_Restore(type, value, traceback);
     } else if (settled == NULL) {
         Py_CLEAR(result);

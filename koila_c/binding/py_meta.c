@@ -114,13 +114,7 @@ kl_meta_requires_grad(PyObject *tensor)
     if (abi.handle_works && abi.requires_grad != NULL && Py_IS_TYPE(tensor, kl_py.tensor)) {
         return abi.requires_grad(*(void **)handle_of(tensor));
     }
-    PyObject *requires_grad = PyObject_GetAttr(tensor, kl_py.requires_grad);
-    if (requires_grad == NULL) {
-        return -1;
-    }
-    int result = requires_grad == Py_True;
-    Py_DECREF(requires_grad);
-    return result;
+    return kl_py_truth(PyObject_GetAttr(tensor, kl_py.requires_grad));
 }
 
 static int
@@ -291,11 +285,9 @@ kl_meta_ints(const int64_t *ints, int32_t n)
 bool
 kl_meta_may_alias(PyObject *left, PyObject *right)
 {
-    PyObject *answer = PyObject_CallFunctionObjArgs(kl_py.is_alias_of, left, right, NULL);
-    bool may_alias = answer != Py_False;
-    Py_XDECREF(answer);
+    int may_alias = kl_py_truth(PyObject_CallFunctionObjArgs(kl_py.is_alias_of, left, right, NULL));
     PyErr_Clear();
-    return may_alias;
+    return may_alias != 0;
 }
 
 PyObject *
@@ -352,12 +344,10 @@ static int
 gradient_self_test(PyObject *tensor)
 {
     for (int wanted = 0; wanted < 2 && abi.requires_grad != NULL; wanted++) {
-        PyObject *same =
-            PyObject_CallMethod(tensor, "requires_grad_", "O", wanted ? Py_True : Py_False);
-        if (same == NULL) {
+        PyObject *flag = wanted ? Py_True : Py_False;
+        if (kl_py_done(PyObject_CallMethod(tensor, "requires_grad_", "O", flag)) < 0) {
             return -1;
         }
-        Py_DECREF(same);
         if (abi.requires_grad(*(void **)handle_of(tensor)) != wanted) {
             abi.requires_grad = NULL;
         }

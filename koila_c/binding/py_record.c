@@ -30,10 +30,9 @@ is_settled(const Value *value)
     if (is_plain || value->epoch == kl_py.n_backwards) {
         return is_plain;
     }
-    PyObject *is_leaf = PyObject_GetAttrString(value->real, "is_leaf");
-    Py_XDECREF(is_leaf);
+    int is_leaf = kl_py_truth(PyObject_GetAttrString(value->real, "is_leaf"));
     PyErr_Clear(); /* torch raises for a view of several whose base was written; such a view is no leaf */
-    return is_leaf != Py_True; /* a leaf has no graph that a backward could free */
+    return is_leaf != 1; /* a leaf has no graph that a backward could free */
 }
 
 static bool
@@ -179,12 +178,12 @@ note_write(Tape *tape, const KlRecord *record)
         bool is_written = (record->leaf_writes >> i & 1) != 0;
         result = is_written ? PyList_Append(leaves, tape->values[record->inputs[i]].real) : 0;
     }
-    PyObject *noted = result == 0 ? PyObject_CallFunction(kl_py.note_write, "OnO", tape,
-                                                          (Py_ssize_t)tape->core.n_nodes, leaves)
-                                  : NULL;
-    Py_XDECREF(noted);
+    if (result == 0) {
+        result = kl_py_done(PyObject_CallFunction(kl_py.note_write, "OnO", tape,
+                                                  (Py_ssize_t)tape->core.n_nodes, leaves));
+    }
     Py_XDECREF(leaves);
-    return noted != NULL ? 0 : -1;
+    return result;
 }
 
 _Thread_local uint32_t kl_record_region;
@@ -199,12 +198,9 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
             return -1;
         }
     }
-    if (record->is_random && !kl_tape_has_draw(&tape->core)) {
-        PyObject *noted = PyObject_CallNoArgs(kl_py.note_draw);
-        if (noted == NULL) {
-            return -1;
-        }
-        Py_DECREF(noted);
+    if (record->is_random && !kl_tape_has_draw(&tape->core) &&
+        kl_py_done(PyObject_CallNoArgs(kl_py.note_draw)) < 0) {
+        return -1;
     }
     if (kl_tape_reserve(tape, 1, record->inferred->n_outs + 1) < 0 ||
         (record->leaf_writes != 0 && note_write(tape, record) < 0)) {
@@ -217,6 +213,7 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
     tape->core.nodes[*id].region = kl_record_region;
     tape->core.has_regions |= kl_record_region != 0;
     call->func = Py_NewRef(func);
+    call->clock = kl_context_clock(0);
     kl_source_note(call);
     tape->nodes[*id] = *call;
     return 0;
@@ -708,9 +705,7 @@ is_in_hook(const Tape *tape, const Function *function, PyObject *kwargs)
     if (is_running) {
         return kl_context_now(&is_grad_enabled) < 0 ? -1 : !is_grad_enabled;
     }
-    PyObject *answer = PyObject_CallNoArgs(kl_py.is_in_hook);
-    Py_XDECREF(answer);
-    return answer == NULL ? -1 : answer == Py_True;
+    return kl_py_truth(PyObject_CallNoArgs(kl_py.is_in_hook));
 }
 
 /* A call is not recorded: raise what torch raises for illegal sizes and dtypes, before pending calls run for it. 0
@@ -852,10 +847,8 @@ is_tracked(PyObject *lazy, void *Py_UNUSED(context))
     if (value != NULL) {
         value->is_touched = true;
     }
-    PyObject *requires_grad = value != NULL ? PyObject_GetAttrString(lazy, "requires_grad") : NULL;
+    bool result = value != NULL && kl_py_truth(PyObject_GetAttrString(lazy, "requires_grad")) == 1;
     PyErr_Clear();
-    int result = requires_grad == Py_True;
-    Py_XDECREF(requires_grad);
     return result;
 }
 
@@ -883,22 +876,9 @@ force_with_graph(PyObject *args, PyObject *kwargs, bool is_read)
     if (kl_call_visit_both(args, kwargs, is_pending, NULL) == 0) {
         return 0;
     }
-    PyObject *guard = PyObject_CallNoArgs(kl_py.reenter);
-    PyObject *entered = guard != NULL ? PyObject_CallMethod(guard, "__enter__", NULL) : NULL;
-    int result = -1;
-    if (entered != NULL) {
-        result = kl_call_visit_both(args, kwargs, compute_one, &is_read);
-        PyObject *type = NULL, *value = NULL, *traceback = NULL;
-        PyErr_Fetch(&type, &value, &traceback);
-        PyObject *left = PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None);
-        result = left == NULL ? -1 : result;
-        Py_XDECREF(left);
-        if (type != NULL) {
-            PyErr_Restore(type, value, traceback);
-        }
-    }
-    Py_XDECREF(entered);
-    Py_XDECREF(guard);
+    PyObject *guard = kl_context_enter(PyObject_CallNoArgs(kl_py.reenter));
+    int result = guard != NULL ? kl_call_visit_both(args, kwargs, compute_one, &is_read) : -1;
+    kl_context_end_outside(guard);
     return result;
 }
 

@@ -70,9 +70,7 @@ desk_is_row_range(void *context, PyObject *object, const KlMeta *Py_UNUSED(meta)
     if (real == NULL) {
         return false;
     }
-    PyObject *answer = PyObject_CallOneArg(kl_py.is_row_range, real);
-    bool is_range = answer == Py_True;
-    Py_XDECREF(answer);
+    bool is_range = kl_py_truth(PyObject_CallOneArg(kl_py.is_row_range, real)) == 1;
     PyErr_Clear();
     return is_range;
 }

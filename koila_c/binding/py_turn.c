@@ -71,15 +71,13 @@ is_hopeless(const KlLock *lock, uint64_t thread)
         return 1;
     }
     /* While autograd's own threads run hooks, the thread that called backward waits for them. */
-    PyObject *answer = PyObject_CallNoArgs(kl_py.is_worker);
-    bool is_worker = answer == Py_True;
-    Py_XDECREF(answer);
-    if (is_worker) {
+    int is_worker = kl_py_truth(PyObject_CallNoArgs(kl_py.is_worker));
+    if (is_worker > 0) {
         PyErr_SetString(kl_py.koila_error,
                         "a value was read while the program that makes it is running; read it "
                         "before backward(), or run it whole: koila.config(chunks=1)");
     }
-    return answer == NULL ? -1 : is_worker;
+    return is_worker;
 }
 
 static void
@@ -208,10 +206,7 @@ kl_turn_end(KlTurn *turn)
 static void
 stop(Tape *tape)
 {
-    PyObject *type = NULL, *value = NULL, *traceback = NULL;
-    PyErr_Fetch(&type, &value, &traceback);
-    bool is_interrupt = type != NULL && !PyErr_GivenExceptionMatches(type, PyExc_Exception);
-    PyErr_Restore(type, value, traceback);
+    bool is_interrupt = PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception);
     if (is_interrupt) {
         kl_live_draw_waiting();
         kl_tape_abandon(&tape->core, true);

@@ -19,8 +19,8 @@ from torch.optim.optimizer import (
 )
 
 from koila import _core
-from koila.basics import engine, surroundings, switches
-from koila.memory import budget
+from koila.basics import engine, lines, surroundings, switches
+from koila.memory import budget, order
 from koila.patches import attributes, patching, tracers, transforms, writes
 from koila.random import generators, plain
 from koila.recording import apart, bridge, flush, handed_out, handlers, replicated, sharded
@@ -53,13 +53,25 @@ def _patch_function_apply() -> None:
 
 
 def _patch_engine() -> None:
-    """The engine would read the placeholder of a lazy that is given as a gradient of a plain
-    tensor."""
+    """The function by which torch enters its engine; koila calls the engine directly. It would read
+    the placeholder of a lazy that is given as a gradient of a plain tensor."""
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
-    patching.replace(
-        autograd, "_engine_run_backward", patching.live_if_lazy(run, True, _core.live_with_all)
-    )
+
+    @functools.wraps(run)
+    def in_order(roots: Any, *args: Any, **words: Any) -> Any:
+        order.move(roots)
+        return run(roots, *args, **words)
+
+    live = patching.live_if_lazy(in_order, True, _core.live_with_all)
+
+    @functools.wraps(run)
+    def noted(roots: Any, *args: Any, **words: Any) -> Any:
+        if words.get("accumulate_grad") and not lines.is_of_koila():
+            apart.note(roots)
+        return live(roots, *args, **words)
+
+    patching.replace(autograd, "_engine_run_backward", noted)
 
 
 def _patch_node_hooks() -> None:
@@ -302,7 +314,6 @@ def _install() -> None:
     _patch_nodes()
     replicated.patch(patching.replace, patching.holds_lazy)
     _patch_engine()
-    apart.patch(patching.replace)
     tracers.patch()
     _patch_unwritten()
     patching.hooks.append(register_optimizer_step_pre_hook(_before_step))

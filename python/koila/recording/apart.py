@@ -8,9 +8,8 @@ whole batch. The report and a warning say so, and what to do.
 from __future__ import annotations
 
 import dis
-import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -29,21 +28,8 @@ _MOST_NODES = 10_000
 _known: dict[str, tuple[int, str]] = {}
 
 
-def patch(replace: Callable[[Any, str, Any], None]) -> None:
-    """Patch the function by which torch enters its engine; koila calls the engine directly."""
-    autograd: Any = torch.autograd
-    run = autograd._engine_run_backward
-
-    @functools.wraps(run)
-    def noting(roots: Any, *args: Any, **words: Any) -> Any:
-        if words.get("accumulate_grad") and not lines.is_of_koila():
-            _note(roots)
-        return run(roots, *args, **words)
-
-    replace(autograd, "_engine_run_backward", noting)
-
-
-def _note(roots: Iterable[Any]) -> None:
+def note(roots: Iterable[Any]) -> None:
+    """Note a backward of plain tensors, and report it if it takes much memory."""
     line = lines.user_line()
     n_rows = reports.note_plain(line)
     if n_rows < 2 or config.get("chunks") == 1:

@@ -23,6 +23,7 @@ from koila.basics import (
     table,
     threads,
 )
+from koila.memory import order
 from koila.messages.errors import KoilaError, StaleError, is_out_of_memory
 from koila.planning import explain
 from koila.random import draws, generators, plain
@@ -259,6 +260,8 @@ def register_all() -> None:
             "runs_at_once": bridge.runs_at_once,
             "leave": surroundings.leave,
             "note_ran": reports.note_whole,
+            "note_gap": order.note_gap,
+            "note_run": order.note_run,
             "keep": recomputed.keep,
             "device_of": devices.meant,
             "wait_for_copy": devices.wait_for_copy,

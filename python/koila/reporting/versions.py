@@ -21,6 +21,7 @@ LEAST = "2.10"
 #: Private names of torch that koila uses only when a program runs: `check` looks for them at
 #: import.
 _USED_LATER = (
+    "_C._autograd._get_sequence_nr",
     "_C._current_graph_task_id",
     "_C._functorch.peek_interpreter_stack",
     "_C._get_tracing_state",
