@@ -23,6 +23,7 @@ from koila.staged.facts import ONCE
 from koila.staged.program import Program
 from koila.staged.schedule import Way
 from limits import there
+from oracle import Lazy, assert_seen, eager, tell
 from test_memory_limit import Prediction
 
 ROWS, LENGTH, WIDTH, EXPERTS, TOP = 7, 3, 8, 4, 2
@@ -426,6 +427,118 @@ def test_bytes(put: Put, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
         with found:
             loss.backward()
     assert abs(said.n_bytes - found.peak) <= max(0.01 * found.peak, 2**14)
+
+
+# Experts that run one after the other, each on its segment ----------------------------------------
+
+
+def by_slices(tokens: Tensor, counts: Tensor) -> list[Tensor]:
+    """As DeepSeek's own code does."""
+    parts, start = [], 0
+    for n in counts.cpu().numpy():
+        parts.append(tokens[start : start + n])
+        start += n
+    return parts
+
+
+def by_split(tokens: Tensor, counts: Tensor) -> list[Tensor]:
+    return list(tokens.split(counts.tolist()))
+
+
+def by_narrow(tokens: Tensor, counts: Tensor) -> list[Tensor]:
+    ends = counts.cumsum(0).tolist()
+    pairs = zip([0, *ends], ends, strict=False)
+    return [tokens.narrow(0, start, end - start) for start, end in pairs]
+
+
+Segment = Callable[[Tensor, Tensor], list[Tensor]]
+SEGMENTS: list[Segment] = [by_slices, by_split, by_narrow]
+
+
+class InSegments(nn.Module):
+    """Entries are sorted by expert, and each expert runs on a part of known length."""
+
+    def __init__(self, segment: Segment, put: Put, is_light: bool = False) -> None:
+        super().__init__()
+        self.segment, self.put, self.is_light = segment, put, is_light
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.scale = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.SiLU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(EXPERTS)
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x = inputs.reshape(-1, WIDTH)
+        weights, ids = self.router(x).softmax(-1).topk(TOP, -1)
+        ids = ids.reshape(-1)
+        perm = ids.argsort(stable=True)
+        tokens = x[perm // TOP]
+        if self.is_light:  # calls in the order, before it is known to be looked at
+            tokens = self.scale(tokens).tanh()
+        parts = self.segment(tokens, torch.bincount(ids, minlength=EXPERTS))
+        found = [e(part) for e, part in zip(self.experts, parts, strict=True) if len(part)]
+        out = torch.cat(found) * weights.reshape(-1)[perm].unsqueeze(-1)
+        return self.put(perm, out, x).reshape(inputs.shape)
+
+
+class Segmented(nn.Module):
+    """Layers of experts in a residual stream."""
+
+    def __init__(self, segment: Segment, put: Put, is_light: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(InSegments(segment, put, is_light) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + layer(norm(x))
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, 2 * ROWS])
+@pytest.mark.parametrize("is_light", [False, True])
+@pytest.mark.parametrize("put", PUTS)
+@pytest.mark.parametrize("segment", SEGMENTS)
+def test_segments(segment: Segment, put: Put, is_light: bool, chunks: int) -> None:
+    """Each expert runs by rows of its segment: what is sorted once is cut like any batch."""
+
+    def run(lazy: Lazy) -> Any:
+        model = Segmented(segment, put, is_light).double()
+        x = lazy(torch.randn(2 * ROWS, LENGTH, WIDTH).double().requires_grad_())
+        loss = model(x).pow(2).mean()
+        loss.backward()
+        return loss.detach() * 1, [p.grad for p in model.parameters()]
+
+    want, _ = tell(run, eager)
+    with split(chunks, rows=("linear", "silu", "layer_norm")):
+        got, _ = tell(run, koila.lazy)
+    assert_seen(got, want, "seen", exact_bits=chunks == 1)
+
+
+def step_in_segments(segment: Segment, lazy: Lazy) -> Allocations:
+    torch.manual_seed(0)
+    model, x = Segmented(segment, by_assignment), torch.randn(64, 96, WIDTH)
+    memory = Allocations()
+    memory.count(x, list(model.parameters()))
+    with memory:
+        pass
+    with memory:
+        model(lazy(x)).pow(2).mean().backward()
+    return memory
+
+
+@pytest.mark.parametrize("segment", SEGMENTS)
+def test_segments_take_less(segment: Segment) -> None:
+    with koila.config(chunks=2):
+        step_in_segments(segment, koila.lazy)
+    whole = step_in_segments(segment, eager)
+    for chunks, share in ((1, 1.02), (2, 0.65), (7, 0.65)):
+        with koila.config(chunks=chunks):
+            assert step_in_segments(segment, koila.lazy).peak <= share * whole.peak + 2**16
+    with koila.config(memory_limit=int(there() + 0.7 * whole.peak)):
+        step_in_segments(segment, koila.lazy)
 
 
 #: In segments, in many of them, and with the head in pieces of each chunk.

@@ -355,8 +355,7 @@ kl_context_end_outside(PyObject *guard)
     if (guard != NULL && guard != Py_None) {
         PyObject *type = NULL, *value = NULL, *traceback = NULL;
         PyErr_Fetch(&type, &value, &traceback);
-        PyObject *left = PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None);
-        Py_XDECREF(left);
+        (void)kl_py_done(PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None));
         PyErr_Restore(type, value, traceback);
     }
     Py_XDECREF(guard);

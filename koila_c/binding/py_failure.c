@@ -32,9 +32,9 @@ add_note(Tape *tape, KlNodeId id)
     PyErr_NormalizeException(&type, &value, &traceback);
     PyObject *where = kl_source_where(tape, id);
     PyObject *note = where != NULL ? PyUnicode_FromFormat("koila: recorded at %U", where) : NULL;
-    PyObject *result =
-        note != NULL && value != NULL ? PyObject_CallMethod(value, "add_note", "O", note) : NULL;
-    Py_XDECREF(result);
+    if (note != NULL && value != NULL) {
+        (void)kl_py_done(PyObject_CallMethod(value, "add_note", "O", note));
+    }
     Py_XDECREF(note);
     Py_XDECREF(where);
     PyErr_Restore(type, value, traceback);

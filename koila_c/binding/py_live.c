@@ -238,8 +238,7 @@ kl_live_draw_waiting(void)
 {
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
-    PyObject *moved = PyObject_CallNoArgs(kl_py.move_on);
-    Py_XDECREF(moved);
+    (void)kl_py_done(PyObject_CallNoArgs(kl_py.move_on));
     PyErr_Restore(type, value, traceback); /* replaces an exception of move_on */
 }
 

@@ -7,7 +7,8 @@
  * of their own, an *order*. Calls run along it as along any axis; until kl_tape_close_orders it is another axis than
  * the one that was sorted. Values that connect the two have a *role* (KlRole), and a rule here: indexing by SOURCES
  * takes rows into the order, indexing by TARGETS takes them back, COUNTS of keys tell where groups end. Any other call
- * that reads values in the order *breaks* it: all its calls then run once, on the whole batch. */
+ * that reads values in the order *breaks* it: calls that sort, take and put back then run once, on the whole batch, and
+ * the order is an axis like any other, along which calls on sorted values still run, and of which segments are taken. */
 #include "rules.h"
 
 static bool

@@ -134,28 +134,35 @@ run_once(KlTape *tape, KlNode *node, const char *reason)
     }
 }
 
+/* Whether a node needs an order: it reads or makes values in it, and does not go along it as it would along any axis. */
+static bool
+needs_order(const KlTape *tape, const KlNode *node, KlAxisId order)
+{
+    bool is_of = false, goes_along = node->axis == order && node->mode != KL_MODE_ONCE;
+    for (uint32_t k = 0; k < node->n_inputs + node->n_outs; k++) {
+        const KlInput *input = k < node->n_inputs ? &tape->inputs[node->first_input + k] : NULL;
+        KlValueId value = input != NULL ? input->value : node->first_out + k - node->n_inputs;
+        bool is_in = is_of_order(tape, value, order), is_reduced = node->mode == KL_MODE_REDUCE;
+        uint8_t role = is_in ? tape->values[value].meta.role : KL_ROLE_NONE;
+        bool is_cut = input != NULL ? input->place.axis == order : !is_reduced;
+        bool is_whole = input != NULL ? !kl_place_is_rows(&input->place) : is_reduced;
+        goes_along &= (is_in ? is_cut : is_whole) && (role == KL_ROLE_NONE || role == KL_ROLE_KEYS);
+        is_of |= is_in;
+    }
+    return is_of && !goes_along;
+}
+
 void
 kl_tape_break_order(KlTape *tape, KlAxisId order)
 {
     for (size_t i = 0; i < tape->n_nodes; i++) {
-        KlNode *node = &tape->nodes[i];
-        bool is_of = false;
-        for (uint32_t k = 0; k < node->n_inputs + node->n_outs && !is_of; k++) {
-            bool is_input = k < node->n_inputs;
-            is_of = is_of_order(tape,
-                                is_input ? tape->inputs[node->first_input + k].value
-                                         : node->first_out + k - node->n_inputs,
-                                order);
-        }
-        if (is_of) {
-            run_once(tape, node, "what is sorted is read in another way");
+        if (needs_order(tape, &tape->nodes[i], order)) {
+            run_once(tape, &tape->nodes[i], "what is sorted is read in another way");
         }
     }
     for (size_t v = 0; v < tape->n_values; v++) {
-        KlMeta *meta = &tape->values[v].meta;
         if (is_of_order(tape, (KlValueId)v, order)) {
-            meta->place = meta->place.axis == order ? KL_PLACE_WHOLE : meta->place;
-            meta->role = KL_ROLE_NONE;
+            tape->values[v].meta.role = KL_ROLE_NONE;
         }
     }
     tape->orders[order].of = KL_ID_NONE;

@@ -143,8 +143,8 @@ void kl_tape_axis_merge(KlTape *tape, KlAxisId left, KlAxisId right);
 /* Whether the call that made a value returns indices (sort, argmax ...), so that no element is negative. */
 bool kl_tape_is_index(const KlTape *tape, KlValueId value);
 
-/* Make all nodes that read or make a value in an order run once, since a call reads one in a way that is only right on
- * the whole batch. NOTE [orders] in rules_order.c explains orders. */
+/* Make an order an axis like any other, since a call reads it in a way that is only right on the whole batch: nodes that
+ * need the order run once. NOTE [orders] in rules_order.c explains orders. */
 void kl_tape_break_order(KlTape *tape, KlAxisId order);
 
 /* Before staging: break the orders of which the user holds a value or needs a gradient. Merge the others into the axis
