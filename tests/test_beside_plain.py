@@ -17,6 +17,7 @@ import koila
 from allocations import Allocations
 from chunked import split
 from koila.memory import order
+from limits import there
 from oracle import Lazy, assert_same_story, cut, eager
 from test_never_worse import check
 
@@ -158,6 +159,88 @@ def test_values_and_gradients(told: Story, make: Callable[[], nn.Module], chunks
         return loss.detach() * 1, model, [p.grad for p in model.parameters()]
 
     assert_same_story(step, chunks)
+
+
+# Several roots ------------------------------------------------------------------------------------
+
+
+def of_both(one: Tensor, other: Tensor, weights: list[Tensor]) -> Any:
+    torch.autograd.backward([one, other])
+
+
+def of_three(one: Tensor, other: Tensor, weights: list[Tensor]) -> Any:
+    torch.autograd.backward([other * 2, one, other.sin()])
+
+
+def with_gradients(one: Tensor, other: Tensor, weights: list[Tensor]) -> Any:
+    sent = [torch.tensor(0.5, dtype=torch.float64), torch.tensor(2.0, dtype=torch.float64)]
+    torch.autograd.backward([one, other], sent)
+
+
+def with_inputs(one: Tensor, other: Tensor, weights: list[Tensor]) -> Any:
+    torch.autograd.backward([one, other], inputs=weights[:2])
+
+
+def retained(one: Tensor, other: Tensor, weights: list[Tensor]) -> Any:
+    torch.autograd.backward([one, other], retain_graph=True)
+    other.backward()
+
+
+def gradients(one: Tensor, other: Tensor, weights: list[Tensor]) -> Any:
+    return list(torch.autograd.grad([one, other], weights))
+
+
+def a_weight(one: Tensor, other: Tensor, weights: list[Tensor]) -> Any:
+    """A leaf is a root, too."""
+    bias = weights[-1]
+    torch.autograd.backward([one, bias], [None, torch.ones_like(bias)])
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, 12])
+@pytest.mark.parametrize(
+    "differentiate",
+    [of_both, of_three, with_gradients, with_inputs, retained, gradients, a_weight],
+)
+def test_roots_beside_a_lazy_one(differentiate: Callable[..., Any], chunks: int) -> None:
+    """The lazy one runs in chunks all the same."""
+
+    def step(lazy: Lazy) -> Any:
+        model = mlp().double()
+        real, fake = batches(3, torch.float64)
+        one, other = real_loss(model, lazy(real)), fake_loss(model, fake)
+        found = differentiate(one, other, list(model.parameters()))
+        return found, one.detach() * 1, [p.grad for p in model.parameters()]
+
+    assert_same_story(step, chunks)
+
+
+@pytest.mark.parametrize("roots", [1, 2])
+def test_a_root_that_raises(roots: int) -> None:
+    """Nothing gets a gradient."""
+    model, (real, fake) = mlp(), batches(8, torch.float32)
+    with split(3):
+        one, other = real_loss(model, koila.lazy(real)), fake_loss(model, fake)
+        other.register_hook(lambda gradient: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            torch.autograd.backward([one, other] if roots == 2 else [one + other])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_roots_beside_a_lazy_one_under_a_limit() -> None:
+    def bytes_of_both(lazy: Lazy) -> int:
+        torch.manual_seed(0)
+        model, (real, fake), memory = mlp(), batches(256, torch.float32), Allocations()
+        memory.count(real, fake, list(model.parameters()))
+        with memory:
+            pass
+        with memory:
+            losses = [real_loss(model, lazy(real)), fake_loss(model, fake[:64])]
+            torch.autograd.backward(losses)
+        return memory.peak
+
+    whole = bytes_of_both(eager)
+    with koila.config(memory_limit=int(there() + 0.6 * whole)):
+        assert bytes_of_both(koila.lazy) <= 0.7 * whole
 
 
 def hooked(lazy: Lazy, told: Story) -> list[str]:

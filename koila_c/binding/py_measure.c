@@ -78,8 +78,7 @@ items(PyObject *bytes, const KlStages *stages, size_t size)
 static double
 bytes_of_graphs(PyObject *peak_of, PyObject *graphs)
 {
-    PyObject *bytes =
-        PySet_GET_SIZE(graphs) > 0 ? PyObject_CallOneArg(peak_of, graphs) : PyFloat_FromDouble(0);
+    PyObject *bytes = PyObject_CallOneArg(peak_of, graphs);
     double result = bytes != NULL ? PyFloat_AsDouble(bytes) : -1;
     Py_XDECREF(bytes);
     return result;

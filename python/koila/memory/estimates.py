@@ -117,7 +117,11 @@ def estimate(
     """
     states = _STATE * program.is_drawing, draws.bytes_kept()
     homes = way.homes(is_graph, is_live)
-    arguments = program.handle, homes, _of_nodes(program), states, graphs
+
+    def peak_of(found: set[torch.Tensor]) -> float:
+        return graphs([*found, *program.beside])
+
+    arguments = program.handle, homes, _of_nodes(program), states, peak_of
     moments, rows, whole = _core.measure(*arguments)
     lengths = list(_core.memo().get("lengths", {}).values())
     if not lengths or is_live:

@@ -114,9 +114,11 @@ def _refuse_roots(words: dict[str, Any], root: str, gradient: str) -> None:
     roots = _listed(words[root])
     given = _gradients(words.get(gradient), roots)
 
-    def is_refused(lazy: Any, sent: Any) -> bool:
-        has_start = lazy.numel() == 1 if sent is None else sent.shape == lazy.shape
-        return is_pending(lazy) and not (lazy.requires_grad and has_start)
+    def is_refused(root: Any, sent: Any) -> bool:
+        if not is_pending(root):
+            return False
+        has_start = root.numel() == 1 if sent is None else sent.shape == root.shape
+        return not (root.requires_grad and has_start)
 
     def as_large(lazy: Any) -> torch.Tensor:
         number = torch.zeros((), dtype=lazy.dtype, device=lazy.device)

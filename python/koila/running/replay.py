@@ -176,6 +176,7 @@ def _stage(
     is_known_only: bool = False,
     gets: Callable[[torch.Tensor], bool] | None = None,
     unwanted: tuple[_core.LazyTensor, ...] = (),
+    beside: Sequence[torch.Tensor] = (),
 ) -> tuple[Program, plans.Plan] | None:
     """Stage a program and plan it.
 
@@ -184,12 +185,13 @@ def _stage(
         is_known_only: leave values with a gradient in their history.
         gets: whether a real tensor is to get a gradient; None: all are.
         unwanted: lazies whose numbers nobody is to get.
+        beside: plain tensors that are differentiated together with the roots.
 
     Returns:
         The program and its plan, which has no chunks if nothing has to run. None if the program
         runs whole.
     """
-    program = Program(roots, is_known_only, gets=gets, unwanted=unwanted)
+    program = Program(roots, is_known_only, gets=gets, unwanted=unwanted, beside=beside)
     if not program.n_nodes:
         return program, plans.Plan(0)
     if roots:
@@ -301,7 +303,7 @@ def differentiate(
     """Differentiate the roots in chunks and deliver the gradients of the real tensors.
 
     Args:
-        roots: lazies of one tape.
+        roots: lazies of one tape, and tensors beside it.
         gradients: of the roots; None stands for ones.
         is_retained: whether the roots can be differentiated again.
         inputs: the tensors that get a gradient; None: all.
@@ -314,8 +316,32 @@ def differentiate(
     def take(found: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         return deliver.deliver(found, finish)
 
+    pending: list[torch.Tensor] = []
+    others: list[torch.Tensor | None] = []
+    beside: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for root, gradient in zip(roots, gradients, strict=True):
+        real = _core.real(root) if type(root) is _core.LazyTensor else root
+        if real is None:
+            pending.append(root)
+            others.append(gradient)
+            continue
+        sent = _filled(real, gradient) if isinstance(real, torch.Tensor) else None
+        if sent is None or not real.requires_grad:
+            return NotImplemented  # the whole run raises torch's own error
+        beside.append((real, sent))
     gets = engine.getters(inputs) if inputs else None
-    return _held(roots, gradients, is_retained, gets, take)
+    return _held(pending, others, is_retained, gets, take, (), beside)
+
+
+def _filled(root: torch.Tensor, gradient: Any) -> torch.Tensor | None:
+    """Return the gradient of a root, ones if none was given; None: torch refuses it."""
+    if gradient is None:
+        is_number = root.numel() == 1 and not root.is_complex()
+        return torch.ones(root.shape, dtype=root.dtype, device=root.device) if is_number else None
+    if type(gradient) is _core.LazyTensor:
+        gradient = _core.read(gradient)
+    is_fitting = isinstance(gradient, torch.Tensor) and gradient.shape == root.shape
+    return gradient if is_fitting else None
 
 
 def gradients_of(
@@ -369,46 +395,39 @@ def _differentiate(
     gets: Callable[[torch.Tensor], bool] | None,
     take: Callable[[list[tuple[torch.Tensor, torch.Tensor]]], Any],
     unwanted: tuple[_core.LazyTensor, ...] = (),
+    beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> Any:
     lazies = [root for root in roots if type(root) is _core.LazyTensor]
-    if len(lazies) < len(roots):
-        return NotImplemented
-    if any(_core.real(root) is not None or not root.requires_grad for root in lazies):
+    is_other = any(_core.real(root) is not None or not root.requires_grad for root in lazies)
+    if is_other or not lazies:
         return NotImplemented
     all_such, some = _core.outdated(False)
-    if not {*all_such, *some}.isdisjoint(map(_core.id, lazies)):
-        _refuse_outdated(lazies)
+    if not {*all_such, *some}.isdisjoint(map(_core.id, roots)):
+        _refuse_outdated(roots)
     settle_outdated()
     with unwritten.reading():
-        overwritten.check_moved(lazies)
-    if all(map(_core.is_pending_here, lazies)) and _is_whole():
+        overwritten.check_moved(roots)
+    if all(map(_core.is_pending_here, roots)) and _is_whole():
         _core.forget_left()
         return NotImplemented
     filled = []
     for root, gradient in zip(roots, gradients, strict=True):
-        if gradient is None:
-            if root.numel() != 1:
-                return NotImplemented  # the whole run raises torch's own error
-            gradient = torch.ones(root.shape, dtype=root.dtype, device=root.device)
-        elif type(gradient) is _core.LazyTensor:
-            gradient = _core.read(gradient)
-        if not isinstance(gradient, torch.Tensor):
-            return NotImplemented  # torch's own error here too
-        if gradient.shape != root.shape:
-            return NotImplemented
-        filled.append(gradient)
+        sent = _filled(root, gradient)
+        if sent is None:
+            return NotImplemented  # the whole run raises torch's own error
+        filled.append(sent)
     if not all(_core.is_pending_here(root) for root in roots):
         return NotImplemented
     _core.check_leaves()
     for root in roots:
         _core.describe(root)  # raises if a tensor that it was computed with was changed since
     _core.forget_left()
-    staged = _stage(roots, False, gets, unwanted)
+    staged = _stage(roots, False, gets, unwanted, [real for real, _ in beside])
     if staged is None:
         return NotImplemented
 
     def run(replay: Replay) -> tuple[bool, Any]:
-        found = replay.differentiate(filled)
+        found = [*replay.differentiate(filled), *beside]
         replay.settle(not is_retained)
         if deliver.goes_on(found):
             return True, found

@@ -70,6 +70,7 @@ class Program:
         is_headed: the last body is cut before its head; see `Way`.
         gets: tells whether a tensor gets a gradient; None: all get one.
         unwanted: lazy tensors whose numbers are not delivered.
+        beside: plain tensors with a graph that are differentiated together with the roots.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Program:
         is_headed: bool = False,
         gets: Callable[[torch.Tensor], bool] | None = None,
         unwanted: tuple[_core.LazyTensor, ...] = (),
+        beside: Sequence[torch.Tensor] = (),
     ) -> None:
         _core.set_wanted(unwanted, False)
         try:
@@ -88,6 +90,7 @@ class Program:
             _core.set_wanted(unwanted, True)
         self.gets = gets
         self._unwanted = unwanted
+        self.beside = beside
         self.handle: object = staged[0]
         self.roots: list[int] = staged[1]
         self.reached: list[int] = staged[2]  # the values that the user can reach
@@ -291,7 +294,8 @@ class Program:
         """
         if way.cuts == self._cuts or self.is_derived:
             return self
-        return Program(self.roots, self.is_known_only, *way.cuts, self.gets, self._unwanted)
+        cuts, unwanted = way.cuts, self._unwanted
+        return Program(self.roots, self.is_known_only, *cuts, self.gets, unwanted, self.beside)
 
     def n_calls(self, way: Way) -> int:
         """Return the calls made for each chunk; those of a head are made for each piece of it."""
