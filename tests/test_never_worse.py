@@ -16,6 +16,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import koila
 from allocations import Allocations, measure
@@ -33,6 +38,8 @@ PAIRED |= {"pairwise", "sim_clr", "sup_con"}
 
 #: What would take more in so many chunks than whole, and so is not cut.
 MORE = {("shuffled", 2), ("shuffled", 7)}
+#: Of which a part would.
+MORE_IN_PART = {("quantise", 2)}
 MORE_IN_CHUNKS = "in chunks it would take more than whole"
 
 
@@ -76,7 +83,9 @@ def test_no_more_than_eager(program: Program) -> None:
     want = bytes_of(program, n_rows, eager)
     for chunks in (None, 1, 2, 7) if program in VARIED else (1, 2):
         whole = MORE_IN_CHUNKS if (program.name, chunks) in MORE else program.whole
-        with split(chunks, whole=whole, partly=program.partly):
+        is_part = (program.name, chunks) in MORE_IN_PART
+        partly = MORE_IN_CHUNKS if is_part else program.partly
+        with split(chunks, whole=whole, partly=partly):
             got = bytes_of(program, n_rows, koila.lazy)
         check(got, want)
 
@@ -209,6 +218,73 @@ def of_blocks() -> nn.Module:
     return nn.Sequential(*blocks)
 
 
+class Two(torch.autograd.Function):
+    """Two results."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x)
+        return x.exp(), x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, of_exp: Tensor, of_sin: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        made: Tensor = of_exp * x.exp() + of_sin * x.cos()
+        return made
+
+
+class TwoResults(nn.Module):
+    """Layers that a custom function with two results follows."""
+
+    def __init__(self, is_residual: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+        self.last = nn.Linear(256, 8)
+        self.is_residual = is_residual
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            exp, sin = Two.apply(layer(x))  # type: ignore[no-untyped-call]
+            x = x + exp * sin if self.is_residual else exp * sin
+        made: Tensor = self.last(x)
+        return made
+
+
+def of_products(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def of_nothing(*_: Any, **__: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(nn.Module):
+    """Residual blocks, each a selective checkpoint."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 128), nn.GELU(), nn.Linear(128, 256)) for _ in range(3)
+        )
+        self.last = nn.Linear(256, 8)
+        self.make = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False, context_fn=self.make)
+        made: Tensor = self.last(x)
+        return made
+
+
+BEHIND = {
+    "two results": lambda: TwoResults(False),
+    "two results, residual": lambda: TwoResults(True),
+    "selective checkpoint of nothing": lambda: Selective(of_nothing),
+    "selective checkpoint of products": lambda: Selective(of_products),
+}
+
+
 def wide_step(lazy: Lazy, make: Callable[[], nn.Module]) -> tuple[tuple[int, int], list[Tensor]]:
     """Bytes of a step in double precision; and the gradients."""
     torch.manual_seed(0)
@@ -243,3 +319,10 @@ def test_a_part_that_saves_little(make: Callable[[], nn.Module], chunks: int) ->
     """It runs backward in one chunk, where the gradient of a chunk beside that of all rows would be
     more than what several chunks save."""
     check_wide(make, chunks)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", BEHIND)
+def test_a_graph_behind(name: str, chunks: int) -> None:
+    """What a program read is freed before the graph behind it runs backward."""
+    check_wide(BEHIND[name], chunks)

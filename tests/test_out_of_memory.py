@@ -75,6 +75,50 @@ def test_a_hook_of_a_parameter_fails(n_before: int) -> None:
         assert_close(parameter.grad, gradient, "gradient")
 
 
+class FailsOnce(torch.autograd.Function):
+    """Twice its argument; its first backward takes memory that there is not."""
+
+    @staticmethod
+    def forward(ctx: Any, w: torch.Tensor, failed: list[None]) -> torch.Tensor:
+        ctx.failed = failed
+        return w * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        if not ctx.failed:
+            ctx.failed.append(None)
+            raise torch.OutOfMemoryError("behind the program")
+        return gradient * 2, None
+
+
+@pytest.mark.parametrize("width", [6, 256])
+@pytest.mark.parametrize("is_retained", [False, True])
+def test_a_graph_behind_fails(width: int, is_retained: bool) -> None:
+    """No tensor has a gradient. The step can be asked for again where little was read of the graph,
+    and where it is retained; else what was read is free, and torch would refuse it too."""
+    torch.manual_seed(0)
+    x, w = torch.randn(12, width).double(), torch.randn(width, width).double().requires_grad_()
+    model, failed = nn.Linear(width, width).double(), list[None]()
+    (model(x) @ FailsOnce.apply(w, [None])).sin().mean().backward()  # type: ignore[no-untyped-call]
+    tensors = [w, *model.parameters()]
+    want = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    made = FailsOnce.apply(w, failed)  # type: ignore[no-untyped-call]
+    loss = (model(koila.lazy(x)) @ made).sin().mean()
+    with planned(Failing(None, -1)):
+        with pytest.raises(torch.OutOfMemoryError, match="behind the program"):
+            loss.backward(retain_graph=is_retained)
+        assert all(tensor.grad is None for tensor in tensors)
+        if width > 6 and not is_retained:
+            with pytest.raises(RuntimeError, match="a second time"):
+                loss.backward()
+            return
+        loss.backward()
+    for tensor, gradient in zip(tensors, want, strict=True):
+        assert_close(tensor.grad, gradient, "gradient")
+
+
 def fail(gradient: torch.Tensor) -> None:
     raise torch.OutOfMemoryError("in a hook")
 

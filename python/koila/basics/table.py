@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Final
 
 from koila import _core
 
 ROWS = {name: row for row in _core.op_table() for name in (row["name"], *row["aliases"])}
 
-_HELD_STEPWISE = 7  # the index of KlHeld's is_stepwise in the entry "held" of a row
+# The indices of KlHeld's handed_on and is_stepwise in the entry "held" of a row.
+_HELD_HANDED_ON: Final = 5
+_HELD_STEPWISE: Final = 7
 
 # numpy's names of arguments, which torch accepts instead of its own.
 _NUMPY_NAMES = {
@@ -53,3 +55,8 @@ def bind(signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 def is_stepwise(name: str) -> bool:
     """Tell whether an op is a recurrent layer, which runs over its input step by step."""
     return name in ROWS and bool(ROWS[name]["held"][_HELD_STEPWISE])
+
+
+def hands_on(name: str, operand: int) -> bool:
+    """Tell whether the gradient of an op's operand is that of its result, if they have one size."""
+    return name in ROWS and bool(ROWS[name]["held"][_HELD_HANDED_ON] >> operand & 1)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from koila import _core
+from koila.basics import table
 from koila.memory import outside, uneven
 from koila.random import draws
 from koila.staged.program import Program
@@ -132,3 +133,18 @@ def estimate(
         return _core.measure(*arguments, uneven.parts(lengths, rows, of_chunk))[0]
 
     return Estimate(moments, rows, whole, again)
+
+
+def bytes_shared(program: Program) -> int:
+    """Return the bytes of gradients that only chunks make: of values that have a graph and to which
+    a call hands the gradient of its result on. A whole run sends one tensor to all of them."""
+    found = 0
+    for node in () if program.is_part else program.nodes.values():
+        reads = (
+            program.info(program.imports[import_id].value).real
+            for k, import_id in enumerate(node.imports)
+            if import_id >= 0 and table.hands_on(program.row_of(node), k)
+        )
+        of_graphs = [one.nbytes for one in reads if one is not None and one.grad_fn is not None]
+        found += sum(of_graphs[1:])
+    return found

@@ -54,11 +54,9 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
     """
     chunks = config.get("chunks")
     if chunks is not None:
-        if is_graph and _is_less_in_one(chunks, program):
-            return Plan(1, why=_MORE_IN_CHUNKS, is_scheduled=True)
         way = _way_in(chunks, program) if is_graph else AS_IT_IS
         if way is None and is_final:
-            return Plan(1, why=_MORE_IN_CHUNKS)
+            return Plan(1, why=_MORE_IN_CHUNKS, is_scheduled=program.is_part)
         return Plan(chunks, way=way or AS_IT_IS)
     if not program.axes:
         return Plan(1)
@@ -175,32 +173,48 @@ _MORE_IN_CHUNKS = "in the chunks that were asked for it would take more"
 def _way_in(chunks: int, program: Program) -> Way | None:
     """Return the cheapest way that saves memory in a number of chunks that the user asked for; None
     if every way needs more than a whole run."""
-    if chunks == 1 or not program.axes or program.amounts.made < FEW_BYTES:
+    if chunks == 1 or not program.axes:
         return AS_IT_IS
+    is_small, is_pinned = program.amounts.made < FEW_BYTES, bool(_pinned_grids(program))
+    is_behind = not is_pinned and _is_graph_behind(program)
+    if is_small and not is_behind:
+        return AS_IT_IS
+    shared = estimates.bytes_shared(program) if is_behind else 0
     sizes = program.n_nodes, program.n_values, program.n_imports, program.n_stages
     key = chunks, *sizes, *program.axes.values(), *program.amounts
-    key = *key, len(program.roots), program.is_part, bool(_pinned_grids(program))
+    key = *key, len(program.roots), program.is_part, is_pinned, is_behind, shared
     if key not in _ways_in:
-        remember(_ways_in, key, _find_way_in(chunks, program))
+        way = AS_IT_IS if is_small else _find_way_in(chunks, program)
+        if way is not None and is_behind and _is_less_in_one(chunks, program, way, shared):
+            way = None
+        remember(_ways_in, key, way)
     return _ways_in[key]
 
 
-#: A part runs in one chunk if several would take so many bytes more.
-_MORE_OF_PART = 2**16
+#: Chunks of what a graph is behind are not worth so many bytes more than one chunk.
+_MORE_OF_ROWS = 2**16
 
 
-def _is_less_in_one(chunks: int, program: Program) -> bool:
-    """Tell whether a part that was cut off takes less in one chunk than in several. Each chunk's
-    gradient of a value that entered with its rows is beside that of all rows; a part that saves
-    little wins less than that.
+def _is_graph_behind(program: Program) -> bool:
+    """Tell whether a graph is behind a program, as behind each part that was cut off: of such, only
+    those without joints count."""
+    if program.is_part:
+        return [run.is_body for run in program.runs if run.nodes or run.combined] == [True]
+    return any(tensor.grad_fn is not None for tensor in program.entered)
 
-    Graphs behind the part do not count: they run backward later.
+
+def _is_less_in_one(chunks: int, program: Program, way: Way, shared: int) -> bool:
+    """Tell whether a program that a graph is behind takes less in one chunk than in several. Each
+    chunk's gradient of a value that entered with its rows is beside that of all rows; a program
+    that saves little wins less than that. Nor does it win where the graph behind takes most, which
+    runs later: then gradients that one chunk would share (`shared` bytes) are there as well.
     """
-    is_body = [run.is_body for run in program.runs if run.nodes or run.combined]
-    if chunks == 1 or not program.is_part or is_body != [True] or _pinned_grids(program):
-        return False
-    alone = estimates.estimate(program, True, graphs=lambda _: 0.0)
-    return alone.peak(largest(alone.rows, chunks, 1))[0] > alone.whole + _MORE_OF_PART
+    cut = program.cut_for(way)
+    alone = estimates.estimate(cut, True, way, graphs=lambda _: 0.0)
+    rows, most = largest(alone.rows, chunks, 1), alone.whole + _MORE_OF_ROWS
+    if alone.peak(rows)[0] > most:
+        return True
+    return shared > _MORE_OF_ROWS and estimates.estimate(cut, True, way).peak(rows)[0] > most
 
 
 def _find_way_in(chunks: int, program: Program) -> Way | None:

@@ -38,13 +38,19 @@ def leaves_behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield getattr(node, "variable")  # noqa: B009  torch's stubs do not know it
 
 
-def goes_on(found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
-    """Return whether delivering these gradients runs other programs: parts that were cut off
-    (`bridge.py`)."""
-    functions = (
-        getattr(node, "_forward_cls", None) for real, _ in found for node in _nodes_behind(real)
-    )
-    return any(getattr(function, "runs_program", False) for function in functions)
+#: What a program read of a graph behind it, if it is no more, is held while this graph runs: where
+#: it fails, the step can be asked for again.
+_FEW_BYTES = 2**16
+
+
+def goes_on(found: Sequence[tuple[torch.Tensor, torch.Tensor]], is_spent: bool) -> bool:
+    """Return whether the program is over before these gradients are delivered: other programs run
+    then, parts that were cut off (`bridge.py`); or a graph of plain calls of which it read much,
+    which it frees if its own graph `is_spent`."""
+    behind = [real for real, _ in found if real.grad_fn is not None]
+    functions = (getattr(node, "_forward_cls", None) for t in behind for node in _nodes_behind(t))
+    runs_program = any(getattr(function, "runs_program", False) for function in functions)
+    return runs_program or (is_spent and sum(t.nbytes for t in behind) > _FEW_BYTES)
 
 
 def _has_hooks(leaf: torch.Tensor) -> bool:

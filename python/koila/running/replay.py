@@ -429,7 +429,7 @@ def _differentiate(
     def run(replay: Replay) -> tuple[bool, Any]:
         found = [*replay.differentiate(filled), *beside]
         replay.settle(not is_retained)
-        if deliver.goes_on(found):
+        if deliver.goes_on(found, replay.is_spent):
             return True, found
         replay.is_delivering = True  # from here the user's hooks run, so no try can follow
         visible.show(replay, replay.numbers)
@@ -441,7 +441,7 @@ def _differentiate(
     goes_on, result = done[0]
     del done, staged
     filled.clear()
-    if goes_on:  # earlier parts run now, after this one has freed all that it held
+    if goes_on:  # the graph behind runs now, after this program has freed all that it held
         result = take(result)
     _core.note_backward()
     return result
