@@ -48,6 +48,7 @@ NAMESPACES = (
     torch._C._fft,
     types.SimpleNamespace(**{f"packed_{name}": call for name, call in LAYERS.items()}),
     types.SimpleNamespace(select_masked=select_masked, gradient_of=gradient_of),
+    types.SimpleNamespace(as_leaf=lambda x: x.detach().requires_grad_()),
 )
 PLACED = {torch.float64, torch.complex128, torch.int64, torch.bool, torch.int32}
 RANDOM_VALUES = {"empty_like", "new_empty"}  # uninitialised memory

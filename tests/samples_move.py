@@ -238,6 +238,7 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         call(f(4, 2, dtype=torch.float32)),
         call(f(3, 2)),
     ],
+    "as_leaf": lambda: [call(f(4, 3)), call(f(3, 4).t())],
     "detach": lambda: [call(f(4, 3)), call(i(4)), call(f(3, 4).t())],
     "diagonal": lambda: [
         call(f(4, 3, 3), 0, 1, 2),

@@ -229,6 +229,14 @@ int kl_py_id(PyObject *object, void *id);
 /* Raise the exception that `error` describes. Returns NULL. */
 PyObject *kl_py_raise(const KlError *error);
 
+/* Drop the answer of a call that asks something. Returns 1 if it is True, else 0, or -1 if the call raised. */
+static inline int
+kl_py_truth(PyObject *answer)
+{
+    Py_XDECREF(answer);
+    return answer == NULL ? -1 : answer == Py_True;
+}
+
 /* Drop the result of a call made for its side effect. Returns 0, or -1 if the call raised. */
 static inline int
 kl_py_done(PyObject *result)
@@ -644,6 +652,10 @@ KlValueId kl_view_of_graph(const Tape *tape, KlValueId value);
 bool kl_view_is_detached(const Tape *tape, KlValueId value);
 /* The same, taken by x.data: writes through it do not count as versions of x. */
 bool kl_view_is_data(const Tape *tape, KlValueId value);
+/* Whether a value is a leaf that as_leaf makes, or a view of one. */
+bool kl_view_has_leaf(const Tape *tape, KlValueId value);
+/* Whether other LazyTensors share the memory of a value that the program made, or are views of it. */
+bool kl_view_is_shared(const Tape *tape, KlValueId id);
 /* The value whose call first took the view `value`, before any write made views be taken again. */
 KlValueId kl_view_origin(const Tape *tape, KlValueId value);
 

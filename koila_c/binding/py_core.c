@@ -238,33 +238,6 @@ core_read(PyObject *Py_UNUSED(module), PyObject *object)
     return value == NULL || kl_live_read(value) < 0 ? NULL : Py_XNewRef(kl_lazy_number(value));
 }
 
-/* Whether a value is a view of `other` that belongs to its graph. */
-static bool
-is_view_of(const Tape *tape, KlValueId value, KlValueId other)
-{
-    bool is_detached = false;
-    while (value != KL_ID_NONE && value != other && !is_detached) {
-        KlNodeId maker = tape->core.values[value].node;
-        is_detached = maker != KL_ID_NONE && kl_ops_is_detached(tape->core.nodes[maker].row);
-        value = tape->core.values[value].view_of;
-    }
-    return value == other && !is_detached;
-}
-
-/* Whether other LazyTensors share the memory of a value that the program made, or are views of it. */
-static bool
-is_shared(const Tape *tape, KlValueId id)
-{
-    const KlStorage *storage = &tape->core.storages[tape->core.values[id].storage];
-    bool is_own = tape->core.values[storage->base].node != KL_ID_NONE, is_found = false;
-    for (size_t i = 0; i < tape->core.n_values && !is_found; i++) {
-        is_found = i != id && tape->values[i].handle != NULL &&
-                   tape->core.values[i].storage == tape->core.values[id].storage &&
-                   (is_own || is_view_of(tape, (KlValueId)i, id));
-    }
-    return is_found;
-}
-
 /* A write to the tensor would show in other LazyTensors of its memory, while those still show a value on the tape.
  * So then the tensor is not handed out. A known value is detached from the tape, whose own calls keep their tensor. */
 PyObject *
@@ -280,7 +253,7 @@ core_leave(PyObject *Py_UNUSED(module), PyObject *object)
     }
     PyObject *number = kl_lazy_number(value), *real = kl_lazy_real(value);
     if (tape != kl_tape_open_or_null() || tape->is_running || number == NULL ||
-        is_shared(tape, value->id)) {
+        kl_view_is_shared(tape, value->id)) {
         return Py_NewRef(Py_None);
     }
     if (real != NULL || tape->core.values[value->id].meta.requires_grad) {
@@ -452,8 +425,7 @@ core_has_views(PyObject *Py_UNUSED(module), PyObject *object)
     if (value == NULL) {
         return NULL;
     }
-    bool has_views = false;
-    bool is_on_tape = tape != NULL && value->tape == tape;
+    bool has_views = false, is_on_tape = tape != NULL && value->tape == tape;
     const KlValue *own = is_on_tape ? &tape->core.values[value->id] : NULL;
     for (size_t i = 0; own != NULL && own->view_of == KL_ID_NONE && i < tape->core.n_values; i++) {
         const KlValue *other = &tape->core.values[i];
@@ -494,16 +466,12 @@ core_waiting_draws(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     const Tape *tape = kl_tape_open_or_null();
     PyObject *list = PyList_New(0);
-    KlNodeId id = tape != NULL && list != NULL ? kl_tape_next_draw(&tape->core, 0) : KL_ID_NONE;
-    while (id != KL_ID_NONE) {
+    KlNodeId id = tape != NULL ? kl_tape_next_draw(&tape->core, 0) : KL_ID_NONE;
+    while (list != NULL && id != KL_ID_NONE) {
         const KlNode *node = &tape->core.nodes[id];
-        PyObject *item = Py_BuildValue("(III)", id, node->first_out, node->n_outs);
-        if (item == NULL || PyList_Append(list, item) < 0) {
-            Py_XDECREF(item);
-            Py_DECREF(list);
-            return NULL;
+        if (kl_py_append_new(list, Py_BuildValue("(III)", id, node->first_out, node->n_outs)) < 0) {
+            Py_CLEAR(list);
         }
-        Py_DECREF(item);
         id = kl_tape_next_draw(&tape->core, id + 1);
     }
     return list;

@@ -11,13 +11,12 @@ kl_gradient_ask(const Tape *tape, PyObject *gets, bool *is_unwanted, bool *is_en
         if (tensor == NULL || !tape->core.values[i].meta.requires_grad) {
             continue;
         }
-        PyObject *answer = PyObject_CallOneArg(gets, tensor);
-        is_unwanted[i] = entry->real != NULL && answer == Py_False;
-        is_end[i] = entry->real == NULL && answer == Py_True;
-        Py_XDECREF(answer);
-        if (answer == NULL) {
+        int is_asked = kl_py_truth(PyObject_CallOneArg(gets, tensor));
+        if (is_asked < 0) {
             return -1;
         }
+        is_unwanted[i] = entry->real != NULL && is_asked == 0;
+        is_end[i] = entry->real == NULL && is_asked > 0;
     }
     return 0;
 }

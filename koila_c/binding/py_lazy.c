@@ -510,26 +510,26 @@ make_class_dict(PyObject *module)
 }
 
 static int
+add_member(PyObject *class, const char *name, PyObject *member)
+{
+    int result = member == NULL ? -1 : PyObject_SetAttrString(class, name, member);
+    Py_XDECREF(member);
+    return result;
+}
+
+static int
 add_members(PyObject *class)
 {
-    for (size_t i = 0; i < sizeof(getsets) / sizeof(getsets[0]); i++) {
+    int result = 0;
+    for (size_t i = 0; result == 0 && i < sizeof(getsets) / sizeof(getsets[0]); i++) {
         PyObject *member = PyDescr_NewGetSet((PyTypeObject *)class, &getsets[i]);
-        int result = member == NULL ? -1 : PyObject_SetAttrString(class, getsets[i].name, member);
-        Py_XDECREF(member);
-        if (result < 0) {
-            return -1;
-        }
+        result = add_member(class, getsets[i].name, member);
     }
-    for (size_t i = 0; i < sizeof(methods) / sizeof(methods[0]); i++) {
+    for (size_t i = 0; result == 0 && i < sizeof(methods) / sizeof(methods[0]); i++) {
         PyObject *member = PyDescr_NewMethod((PyTypeObject *)class, &methods[i]);
-        int result =
-            member == NULL ? -1 : PyObject_SetAttrString(class, methods[i].ml_name, member);
-        Py_XDECREF(member);
-        if (result < 0) {
-            return -1;
-        }
+        result = add_member(class, methods[i].ml_name, member);
     }
-    return 0;
+    return result;
 }
 
 int

@@ -69,7 +69,9 @@ bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
     if (tape->core.values[value].node != id) {
         return 0; /* it is a leaf by now, and keeps its number */
     }
-    if (check_output(tape, id, value, real) < 0) {
+    bool is_leaf = kl_tape_is_begun(&tape->core, value);
+    if ((is_leaf && kl_py_done(PyObject_CallMethod(real, "requires_grad_", NULL)) < 0) ||
+        check_output(tape, id, value, real) < 0) {
         return -1;
     }
     Py_XSETREF(tape->values[value].real, Py_NewRef(real)); /* left by an interrupted run */
@@ -479,16 +481,15 @@ read_in_chunks(Value *value)
     }
     kl_tape_ask(&value->tape->core, value->id);
     /* A value without a gradient may depend on labels alone: try to compute it without the model. */
-    bool is_plain = !value->tape->core.values[value->id].meta.requires_grad;
+    const KlTape *core = &value->tape->core;
+    bool is_plain =
+        !core->values[value->id].meta.requires_grad || kl_tape_is_begun(core, value->id);
     for (int is_known_only = is_plain; is_known_only >= 0; is_known_only--) {
         int is_known =
             kl_py_truth(PyObject_CallFunctionObjArgs(kl_py.read, is_known_only ? Py_True : Py_False,
                                                      caller != NULL ? caller : Py_None, NULL));
-        if (is_known < 0) {
-            return -1;
-        }
-        if (is_known > 0 && kl_lazy_number(value) != NULL) {
-            return 1;
+        if (is_known < 0 || (is_known > 0 && kl_lazy_number(value) != NULL)) {
+            return is_known;
         }
     }
     return 0;
@@ -511,8 +512,7 @@ kl_live_read(Value *value)
         is_read = kl_lazy_number(value) != NULL ? 1 : read_in_chunks(value);
         kl_turn_end(&turn);
     }
-    int result = is_read == 0 ? kl_py_done(kl_live_force(value)) : is_read;
-    return result < 0 ? -1 : 0;
+    return is_read == 0 ? kl_py_done(kl_live_force(value)) : is_read > 0 ? 0 : -1;
 }
 
 /* Let numbers.py make leaves of the known values that no run can compute again. 0 or -1. */

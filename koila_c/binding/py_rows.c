@@ -477,7 +477,7 @@ find_writes(Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
             core->storages[written->storage].is_uncertain) {
             return -1; /* it may be memory of the user's */
         }
-        if (must_run_live(recording, value)) {
+        if (kl_view_has_leaf(recording->tape, value) || must_run_live(recording, value)) {
             return -1;
         }
         *writes |= 1u << arg->input;
@@ -528,6 +528,20 @@ is_view_of_plain(const Recording *recording)
     return of->node == KL_ID_NONE && !of->is_wanted && !needs_gradient;
 }
 
+/* Whether other calls or LazyTensors use memory of the program that as_leaf would make a leaf of. */
+static bool
+is_read_or_shared(const Tape *tape, KlValueId value)
+{
+    KlStorageId storage = tape->core.values[value].storage;
+    bool is_own = tape->core.values[tape->core.storages[storage].base].node != KL_ID_NONE;
+    bool result = kl_view_is_shared(tape, value);
+    for (uint32_t n = 0; is_own && !result && value != KL_ID_NONE; n = 1) {
+        result = tape->core.values[value].n_pending > n; /* n: the call that took the view */
+        value = tape->core.values[value].view_of;
+    }
+    return result;
+}
+
 static int
 append(Recording *recording, PyObject **results)
 {
@@ -539,6 +553,9 @@ append(Recording *recording, PyObject **results)
         kl_tape_mixes_aside(&tape->core, recording->bound.n_inputs, recording->inputs,
                             leaf_writes) ||
         (writes == 0 && is_view_of_plain(recording))) {
+        return 0;
+    }
+    if (recording->function->row->keeps.is_leaf && is_read_or_shared(tape, recording->inputs[0])) {
         return 0;
     }
     if (inferred->alias == KL_ALIAS_SAME && writes == 0) { /* the call returns its input: no node */

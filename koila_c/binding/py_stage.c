@@ -196,7 +196,8 @@ call_node(Run *run, KlNodeId id)
     Py_ssize_t n_positional = PyList_GET_SIZE(args) - n_named;
     /* Whether reshape() gives a view depends on strides, which can differ between a chunk and the whole batch. */
     bool is_view = is_view_of_written(&run->tape->core, run->node);
-    bool has_effect = run->node->is_random || run->node->leaf_writes != 0;
+    bool has_effect = run->node->is_random || run->node->leaf_writes != 0 ||
+                      kl_tape_is_begun(&run->tape->core, run->node->first_out);
     bool is_accruing =
         run->rows >= 0 && kl_stage_accruing(&run->tape->core, run->node) != KL_ID_NONE;
     bool is_other = has_effect || is_view || is_accruing || reads_for_chunks(run);
@@ -629,8 +630,18 @@ kl_stage_cut(PyObject *Py_UNUSED(module), PyObject *args)
     }
     Py_XSETREF(tape->values[id].real, Py_NewRef(tensor));
     Py_CLEAR(tape->values[id].result);
+    KlNodeId maker = tape->core.values[id].node;
+    bool is_leaf = kl_tape_is_begun(&tape->core, id);
     kl_tape_cut(&tape->core, id);
-    tape->core.values[id].state = KL_STATE_SPENT;
+    if (is_leaf) { /* only this value and its views are left of its memory */
+        KlStorage *storage = &tape->core.storages[tape->core.values[id].storage];
+        bool is_made = tape->core.values[storage->base].node != KL_ID_NONE;
+        storage->base = is_made ? id : storage->base;
+        tape->core.values[id].view_of = is_made ? KL_ID_NONE : tape->core.values[id].view_of;
+        kl_tape_set_done(&tape->core, maker);
+    } else {
+        tape->core.values[id].state = KL_STATE_SPENT;
+    }
     kl_tape_refresh_leaf(tape, id);
     Py_RETURN_NONE;
 }

@@ -108,11 +108,9 @@ free_weak(const Storage *storage)
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
     PyObject *address = PyLong_FromVoidPtr((void *)(uintptr_t)storage);
-    PyObject *none = address != NULL ? PyObject_CallOneArg(state.free_weak, address) : NULL;
-    if (none == NULL) {
+    if (kl_py_done(address != NULL ? PyObject_CallOneArg(state.free_weak, address) : NULL) < 0) {
         PyErr_WriteUnraisable(state.free_weak);
     }
-    Py_XDECREF(none);
     Py_XDECREF(address);
     PyErr_Restore(type, value, traceback);
 }
@@ -406,10 +404,9 @@ kl_storage_unsettled(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
         PyObject *entry =
             Py_BuildValue("(NN)", PyLong_FromVoidPtr((void *)(uintptr_t)known->storage),
                           PyLong_FromVoidPtr((void *)(uintptr_t)known->storage->data));
-        if (entry == NULL || PyList_Append(result, entry) < 0) {
+        if (kl_py_append_new(result, entry) < 0) {
             Py_CLEAR(result);
         }
-        Py_XDECREF(entry);
     }
     return result;
 }

@@ -109,6 +109,15 @@ kl_view_is_detached(const Tape *tape, KlValueId value)
 }
 
 bool
+kl_view_has_leaf(const Tape *tape, KlValueId value)
+{
+    while (value != KL_ID_NONE && !kl_tape_is_begun(&tape->core, value)) {
+        value = tape->core.values[value].view_of;
+    }
+    return value != KL_ID_NONE;
+}
+
+bool
 kl_view_is_data(const Tape *tape, KlValueId value)
 {
     const Function *function = detached_by(tape, &value);
@@ -270,4 +279,30 @@ kl_view_current(Tape *tape, KlValueId value, KlValueId *current)
         return -1;
     }
     return take_again(tape, value, source, current);
+}
+
+/* Whether a value is a view of `other` that belongs to its graph. */
+static bool
+is_view_of(const Tape *tape, KlValueId value, KlValueId other)
+{
+    bool is_detached = false;
+    while (value != KL_ID_NONE && value != other && !is_detached) {
+        KlNodeId maker = tape->core.values[value].node;
+        is_detached = maker != KL_ID_NONE && kl_ops_is_detached(tape->core.nodes[maker].row);
+        value = tape->core.values[value].view_of;
+    }
+    return value == other && !is_detached;
+}
+
+bool
+kl_view_is_shared(const Tape *tape, KlValueId id)
+{
+    const KlStorage *storage = &tape->core.storages[tape->core.values[id].storage];
+    bool is_own = tape->core.values[storage->base].node != KL_ID_NONE, is_found = false;
+    for (size_t i = 0; i < tape->core.n_values && !is_found; i++) {
+        is_found = i != id && tape->values[i].handle != NULL &&
+                   tape->core.values[i].storage == tape->core.values[id].storage &&
+                   (is_own || is_view_of(tape, (KlValueId)i, id));
+    }
+    return is_found;
 }

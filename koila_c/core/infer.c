@@ -148,7 +148,7 @@ has_whole_gradient(const KlInferred *result)
 static KlStatus
 settle_grads(const KlCall *call, KlInferred *result)
 {
-    bool has_grad = has_gradient(call, result);
+    bool has_grad = has_gradient(call, result) || call->row->keeps.is_leaf;
     for (uint32_t i = 0; i < result->n_outs; i++) {
         KlMeta *out = &result->outs[i];
         bool is_blocked = i < 64 && (result->outs_no_grad >> i & 1) != 0;

@@ -57,6 +57,7 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define saves_input KEEPS(.words = W0)
 #define saves_input_output KEEPS(.words = W0, .outputs = 1)
 #define saves_inputs KEEPS(.words = W0 | W1 | W2)
+#define saves_leaf KEEPS(.has_no_gradient = true, .is_leaf = true)
 #define saves_lerp KEEPS(.for_grad = {W2, W2, W0 | W1})
 #define saves_lerp_written KEEPS(.words = W2, .for_grad = {[2] = W0 | W1})
 #define saves_other KEEPS(.for_grad = {W1, W0}) /* each operand for the other's gradient */

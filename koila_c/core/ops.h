@@ -292,7 +292,8 @@ typedef struct KlKeeps {
     uint8_t words;        /* saved if any gradient is needed */
     uint8_t for_grad[4];  /* [i] saved if the gradient of word i is needed */
     uint8_t outputs;      /* bit i: output i */
-    bool has_no_gradient; /* no output requires grad */
+    bool has_no_gradient; /* no gradient flows to an input */
+    bool is_leaf;         /* the output is a leaf that requires grad */
 } KlKeeps;
 
 struct KlRow {

@@ -69,6 +69,12 @@ exports_of(KlBuild *build, KlSlice runs, IsSuch *is_such)
 }
 
 static bool
+was_freed(const KlBuild *build, KlValueId value)
+{
+    return build->facts[value].is_freed;
+}
+
+static bool
 is_inner(const KlBuild *build, KlValueId value)
 {
     return build->facts[value].is_inner;
@@ -287,21 +293,11 @@ mark_needed(KlBuild *build, uint32_t r)
 static void
 recompute_segments(KlBuild *build, KlSlice runs)
 {
-    size_t first = build->schedule->values.n;
-    for (uint32_t r = runs.first; r < runs.first + runs.n; r++) {
-        const KlRun *run = &build->program->runs[r];
-        for (uint32_t i = 0; i < run->exports.n; i++) {
-            KlValueId value = kl_units_export(build, run, i);
-            if (build->facts[value].is_freed) {
-                kl_units_add_value(build, value);
-            }
-        }
-    }
-    add(build, KL_STEP_REMAKE, KL_GRAPH_NONE, runs, kl_units_values_from(build, first));
+    add(build, KL_STEP_REMAKE, KL_GRAPH_NONE, runs, exports_of(build, runs, was_freed));
     add(build, KL_STEP_LOOP, KL_GRAPH_NONE, runs, NONE);
     for (uint32_t r = runs.first; r < runs.first + runs.n; r++) {
         const KlRun *run = &build->program->runs[r];
-        first = build->schedule->values.n;
+        size_t first = build->schedule->values.n;
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = kl_units_export(build, run, i);
             KlFacts *facts = &build->facts[value];

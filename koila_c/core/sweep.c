@@ -179,9 +179,8 @@ by_steps(const KlSweep *sweep, uint32_t at, KlUneven of)
 {
     const KlNode *node = &sweep->tape->nodes[sweep->span.nodes[at]];
     const float *uneven = node->saves.uneven;
-    const bool is_body = sweep->span.is_body;
-    double steps = uneven[KL_UNEVEN_STEPS] * (is_body ? sweep->known.steps : 1);
-    double turns = uneven[KL_UNEVEN_TURNS] * (is_body ? sweep->known.turns : 1);
+    double steps = uneven[KL_UNEVEN_STEPS] * (sweep->span.is_body ? sweep->known.steps : 1);
+    double turns = uneven[KL_UNEVEN_TURNS] * (sweep->span.is_body ? sweep->known.turns : 1);
     return by_rows(sweep, node, (int64_t)(uneven[of] * steps + uneven[of + 1] * turns));
 }
 
@@ -341,7 +340,8 @@ find_lifetimes(KlSweep *sweep, uint32_t first, uint32_t end)
                 *storage = new_storage(sweep, at);
             }
             note_read(sweep, out, at, is_saving && is_output_saved(node, k));
-            storage->is_held |= node->is_writing && k == 0 && !sweep->span.is_live;
+            storage->is_held |= sweep->span.is_live ? is_back && kl_tape_is_begun(sweep->tape, out)
+                                                    : node->is_writing && k == 0;
             state_of(sweep, out)->is_inside = true;
         }
     }
@@ -456,12 +456,19 @@ terms_of(const KlSweep *sweep, const KlSweepNode *node)
 }
 
 static void
-drop_dead(KlSweep *sweep, KlValueId value, uint32_t at)
+drop_if_free(KlSweep *sweep, KlValueId value)
 {
     KlSweepStorage *storage = storage_of(sweep, value);
-    if (storage->last_use == at && storage->saved_by == KL_ID_NONE && !storage->is_held &&
-        !storage->is_copy) {
+    if (!storage->is_held && storage->saved_by == KL_ID_NONE && !storage->is_copy) {
         drop(sweep, storage);
+    }
+}
+
+static void
+drop_dead(KlSweep *sweep, KlValueId value, uint32_t at)
+{
+    if (storage_of(sweep, value)->last_use == at) {
+        drop_if_free(sweep, value);
     }
 }
 
@@ -505,21 +512,15 @@ is_early(const KlSweep *sweep, uint32_t at)
            stages->node_stage[id] != sweep->span.stage;
 }
 
-/* Return the workspace of an early part: a mask of the labels, and their weights. */
-static KlBytes
-bytes_to_count(const KlSweep *sweep, const KlSweepNode *node)
-{
-    KlValueId labels = node->n_inputs > 1 ? inputs_of(sweep, node)[1] : KL_ID_NONE;
-    return labels != KL_ID_NONE ? times(2, size_of(sweep, labels)) : zero;
-}
-
 /* Run a node: allocate its results and what it saves, count the moment, and free values that it read last. */
 static void
 go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
 {
     KlSweepNode *node = &sweep->nodes[sweep->span.nodes[at]];
     if (is_early(sweep, at)) {
-        note(sweep, sweep->span.nodes[at], bytes_to_count(sweep, node), moments);
+        KlValueId labels = node->n_inputs > 1 ? inputs_of(sweep, node)[1] : KL_ID_NONE;
+        KlBytes more = labels != KL_ID_NONE ? times(2, size_of(sweep, labels)) : zero;
+        note(sweep, sweep->span.nodes[at], more, moments); /* a mask of them, and their weights */
         return;
     }
     if (node->is_uneven) {
@@ -620,11 +621,8 @@ kl_sweep_seed(KlSweep *sweep, KlValueId value)
 void
 kl_sweep_let_go(KlSweep *sweep, KlValueId value)
 {
-    KlSweepStorage *storage = storage_of(sweep, value);
-    storage->is_held = false;
-    if (storage->saved_by == KL_ID_NONE && !storage->is_copy) {
-        drop(sweep, storage);
-    }
+    storage_of(sweep, value)->is_held = false;
+    drop_if_free(sweep, value);
 }
 
 /* Whether a joint reads a copy that was gathered from chunks; its gradient is cut into chunks at the end. */
@@ -881,6 +879,9 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     }
     if (!node->is_uneven) {
         note(sweep, id, plus(more, second), moments);
+    }
+    if (sweep->span.is_live && kl_tape_is_begun(sweep->tape, node->first_out)) {
+        add(&sweep->gradients, size_of(sweep, node->first_out)); /* torch keeps that of a leaf */
     }
     for (uint32_t k = 0; k < node->n_outs; k++) {
         take(sweep, node->first_out + k);

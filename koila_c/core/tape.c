@@ -625,7 +625,8 @@ must_run_now(const KlTape *tape, KlNodeId id)
     const KlNode *node = &tape->nodes[id];
     for (uint32_t k = 0; k < node->n_outs; k++) {
         const KlValue *out = &tape->values[node->first_out + k];
-        if (out->state == KL_STATE_PENDING && out->is_wanted && !out->has_history) {
+        bool has_history = out->has_history && !kl_tape_is_begun(tape, node->first_out + k);
+        if (out->state == KL_STATE_PENDING && out->is_wanted && !has_history) {
             return true;
         }
     }

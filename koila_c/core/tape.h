@@ -285,6 +285,15 @@ kl_tape_want(KlTape *tape, KlValueId id, bool is_wanted)
     value->is_wanted = is_wanted;
 }
 
+/* Whether a call, as_leaf, makes a leaf of autograd's graph of `value`. */
+static inline bool
+kl_tape_is_begun(const KlTape *tape, KlValueId value)
+{
+    KlNodeId node = tape->values[value].node;
+    return node != KL_ID_NONE && tape->nodes[node].row != NULL &&
+           tape->nodes[node].row->keeps.is_leaf;
+}
+
 /* Whether neither the user nor a pending node needs the number of `value`. */
 static inline bool
 kl_tape_is_dead(const KlTape *tape, KlValueId value)

@@ -50,6 +50,7 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
     """
     inputs = words.get("inputs")
     handed_out.refuse_inner(() if inputs is None else _listed(inputs), "backward")
+    replay.settle_leaves()
     is_other = words.get("create_graph") or words.get("grad_variables") is not None
     if is_other or surroundings.of_backward():
         return NotImplemented
@@ -203,6 +204,7 @@ def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     """Run torch.autograd.grad. Gradients with a graph (create_graph=True) are recorded if possible;
     others are plain tensors."""
     words, cause = words_of(GRAD_WORDS, args, kwargs), ""
+    replay.settle_leaves()
     if words.get("create_graph") and not words.get("is_grads_batched"):
         outputs = _listed(words["outputs"])
         gradients = _gradients(words.get("grad_outputs"), outputs)

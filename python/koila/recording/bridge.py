@@ -100,6 +100,7 @@ def call(
         What the call returns, with lazies in place of tensors unless `is_plain`.
     """
     unwritten.note_read((args, kwargs))
+    replay.settle_leaves()
     is_large = has_graph and not planner.is_whole() and _core.pending_bytes(False) >= _WORTH
     is_light = is_large and _core.won_whole() >= 0
     is_cut = not is_light and not planner.is_whole() and _cut(func)
@@ -311,7 +312,11 @@ def _handed_out(cut: Cut, roots: dict[int, Root]) -> dict[int, torch.Tensor]:
             made = apply(OfLeaves, cut, cut.groups[-1], like, *group)
             for value, stand_in in zip(behind_of, made, strict=True):
                 stand_ins[value].append(stand_in)
-        return {value: apply(HandedOut, root, *stand_ins[value]) for value, root in roots.items()}
+        none = torch.zeros((), device="cpu", requires_grad=True)  # for leaves that are gone
+        return {
+            value: apply(HandedOut, root, bool(stand_ins[value]), *(stand_ins[value] or [none]))
+            for value, root in roots.items()
+        }
 
 
 def _tensors_in(given: Any, of_lazies: bool = True) -> Iterator[torch.Tensor]:

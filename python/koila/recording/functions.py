@@ -41,7 +41,7 @@ from koila.recording import (
 from koila.reductions import batch_softmax, calls, norms, scans
 from koila.reporting import reports, versions
 from koila.running import derived, numbers, recomputed, replay, unwritten
-from koila.staged import aliases, hooks, meta
+from koila.staged import aliases, hooks, leaves, meta
 
 OP, LIVE, READ, ENTER, HANDLER = range(5)
 
@@ -313,6 +313,10 @@ def register_all() -> None:
         _core.register(layer, OP, name, _run_whole, False, False, False, row, tuple)
     _core.register(
         packed.select_index, OP, "index_select", None, False, False, False, "index_select", tuple
+    )
+    as_leaf = leaves.as_leaf
+    _core.register(
+        as_leaf, OP, "requires_grad_", leaves.decline, False, False, False, leaves.ROW, tuple
     )
     derivative = derived.gradient_of
     _core.register(derivative, OP, "grad", _run_whole, False, False, False, "gradient_of", tuple)

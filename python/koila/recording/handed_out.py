@@ -235,8 +235,8 @@ class HandedOut(torch.autograd.Function):
     """The node of a value that was handed out; its backward collects the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, root: Root, *stand_ins: torch.Tensor) -> torch.Tensor:
-        ctx.root, ctx.n = root, len(stand_ins)
+    def forward(ctx: Any, root: Root, has_leaves: bool, *stand_ins: torch.Tensor) -> torch.Tensor:
+        ctx.root, ctx.n, ctx.has_leaves = root, len(stand_ins), has_leaves
         ctx.set_materialize_grads(False)
         number, root.number = root.number, None
         assert number is not None
@@ -244,10 +244,10 @@ class HandedOut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
-        if gradient is not None:
+        if gradient is not None and ctx.has_leaves:
             passes = ctx.root.cut.passes
             passes.setdefault(task(), Pass()).given.append((ctx.root, gradient))
-        return None, *[gradient] * ctx.n
+        return None, None, *[gradient if ctx.has_leaves else None] * ctx.n
 
 
 def _refusal(hook: Any) -> KoilaError:

@@ -19,7 +19,8 @@ from koila.recording import composed, handed_out, inplace_views, masks, packed
 from koila.recording.backwards import GRAD_WORDS, backward, is_pending, words_of
 from koila.reductions import batch_softmax, norms, scans
 from koila.reporting import reports
-from koila.staged import hooks, meta
+from koila.running import replay
+from koila.staged import hooks, leaves, meta
 
 LazyTensor = _core.LazyTensor
 
@@ -96,7 +97,9 @@ def to_cuda(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 def is_leaf(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     real = _core.real(args[0])
-    return bool(real.is_leaf) if real is not None else not args[0].requires_grad
+    if real is None:
+        return not args[0].requires_grad or leaves.is_leaf(args[0])
+    return bool(real.is_leaf)
 
 
 def grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,8 +114,8 @@ def on_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def require_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run x.requires_grad_(), which concerns this tensor alone: only the pending calls that compute
-    it run. Calls that have read it stay as they were recorded."""
+    """Record x.requires_grad_() of a pending value, or run it on a tensor that is there: calls that
+    have read it stay as they were recorded."""
     words = words_of(("self", "requires_grad"), args, kwargs)
     lazy, flag = words.pop("self"), words.pop("requires_grad", True)
     is_asked = not words and len(args) <= 2 and type(flag) is bool
@@ -120,6 +123,8 @@ def require_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return lazy
     can_require = lazy.is_floating_point() or lazy.is_complex()
     if is_asked and can_require and not lazy.requires_grad and is_pending(lazy):
+        if leaves.begin(lazy):
+            return lazy
         _core.read(lazy)
     real = _core.leave(lazy) if is_asked else None
     if real is None:
@@ -171,9 +176,18 @@ def detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 GRAD_WORDS += ("allow_unused", "is_grads_batched", "materialize_grads")
 
 
+def register_post_hook(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run Tensor.register_post_accumulate_grad_hook, which is for leaves."""
+    replay.settle_leaves()
+    return of_tensor(func, args, kwargs)
+
+
 def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run Tensor.register_hook. For a tensor that was handed out at a cut, register the hook in the
     part that was cut off, where its whole gradient arrives."""
+    replay.settle_leaves()
     real = _core.real(args[0]) if type(args[0]) is LazyTensor else None
     if real is not None:
         handed_out.note_hook(real)
@@ -186,6 +200,7 @@ def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run Tensor.retain_grad."""
+    replay.settle_leaves()
     handed_out.refuse_inner(args[:1], "retain_grad")
     real = _core.real(args[0])
     if real is not None:
@@ -218,7 +233,7 @@ def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def of_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Answer from the real tensor if there is one, as of an input: nothing runs for that."""
     real = _core.real(args[0])
-    return live(func, args, kwargs) if real is None else func(real)
+    return live(func, args, kwargs) if real is None else func(real, *args[1:], **kwargs)
 
 
 def _is_view(lazy: LazyTensor) -> bool:
@@ -247,6 +262,8 @@ def of_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
     description = _core.describe(args[0]) if is_pending(args[0]) else None
     is_there = description is not None and description[3]
+    if is_there and leaves.is_leaf(args[0]):
+        return None
     if is_there:
         return hooks.PendingNode(args[0], whole)
     return handed_out.node_of(args[0], of_graph(func, args, kwargs))
@@ -342,7 +359,7 @@ HANDLERS: dict[str, Handler] = {
     "__reduce__": reduce,
     "__reduce_ex__": reduce,
     "register_hook": register_hook,
-    "register_post_accumulate_grad_hook": live,
+    "register_post_accumulate_grad_hook": register_post_hook,
     "retain_grad": retain_grad,
     "grad_fn": of_node,
     "_backward_hooks": of_graph,

@@ -14,7 +14,7 @@ from koila.basics.threads import in_turn
 from koila.running import views
 from koila.running.cross import Cross
 from koila.running.spent import outdated, spent
-from koila.staged import hooks
+from koila.staged import hooks, leaves
 from koila.staged.facts import Info
 from koila.staged.program import Program
 
@@ -82,6 +82,11 @@ class Numbers:
         return self._is_spent(value) or not self.program.info(value).requires_grad
 
     def _number(self, value: int) -> torch.Tensor:
+        if leaves.is_begun(value):
+            return self._number_of(value).detach().requires_grad_()
+        return self._number_of(value)
+
+    def _number_of(self, value: int) -> torch.Tensor:
         if self.program.made(value).is_kept:
             return self._of_kept(value)
         result = self._of_storage(value)
@@ -123,6 +128,8 @@ class Numbers:
         for value, result, is_final in self.found:
             given = hooks.give(value, result) if self._is_spent(value) else result
             _core.deliver(value, given, is_final)
+            if leaves.is_begun(value):
+                _core.cut(value, given)
 
     def leave(self) -> None:
         """Turn values that backward went through into leaves for the calls that still read them.

@@ -23,7 +23,7 @@ from koila.running import checkpoints, deliver, interpret, overwritten, spent, u
 from koila.running.attempt import attempt
 from koila.running.numbers import Numbers, settle_outdated
 from koila.running.stages import Stages, outside_inference
-from koila.staged import hooks
+from koila.staged import hooks, leaves
 from koila.staged.facts import name_of_call
 from koila.staged.program import Program
 
@@ -267,6 +267,22 @@ def read_all(is_known_only: bool) -> bool:
     return done is not None
 
 
+def _has_leaves(program: Program) -> bool:
+    """Return whether the user holds a leaf in mid-program that has no number yet."""
+    return "has_leaves" in _core.memo() and any(map(leaves.is_begun, program.wanted))
+
+
+@in_turn
+def settle_leaves() -> None:
+    """Compute the leaves in mid-program that the user holds and may ask for the gradient of."""
+    if "has_leaves" not in _core.memo() or _core.is_busy() or not _core.has_known():
+        return
+    if _has_leaves(Program([], True)):
+        with reports.Asking("requires_grad_()"):
+            if not read_all(True):
+                _core.flush()
+
+
 @surroundings.in_outside
 def compute_again(unwanted: tuple[_core.LazyTensor, ...]) -> dict[int, torch.Tensor] | None:
     """Compute the values of a part that was cut off once more, in chunks, without a graph.
@@ -398,6 +414,7 @@ def _differentiate(
     beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> Any:
     lazies = [root for root in roots if type(root) is _core.LazyTensor]
+    settle_leaves()
     is_other = any(_core.real(root) is not None or not root.requires_grad for root in lazies)
     if is_other or not lazies:
         return NotImplemented
@@ -423,7 +440,7 @@ def _differentiate(
         _core.describe(root)  # raises if a tensor that it was computed with was changed since
     _core.forget_left()
     staged = _stage(roots, False, gets, unwanted, [real for real, _ in beside])
-    if staged is None:
+    if staged is None or _has_leaves(staged[0]):
         return NotImplemented
 
     def run(replay: Replay) -> tuple[bool, Any]:

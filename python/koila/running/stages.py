@@ -25,7 +25,7 @@ from koila.reporting import progress
 from koila.running import accrue, derived, saved, views
 from koila.running.cross import Cross, Fresh, edge_of
 from koila.running.tracked import Tracked
-from koila.staged import aliases, hooks
+from koila.staged import aliases, hooks, leaves
 from koila.staged.facts import ROWS, Node, Run
 from koila.staged.program import Program
 from koila.staged.schedule import DATA, Schedule
@@ -263,6 +263,8 @@ class Stages:
             i: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
             node = self.program.node(i)
+            if func is leaves.as_leaf and is_graph:
+                return leaves.inside(args[0])
             if node.is_random:
                 return self.draws.call(i, chunk if run.is_body else None, func, args, kwargs)
             if (made := accrue.run(self.program, node, func, args, kwargs)) is not None:
@@ -273,18 +275,16 @@ class Stages:
             if func is norms.batch_norm and isinstance(args[6], norms.Again):
                 args = self.tracked.note_again(node, args)
             is_alone = run.is_body and self.is_forward and len(self.grid_of(run)) == 1
-            is_given = node.mode == ROWS and func in batch_softmax.N_OWN
-            if is_given and is_alone:  # torch's own call can reduce over the only chunk itself
-                return batch_softmax.run_alone(func, args, kwargs)
-            if is_given:
+            if node.mode == ROWS and func in batch_softmax.N_OWN:
+                if is_alone:  # torch's own call can reduce over the only chunk itself
+                    return batch_softmax.run_alone(func, args, kwargs)
                 self.tracked.note(node, func, args)
                 return func(*args, **kwargs)
             if node.mode == ROWS and func is torch.instance_norm and not is_alone:
                 return self.tracked.instance_norm(node, run.stage, chunk, args, kwargs)
             if i in run.parts:
-                start = bounds[0] if bounds else 0
                 memo = self.memos.setdefault((i, chunk), {})
-                words = self.program, node, func, args, kwargs, start, memo
+                words = self.program, node, func, args, kwargs, bounds[0] if bounds else 0, memo
                 reduction, call = calls.parts_of(*words)
                 return reduction.partials(run.parts[i], call)
             return self._settle_view(node, func(*args, **kwargs), args)
