@@ -73,6 +73,7 @@ class _Now(threading.local):
     """What a thread is running."""
 
     def __init__(self) -> None:
+        self.is_staging = False
         self.program: Program | None = None  # that is being staged
         self.done: dict[tuple[int, int, int], set[int]] = {}  # stage, axis, segment -> chunks
 
@@ -128,7 +129,9 @@ class Watched:
 
     @unseen
     def _make(self, original: Any, *args: Any, **kwargs: Any) -> Program:
-        self._now.program = program = original(*args, **kwargs)
+        program: Program = original(*args, **kwargs)
+        if self._now.is_staging:  # it holds tensors
+            self._now.program = program
         self.known.update(line_of(node) for node in program.nodes if _core.node(node)[1])
         return program
 
@@ -142,14 +145,15 @@ class Watched:
 
     @unseen
     def _stage(self, original: Any, *args: Any) -> Any:
-        self._now.program, is_pending = None, _core.pending_bytes(False) > 0
+        self._now.program, self._now.is_staging = None, True
+        is_pending = _core.pending_bytes(False) > 0
         try:
             staged = original(*args)
             has_run = staged is not None or not is_pending
             if not has_run and (self._now.program is None or has_rows(self._now.program)):
                 self.whole.add("a program")
         finally:
-            self._now.program = None  # it holds tensors
+            self._now.program, self._now.is_staging = None, False
         return staged
 
     @unseen
