@@ -18,15 +18,7 @@ import koila
 
 ROOT = Path(__file__).parent.parent
 
-# Of processor time, whoever else uses the cores. It takes some 25; a minute would be a mistake.
-SECONDS_OF_A_BUILD = 60
-
 pytestmark = pytest.mark.slow
-
-
-def seconds_of_children() -> float:
-    times = os.times()
-    return times.children_user + times.children_system
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +39,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "torch.py").write_text("raise ImportError('torch is not needed to build')\n")
     command = [sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps"]
     command += ["--no-index", "--wheel-dir", folder, sdist]
-    start = seconds_of_children()
     subprocess.run(command, env=os.environ | {"PYTHONPATH": str(folder)}, check=True)
-    assert seconds_of_children() - start < SECONDS_OF_A_BUILD
     (archive,) = folder.glob("*.whl")
     return archive
 
