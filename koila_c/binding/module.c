@@ -40,6 +40,20 @@ kl_py_id(PyObject *object, void *id)
     return 1;
 }
 
+Tape *
+kl_py_find(PyObject *object, bool is_node, uint32_t *id)
+{
+    Tape *tape = kl_tape_open();
+    if (tape == NULL || !kl_py_id(object, id)) {
+        return NULL;
+    }
+    if (*id >= (is_node ? tape->core.n_nodes : tape->core.n_values)) {
+        PyErr_Format(PyExc_IndexError, "there is no %s %u", is_node ? "node" : "value", *id);
+        return NULL;
+    }
+    return tape;
+}
+
 /* The Python objects that bind() gets, by name. */
 static const struct {
     PyObject **where;

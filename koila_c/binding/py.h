@@ -96,7 +96,8 @@ typedef struct KlPyValue {
 } KlPyValue;
 
 typedef struct KlExternal {
-    PyObject *tensor; /* borrowed from py_values[value].real; NULL: empty */
+    PyObject *
+        tensor; /* that entered as `value`; only its address if the value has no tensor now; NULL: empty */
     KlValueId value;
 } KlExternal;
 
@@ -123,6 +124,7 @@ struct Tape {
     bool is_running;     /* a replay is running, or a call is being recorded */
     bool is_kept;        /* open after a run in chunks: its leaves may have changed since */
     bool is_cut_off;     /* the bridge cut it off: no more calls, statistics already written */
+    bool is_aside;       /* a run abandoned its calls, and the thread has left it */
     KlNodeId raised;     /* the call at which the last run in chunks raised, or KL_ID_NONE */
     PyObject *memo;      /* dict of the replay in chunks (random grid); NULL until asked for */
 };
@@ -214,6 +216,7 @@ typedef struct KlPyState {
     int64_t n_transforms;   /* torch.func transforms and tracers running on any thread */
     int64_t n_dual_levels;  /* levels of forward-mode AD that are on */
     int64_t n_cut_off;      /* tapes that were cut off and still exist */
+    int64_t n_aside;        /* tapes that are set aside */
     uint32_t reductions;    /* bit i: KlReduce i can be split */
     uint32_t blocked_halves, tiled_halves; /* as KlCall's */
     int64_t block_width;                   /* as KlCall's */
@@ -225,6 +228,8 @@ extern KlPyState kl_py;
 
 /* Converter for "O&" of PyArg_ParseTuple: the id of a node or value. IndexError if it is out of range. */
 int kl_py_id(PyObject *object, void *id);
+/* This thread's tape, and the id of a node or value of it; NULL with an exception: it has none with that number. */
+Tape *kl_py_find(PyObject *object, bool is_node, uint32_t *id);
 
 /* Raise the exception that `error` describes. Returns NULL. */
 PyObject *kl_py_raise(const KlError *error);
@@ -367,11 +372,15 @@ void kl_tape_close(Tape *tape);
  * nothing to draw and no statistics to write; clear the tape if none is left. Return whether it did. An exception that
  * is set stays set. */
 bool kl_tape_end(Tape *tape, bool is_abandoned_only);
-/* Likewise if no value is reached, where user code goes on: nothing happens while koila uses the tape. */
+/* Likewise if no value is reached, where user code goes on: nothing happens while koila uses the tape. If all that is
+ * left was abandoned, and can be reached, set the tape aside: the thread's next program gets a tape of its own, which
+ * is cleared at its end. */
 void kl_tape_let_go(Tape *tape);
 
-/* Make `tape` this thread's tape; NULL: the thread has none. 0 or -1. */
+/* Make `tape` this thread's tape; NULL: the thread has none. 0 or -1. An exception that is set stays set. */
 int kl_tape_use(Tape *tape);
+/* Make a tape that was set aside this thread's, if no other program of the thread is pending. 0 or -1. */
+int kl_tape_take_up(Tape *tape);
 /* A new tape that belongs to no thread yet. */
 Tape *kl_tape_new(void);
 
@@ -695,6 +704,8 @@ int kl_live_run(Tape *tape);
 /* After a failed run: advance the generators past its pending draws, so that later draws come after them as in
  * eager. The exception that is set stays. */
 void kl_live_draw_waiting(void);
+/* Likewise, and abandon the pending calls: they run when one of their values is asked for. */
+void kl_live_abandon(Tape *tape);
 /* Borrowed: the function that koila calls now on real tensors, in place of LazyTensors; NULL: none. */
 extern _Thread_local PyObject *kl_live_called;
 /* Make a value a leaf with its number, if the number is settled: its call need not run. Return whether it is. */

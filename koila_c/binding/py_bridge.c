@@ -43,17 +43,14 @@ kl_bridge_can_cut(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 }
 
 PyObject *
-kl_bridge_behind(PyObject *Py_UNUSED(module), PyObject *args)
+kl_bridge_behind(PyObject *Py_UNUSED(module), PyObject *object)
 {
     KlValueId id = KL_ID_NONE;
-    const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O&:behind", kl_py_id, &id)) {
+    const Tape *tape = kl_py_find(object, false, &id);
+    if (tape == NULL) {
         return NULL;
     }
     const KlTape *core = &tape->core;
-    if (id >= core->n_values) {
-        return PyErr_Format(PyExc_IndexError, "behind: %u", id);
-    }
     PyObject *leaves = PyList_New(0);
     bool *is_reached = kl_alloc_zeroed(core->n_values, sizeof(*is_reached));
     if (leaves == NULL || is_reached == NULL) {

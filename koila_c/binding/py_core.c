@@ -275,28 +275,23 @@ core_release(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 }
 
 PyObject *
-core_call(PyObject *Py_UNUSED(module), PyObject *args)
+core_call(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    unsigned int id = 0;
-    Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O&:call", kl_py_id, &id)) {
-        return NULL;
-    }
-    return id < tape->core.n_nodes
-               ? kl_call_describe(tape, id, NULL, NULL)
-               : PyErr_Format(PyExc_IndexError, "call: there is no node %u", id);
+    KlNodeId id = KL_ID_NONE;
+    Tape *tape = kl_py_find(object, true, &id);
+    return tape == NULL ? NULL : kl_call_describe(tape, id, NULL, NULL);
 }
 
 PyObject *
-core_refresh_leaf(PyObject *Py_UNUSED(module), PyObject *args)
+core_refresh_leaf(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    unsigned int id = 0;
-    Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O&:refresh_leaf", kl_py_id, &id)) {
+    KlValueId id = KL_ID_NONE;
+    Tape *tape = kl_py_find(object, false, &id);
+    if (tape == NULL) {
         return NULL;
     }
-    if (id >= tape->core.n_values || tape->values[id].real == NULL) {
-        return PyErr_Format(PyExc_IndexError, "refresh_leaf: there is no leaf %u", id);
+    if (tape->values[id].real == NULL) {
+        return PyErr_Format(PyExc_IndexError, "there is no leaf %u", id);
     }
     kl_tape_refresh_leaf(tape, id);
     return Py_NewRef(Py_None);
@@ -332,7 +327,7 @@ core_abandon(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     Tape *tape = kl_tape_open_or_null();
     if (tape != NULL) {
-        kl_tape_abandon(&tape->core, true);
+        kl_tape_abandon(&tape->core, 0);
         (void)kl_tape_end(tape, true);
     }
     return Py_NewRef(Py_None);
@@ -540,10 +535,8 @@ PyObject *
 core_lazy_of(PyObject *Py_UNUSED(module), PyObject *object)
 {
     KlValueId id = KL_ID_NONE;
-    Tape *tape = kl_tape_open();
-    return tape == NULL || !kl_py_id(object, &id) ? NULL
-           : id < tape->core.n_values ? kl_lazy_of(tape, id)
-                                      : PyErr_Format(PyExc_IndexError, "lazy_of: %u", id);
+    Tape *tape = kl_py_find(object, false, &id);
+    return tape == NULL ? NULL : kl_lazy_of(tape, id);
 }
 
 PyObject *
@@ -556,17 +549,14 @@ core_is_spent(PyObject *Py_UNUSED(module), PyObject *object)
 }
 
 PyObject *
-core_note_drawn(PyObject *Py_UNUSED(module), PyObject *id)
+core_note_drawn(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    Tape *tape = kl_tape_open();
-    unsigned long node = PyLong_AsUnsignedLong(id);
-    if (tape == NULL || PyErr_Occurred()) {
+    KlNodeId id = KL_ID_NONE;
+    Tape *tape = kl_py_find(object, true, &id);
+    if (tape == NULL) {
         return NULL;
     }
-    if (node >= tape->core.n_nodes) {
-        return PyErr_Format(PyExc_IndexError, "note_drawn: there is no node %lu", node);
-    }
-    tape->core.nodes[node].is_drawn = true;
+    tape->core.nodes[id].is_drawn = true;
     return Py_NewRef(Py_None);
 }
 

@@ -60,7 +60,7 @@ kl_failure_failed(PyObject *Py_UNUSED(module), PyObject *error)
     PyErr_SetObject((PyObject *)Py_TYPE(error), error);
     kl_failure_set(tape, id);
     PyErr_Clear();
-    kl_tape_abandon_from(&tape->core, id);
+    kl_tape_abandon(&tape->core, id); /* in eager the error comes before them */
     (void)kl_tape_end(tape, true);
     return Py_NewRef(Py_True);
 }

@@ -308,41 +308,39 @@ look(PyObject *self, Answer *answer)
     return true;
 }
 
+/* The attribute of the real tensor; NULL without an exception if `answer` has a meta instead. */
+static PyObject *
+attribute_of(PyObject *self, const char *name, Answer *answer)
+{
+    bool is_real = look(self, answer) && answer->real != NULL;
+    return is_real ? PyObject_GetAttrString(answer->real, name) : NULL;
+}
+
 static PyObject *
 get_shape(PyObject *self, void *Py_UNUSED(closure))
 {
     Answer answer;
-    if (!look(self, &answer)) {
-        return NULL;
-    }
-    if (answer.real != NULL) {
-        return PyObject_GetAttrString(answer.real, "shape");
-    }
-    if (answer.value->size == NULL) {
+    PyObject *real = attribute_of(self, "shape", &answer);
+    if (answer.meta != NULL && answer.value->size == NULL) {
         answer.value->size = kl_meta_size(answer.meta);
     }
-    return Py_XNewRef(answer.value->size);
+    return answer.meta == NULL ? real : Py_XNewRef(answer.value->size);
 }
 
 static PyObject *
 get_dtype(PyObject *self, void *Py_UNUSED(closure))
 {
     Answer answer;
-    if (!look(self, &answer)) {
-        return NULL;
-    }
-    return answer.real != NULL ? PyObject_GetAttrString(answer.real, "dtype")
-                               : Py_NewRef(kl_py.dtypes[answer.meta->dtype]);
+    PyObject *real = attribute_of(self, "dtype", &answer);
+    return answer.meta == NULL ? real : Py_NewRef(kl_py.dtypes[answer.meta->dtype]);
 }
 
 static PyObject *
 get_device(PyObject *self, void *Py_UNUSED(closure))
 {
     Answer answer;
-    if (!look(self, &answer)) {
-        return NULL;
-    }
-    return answer.real != NULL ? PyObject_GetAttrString(answer.real, "device")
+    PyObject *real = attribute_of(self, "device", &answer);
+    return answer.meta == NULL ? real
                                : Py_NewRef(PyList_GET_ITEM(kl_py.devices, answer.meta->device));
 }
 
@@ -350,22 +348,17 @@ static PyObject *
 get_ndim(PyObject *self, void *Py_UNUSED(closure))
 {
     Answer answer;
-    if (!look(self, &answer)) {
-        return NULL;
-    }
-    return answer.real != NULL ? PyObject_GetAttrString(answer.real, "ndim")
-                               : PyLong_FromLong(answer.meta->n_dims);
+    PyObject *real = attribute_of(self, "ndim", &answer);
+    return answer.meta == NULL ? real : PyLong_FromLong(answer.meta->n_dims);
 }
 
 static PyObject *
 get_requires_grad(PyObject *self, void *closure)
 {
     Answer answer;
-    if (!look(self, &answer)) {
-        return NULL;
-    }
-    if (answer.real != NULL) {
-        return PyObject_GetAttrString(answer.real, "requires_grad");
+    PyObject *real = attribute_of(self, "requires_grad", &answer);
+    if (answer.meta == NULL) {
+        return real;
     }
     /* A write to another view of the same memory may have given it a gradient. */
     KlValueId current = answer.value->id;

@@ -234,7 +234,6 @@ note_ran(unsigned long long n_calls, long long n_bytes)
     return result;
 }
 
-/* In eager, the draws of the program came before whatever is drawn next. The exception of the run stays set. */
 void
 kl_live_draw_waiting(void)
 {
@@ -242,6 +241,13 @@ kl_live_draw_waiting(void)
     PyErr_Fetch(&type, &value, &traceback);
     (void)kl_py_done(PyObject_CallNoArgs(kl_py.move_on));
     PyErr_Restore(type, value, traceback); /* replaces an exception of move_on */
+}
+
+void
+kl_live_abandon(Tape *tape)
+{
+    kl_live_draw_waiting();
+    kl_tape_abandon(&tape->core, 0);
 }
 
 static bool
@@ -274,8 +280,6 @@ release_what_ran(Tape *tape)
         if (value->n_pending > 0 || (storage->is_awaited && storage->base == i)) {
             kl_tape_cut(&tape->core, (KlValueId)i);
             kl_tape_refresh_leaf(tape, (KlValueId)i);
-        } else {
-            Py_CLEAR(tape->values[i].real);
         }
     }
     PyErr_Restore(type, error, traceback);
@@ -426,8 +430,7 @@ run_tape(Tape *tape, bool is_own)
             result = leave_gap(&last, first) < 0 ? -1 : note_run(tape, first);
         }
         if (result < 0) {
-            kl_live_draw_waiting();
-            kl_tape_abandon(&tape->core, true);
+            kl_live_abandon(tape);
         }
         if (tape->core.n_done < tape->core.n_nodes) {
             release_what_ran(tape);

@@ -757,15 +757,12 @@ view_object(const Tape *tape, KlValueId value)
 /* value(id) -> (dtype, shape, requires_grad, place, rows of its axis, real, number, storage, value of the
  * whole storage, view, device, strides or None, whether other memory may be the same) */
 PyObject *
-kl_program_value(PyObject *Py_UNUSED(module), PyObject *args)
+kl_program_value(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    unsigned int id = 0;
-    Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O&:value", kl_py_id, &id)) {
+    KlValueId id = KL_ID_NONE;
+    const Tape *tape = kl_py_find(object, false, &id);
+    if (tape == NULL) {
         return NULL;
-    }
-    if (id >= tape->core.n_values) {
-        return PyErr_Format(PyExc_IndexError, "value: there is no value %u", id);
     }
     const KlValue *value = &tape->core.values[id];
     const KlPyValue *entry = &tape->values[id];
@@ -790,15 +787,12 @@ kl_program_value(PyObject *Py_UNUSED(module), PyObject *args)
  * (inputs saved for backward, outputs saved, further bytes saved, do those grow with the rows,
  *  bytes saved that do not, bytes of workspace, and while its backward runs)) */
 PyObject *
-kl_program_node(PyObject *Py_UNUSED(module), PyObject *args)
+kl_program_node(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    unsigned int id = 0;
-    Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O&:node", kl_py_id, &id)) {
+    KlNodeId id = KL_ID_NONE;
+    Tape *tape = kl_py_find(object, true, &id);
+    if (tape == NULL) {
         return NULL;
-    }
-    if (id >= tape->core.n_nodes) {
-        return PyErr_Format(PyExc_IndexError, "node: there is no node %u", id);
     }
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);

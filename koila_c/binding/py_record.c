@@ -42,6 +42,31 @@ is_lost(const Value *value)
     return core != NULL ? core->storages[core->values[value->id].storage].is_lost : value->is_lost;
 }
 
+/* Whether a call on another tape than `tape` makes a value. A leaf that no call there writes is real: any tape can
+ * enter it. */
+static bool
+is_made_on_other(const Value *value, const Tape *tape)
+{
+    const KlTape *core = value->tape != NULL && value->tape != tape ? &value->tape->core : NULL;
+    return core != NULL &&
+           (core->values[value->id].node != KL_ID_NONE || kl_tape_is_stale(core, value->id));
+}
+
+static int
+take_up_one(PyObject *lazy, void *Py_UNUSED(context))
+{
+    const Value *value = kl_lazy_checked(lazy);
+    bool is_made = value != NULL && is_made_on_other(value, kl_tape_open_or_null());
+    return value == NULL || (is_made && kl_tape_take_up(value->tape) < 0) ? -1 : 0;
+}
+
+/* A call reads a value that was abandoned: go on with its program, unless the thread is in another one. 0 or -1. */
+static int
+take_up(PyObject *args, PyObject *kwargs)
+{
+    return kl_py.n_aside > 0 ? kl_call_visit_both(args, kwargs, take_up_one, NULL) : 0;
+}
+
 static int
 inspect_lazy(PyObject *lazy, void *context)
 {
@@ -50,10 +75,7 @@ inspect_lazy(PyObject *lazy, void *context)
     if (value == NULL) {
         return -1;
     }
-    if (value->tape != NULL && value->tape != found->tape &&
-        value->tape->core.values[value->id].node != KL_ID_NONE) {
-        found->is_any_foreign = true; /* another thread's leaf is real: this tape can enter it */
-    }
+    found->is_any_foreign = found->is_any_foreign || is_made_on_other(value, found->tape);
     if (!is_settled(value)) {
         found->is_any_lazy = true;
     } else if (kl_place_is_rows(&value->place)) {
@@ -738,7 +760,7 @@ call_for_tensors(const Function *function, PyObject *func, PyObject *args, PyObj
 PyObject *
 kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
 {
-    LazyArgs found = {.tape = kl_tape_open()};
+    LazyArgs found = {.tape = take_up(args, kwargs) < 0 ? NULL : kl_tape_open()};
     if (found.tape == NULL || inspect_arguments(args, kwargs, &found) < 0) {
         return NULL;
     }
@@ -811,6 +833,9 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
             return result;
         }
         Py_DECREF(result);
+    }
+    if (take_up(call_args, kwargs) < 0) {
+        return NULL;
     }
     Function *function = kl_function_find(func);
     bool is_asked = false; /* by a class that may have its own plan for a Python function */

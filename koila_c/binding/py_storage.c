@@ -95,12 +95,6 @@ find(Known *table, size_t n_max, const Storage *storage)
     return &table[i];
 }
 
-static bool
-is_known(const Storage *storage)
-{
-    return state.n_known_max > 0 && find(state.known, state.n_known_max, storage)->storage != NULL;
-}
-
 /* Release the weak reference to a storage. An exception stays set. */
 static void
 free_weak(const Storage *storage)
@@ -178,7 +172,9 @@ take_weak(const Storage *storage)
 static int
 keep(const Storage *storage)
 {
-    if (bytes_of(storage) == 0 || is_known(storage)) {
+    bool is_any = state.n_known_max > 0;
+    bool is_known = is_any && find(state.known, state.n_known_max, storage)->storage != NULL;
+    if (bytes_of(storage) == 0 || is_known) {
         return 0;
     }
     int taken = take_weak(storage);

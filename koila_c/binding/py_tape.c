@@ -163,7 +163,8 @@ kl_tape_find(const Tape *tape, PyObject *tensor)
         return KL_ID_NONE;
     }
     const KlExternal *external = find_external(tape, tensor);
-    return external->tensor != NULL ? external->value : KL_ID_NONE;
+    bool is_found = external->tensor != NULL && tape->values[external->value].real == tensor;
+    return is_found ? external->value : KL_ID_NONE; /* else that tensor died: this is a new one */
 }
 
 /* Add an axis for batch `key`, which `tape` does not have yet. 0 or -1. */
@@ -234,6 +235,17 @@ kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
     return 0;
 }
 
+/* Dropping a tensor can run user code that moves the entry, so the entry is emptied first. */
+static void
+clear_value(KlPyValue *entry)
+{
+    PyObject *dropped[] = {entry->real, entry->pointer, entry->result, entry->recorded};
+    entry->real = entry->pointer = entry->result = entry->recorded = NULL;
+    for (size_t i = 0; i < sizeof(dropped) / sizeof(*dropped); i++) {
+        Py_XDECREF(dropped[i]);
+    }
+}
+
 void
 kl_tape_forget(Tape *tape, KlValueId id)
 {
@@ -241,9 +253,8 @@ kl_tape_forget(Tape *tape, KlValueId id)
         return; /* the garbage collector cleared the tape before the Value */
     }
     kl_tape_hold(tape, id, NULL);
-    if (tape->core.values[id].node != KL_ID_NONE && kl_tape_is_dead(&tape->core, id)) {
-        Py_CLEAR(tape->values[id].real);
-        Py_CLEAR(tape->values[id].result);
+    if (kl_tape_is_dead(&tape->core, id)) {
+        clear_value(&tape->values[id]);
     }
 }
 
@@ -322,6 +333,8 @@ clear_tape(Tape *tape)
     PyObject *memo = tape->memo; /* it may hold hooks, and they the last LazyTensors */
     tape->memo = NULL;
     tape->is_kept = false;
+    kl_py.n_aside -= tape->is_aside ? 1 : 0;
+    tape->is_aside = false;
     tape->n_externals = 0;
     if (tape->externals != NULL) {
         memset(tape->externals, 0, tape->n_externals_max * sizeof(*tape->externals));
@@ -332,10 +345,7 @@ clear_tape(Tape *tape)
         clear_node(&arrays.nodes[i]);
     }
     for (size_t i = 0; i < n_values; i++) {
-        Py_CLEAR(arrays.values[i].real);
-        Py_CLEAR(arrays.values[i].pointer);
-        Py_CLEAR(arrays.values[i].result);
-        Py_CLEAR(arrays.values[i].recorded);
+        clear_value(&arrays.values[i]);
     }
     for (size_t i = 0; i < n_slots; i++) {
         Py_CLEAR(arrays.slots[i].object);
@@ -364,6 +374,11 @@ kl_tape_end(Tape *tape, bool is_abandoned_only)
     if (is_over) {
         kl_tape_close(tape);
     }
+    for (size_t i = 0; i < tape->core.n_values; i++) { /* the leaves of what ran */
+        if (kl_tape_is_dead(&tape->core, (KlValueId)i)) {
+            clear_value(&tape->values[i]);
+        }
+    }
     PyErr_Restore(type, value, traceback);
     return is_over;
 }
@@ -374,9 +389,26 @@ kl_tape_let_go(Tape *tape)
 {
     bool is_used = kl_tape_is_busy(tape) || tape->lock.depth > 0 || kl_record_region != 0;
     bool is_reached = tape->core.n_wanted > 0 || kl_tape_has_draw(&tape->core);
-    if (!is_used && !is_reached && (tape->is_cut_off || tape == kl_tape_open_or_null())) {
+    bool is_open = !is_used && tape == kl_tape_open_or_null();
+    if (!is_used && !is_reached && (tape->is_cut_off || tape->is_aside || is_open)) {
         (void)kl_tape_end(tape, false);
+    } else if (is_open && kl_tape_is_abandoned(&tape->core)) {
+        tape->is_aside = true;
+        kl_py.n_aside++;
+        (void)kl_tape_use(NULL); /* cannot fail: the thread has one */
     }
+}
+
+int
+kl_tape_take_up(Tape *tape)
+{
+    const Tape *own = kl_tape_open_or_null();
+    if (!tape->is_aside || (own != NULL && (own->core.n_nodes > 0 || own->lock.depth > 0))) {
+        return 0;
+    }
+    kl_py.n_aside--;
+    tape->is_aside = false;
+    return kl_tape_use(tape);
 }
 
 /* -- the type ------------------------------------------------------------------------------------ */
@@ -511,11 +543,17 @@ int
 kl_tape_use(Tape *tape)
 {
     PyObject *thread = PyThreadState_GetDict(), *key = (PyObject *)kl_py.tape_type;
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
     last.thread = 0;
     if (thread == NULL) {
         PyErr_SetString(PyExc_SystemError, "koila: there is no thread to use a tape");
         return -1;
     }
-    return tape != NULL ? PyDict_SetItem(thread, key, (PyObject *)tape)
-                        : PyDict_DelItem(thread, key);
+    PyErr_Fetch(&type, &value, &traceback);
+    int result =
+        tape != NULL ? PyDict_SetItem(thread, key, (PyObject *)tape) : PyDict_DelItem(thread, key);
+    if (type != NULL) {
+        PyErr_Restore(type, value, traceback);
+    }
+    return result;
 }

@@ -166,13 +166,14 @@ kl_turn_begin(KlTurn *turn, Tape *tape)
     turn->was_running = tape->is_running;
     turn->was_in_function = kl_record_is_in_function;
     kl_record_is_in_function = false;
+    int taken = kl_tape_take_up(tape);
     Tape *own = kl_tape_open_or_null();
-    if (own == tape) {
+    if (taken == 0 && own == tape) {
         return 0;
     }
     turn->is_visit = true;
     turn->own = (Tape *)Py_XNewRef((PyObject *)own);
-    if (kl_tape_use(tape) < 0) {
+    if (taken < 0 || kl_tape_use(tape) < 0) {
         turn->is_visit = false;
         kl_turn_end(turn);
         return -1;
@@ -184,10 +185,10 @@ void
 kl_turn_end(KlTurn *turn)
 {
     if (turn->is_visit) {
-        PyObject *type = NULL, *value = NULL, *traceback = NULL;
-        PyErr_Fetch(&type, &value, &traceback);
+        if (turn->tape->is_aside) {
+            kl_tape_abandon(&turn->tape->core, 0); /* the thread goes on with its own program */
+        }
         (void)kl_tape_use(turn->own); /* cannot fail: the key is in the dict */
-        PyErr_Restore(type, value, traceback);
     }
     turn->tape->is_running =
         turn->was_running; /* an interrupt may have come before Python's `finally` */
@@ -208,8 +209,7 @@ stop(Tape *tape)
 {
     bool is_interrupt = PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception);
     if (is_interrupt) {
-        kl_live_draw_waiting();
-        kl_tape_abandon(&tape->core, true);
+        kl_live_abandon(tape);
     }
     if (is_interrupt && !tape->is_running) {
         (void)kl_tape_end(tape, true);

@@ -7,12 +7,6 @@
 /* If there are enough rows, chunks have a multiple of 8 rows (koila/planning/planner.py). */
 enum { UNIT = 8 };
 
-static bool
-is_shorter(const KlMeasured *measured, const KlMoment *moment)
-{
-    return moment->rows > 0 && moment->rows < measured->rows;
-}
-
 static int64_t
 parts(int64_t n, int64_t size)
 {
@@ -24,7 +18,7 @@ parts(int64_t n, int64_t size)
 static int64_t
 rows_at(const KlMeasured *measured, const KlMoment *moment, int64_t rows)
 {
-    if (!is_shorter(measured, moment)) {
+    if (moment->rows <= 0 || moment->rows >= measured->rows) {
         return rows;
     }
     int64_t own = moment->rows, n_chunks = parts(measured->rows, rows > 1 ? rows : 1);

@@ -23,9 +23,8 @@ KlStatus kl_rules_bool(const KlCall *call, uint32_t arg, bool fallback, bool *va
 /* Get a float or an int. */
 KlStatus kl_rules_float(const KlCall *call, uint32_t arg, double fallback, double *value);
 KlStatus kl_rules_text(const KlCall *call, uint32_t arg, const char *fallback, const char **value);
-/* Get a tuple of ints, or one int; n is 0 if it is absent or None. `value` must outlive `*ints`. */
-KlStatus kl_rules_ints(const KlCall *call, uint32_t arg, int64_t *value, const int64_t **ints,
-                       uint32_t *n);
+/* Get a tuple of ints, or one int; n is 0 if it is absent or None. */
+KlStatus kl_rules_ints(const KlCall *call, uint32_t arg, const int64_t **ints, uint32_t *n);
 
 /* Get a dim of a value with `n_dims` dims, wrapped to 0 .. n_dims - 1; a 0-dim value counts as one of one dim. */
 KlStatus kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims,

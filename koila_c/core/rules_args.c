@@ -70,25 +70,15 @@ kl_rules_text(const KlCall *call, uint32_t arg, const char *fallback, const char
 }
 
 KlStatus
-kl_rules_ints(const KlCall *call, uint32_t arg, int64_t *value, const int64_t **ints, uint32_t *n)
+kl_rules_ints(const KlCall *call, uint32_t arg, const int64_t **ints, uint32_t *n)
 {
-    *ints = value;
-    *n = 0;
-    if (!kl_rules_is_given(call, arg)) {
-        return KL_OK;
-    }
-    const KlArg *given = &call->args[arg];
-    if (given->kind == KL_ARG_INT) {
-        *value = given->u.i;
-        *n = 1;
-        return KL_OK;
-    }
-    if (given->kind != KL_ARG_INTS) {
-        return KL_DECLINED;
-    }
-    *ints = given->u.ints;
-    *n = given->n;
-    return KL_OK;
+    static const int64_t absent = 0;
+    const KlArg *given = kl_rules_is_given(call, arg) ? &call->args[arg] : NULL;
+    bool is_one = given != NULL && given->kind == KL_ARG_INT;
+    bool is_tuple = given != NULL && given->kind == KL_ARG_INTS;
+    *ints = is_one ? &given->u.i : is_tuple ? given->u.ints : &absent;
+    *n = is_one ? 1 : is_tuple ? given->n : 0;
+    return given == NULL || is_one || is_tuple ? KL_OK : KL_DECLINED;
 }
 
 KlStatus
@@ -124,10 +114,9 @@ kl_rules_legal_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n
 KlStatus
 kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims, uint32_t *dims, KlError *error)
 {
-    int64_t value = 0;
     const int64_t *ints = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, arg, &value, &ints, &n);
+    KlStatus status = kl_rules_ints(call, arg, &ints, &n);
     if (status != KL_OK) {
         return status;
     }

@@ -10,10 +10,9 @@ KlStatus
 kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fallback,
                  int64_t *values)
 {
-    int64_t value = 0;
     const int64_t *ints = NULL;
     uint32_t n_given = 0;
-    KlStatus status = kl_rules_ints(call, arg, &value, &ints, &n_given);
+    KlStatus status = kl_rules_ints(call, arg, &ints, &n_given);
     if (status != KL_OK) {
         return status;
     }

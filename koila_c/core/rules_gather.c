@@ -6,23 +6,16 @@
 
 static const char index_couples[] = "an index reaches across the samples";
 
-/* Get the dim in args[1]. */
+/* Get the dim in args[1] and the index in args[2]. Decline a value without dims. */
 static KlStatus
-get_dim(const KlCall *call, int32_t *dim, KlError *error)
+get_index(const KlCall *call, int32_t *dim, const KlMeta **index, KlError *error)
 {
-    if (!kl_rules_is_given(call, 1)) {
+    *index = kl_rules_input(call, 2);
+    if (!kl_rules_is_given(call, 1) || *index == NULL || call->inputs[0]->n_dims == 0 ||
+        ((*index)->dtype != KL_DTYPE_INT64 && (*index)->dtype != KL_DTYPE_INT32)) {
         return KL_DECLINED;
     }
     return kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims, dim, error);
-}
-
-static const KlMeta *
-index_of(const KlCall *call, uint32_t arg)
-{
-    const KlMeta *index = kl_rules_input(call, arg);
-    bool is_index =
-        index != NULL && (index->dtype == KL_DTYPE_INT64 || index->dtype == KL_DTYPE_INT32);
-    return is_index ? index : NULL;
 }
 
 /* Whether `small` is not larger than `large` in any dim except `free_dim` (-1: in any dim). */
@@ -43,11 +36,11 @@ fits(const KlMeta *small, const KlMeta *large, int32_t free_dim)
 KlStatus
 shape_gather(const KlCall *call, KlInferred *result, KlError *error)
 {
-    const KlMeta *index = index_of(call, 2);
+    const KlMeta *index = NULL;
     int32_t dim = 0;
-    KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK || index == NULL || index->n_dims == 0 || kl_meta_n_elements(index) == 0 ||
-        call->inputs[0]->n_dims == 0 || kl_rules_is_given(call, 3)) {
+    KlStatus status = get_index(call, &dim, &index, error);
+    if (status != KL_OK || index->n_dims == 0 || kl_meta_n_elements(index) == 0 ||
+        kl_rules_is_given(call, 3)) {
         return status == KL_OK ? KL_DECLINED : status;
     }
     if (!fits(index, call->inputs[0], dim)) {
@@ -94,13 +87,10 @@ place_gather(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 shape_scatter(const KlCall *call, KlInferred *result, KlError *error)
 {
-    const KlMeta *input = call->inputs[0];
-    const KlMeta *index = index_of(call, 2);
-    const KlMeta *source = kl_rules_input(call, 3);
+    const KlMeta *input = call->inputs[0], *index = NULL, *source = kl_rules_input(call, 3);
     int32_t dim = 0;
-    KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK || index == NULL || input->n_dims == 0 || index->n_dims == 0 ||
-        kl_meta_n_elements(index) == 0) {
+    KlStatus status = get_index(call, &dim, &index, error);
+    if (status != KL_OK || index->n_dims == 0 || kl_meta_n_elements(index) == 0) {
         return status == KL_OK ? KL_DECLINED : status;
     }
     if (source == NULL ? !kl_rules_is_number(&call->args[3]) : source->dtype != input->dtype) {
@@ -116,19 +106,15 @@ shape_scatter(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 shape_index_select(const KlCall *call, KlInferred *result, KlError *error)
 {
-    const KlMeta *input = call->inputs[0];
-    const KlMeta *index = index_of(call, 2);
+    const KlMeta *input = call->inputs[0], *index = NULL;
     int32_t dim = 0;
-    KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK || index == NULL || input->n_dims == 0 || index->n_dims > 1) {
+    KlStatus status = get_index(call, &dim, &index, error);
+    if (status != KL_OK || index->n_dims > 1) {
         return status == KL_OK ? KL_DECLINED : status;
     }
-    status = kl_rules_out(result, input, error);
-    if (status == KL_OK) {
-        result->outs[0].shape[dim] = kl_meta_n_elements(index);
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
+    KlMeta out = *input;
+    out.shape[dim] = kl_meta_n_elements(index);
+    return kl_rules_out_contiguous(result, &out, error);
 }
 
 KlStatus
@@ -208,13 +194,11 @@ saves_select_masked(const KlCall *call, const KlInferred *result, KlSaves *saves
 KlStatus
 shape_index_add(const KlCall *call, KlInferred *result, KlError *error)
 {
-    const KlMeta *input = call->inputs[0];
-    const KlMeta *index = index_of(call, 2);
-    const KlMeta *source = kl_rules_input(call, 3);
+    const KlMeta *input = call->inputs[0], *index = NULL, *source = kl_rules_input(call, 3);
     int32_t dim = 0;
-    KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK || index == NULL || source == NULL || input->n_dims == 0 ||
-        index->n_dims > 1 || source->dtype != input->dtype || source->n_dims != input->n_dims) {
+    KlStatus status = get_index(call, &dim, &index, error);
+    if (status != KL_OK || source == NULL || index->n_dims > 1 || source->dtype != input->dtype ||
+        source->n_dims != input->n_dims) {
         return status == KL_OK ? KL_DECLINED : status;
     }
     for (int32_t i = 0; i < input->n_dims; i++) {
@@ -246,13 +230,10 @@ place_index_add(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error
 KlStatus
 shape_index_fill(const KlCall *call, KlInferred *result, KlError *error)
 {
-    const KlMeta *input = call->inputs[0];
-    const KlMeta *index = index_of(call, 2);
-    const KlMeta *value = kl_rules_input(call, 3);
+    const KlMeta *input = call->inputs[0], *index = NULL, *value = kl_rules_input(call, 3);
     int32_t dim = 0;
-    KlStatus status = get_dim(call, &dim, error);
-    if (status != KL_OK || index == NULL || input->n_dims == 0 || index->n_dims > 1 ||
-        (value != NULL && value->n_dims > 0) ||
+    KlStatus status = get_index(call, &dim, &index, error);
+    if (status != KL_OK || index->n_dims > 1 || (value != NULL && value->n_dims > 0) ||
         (value == NULL && !kl_rules_is_number(&call->args[3]))) {
         return status == KL_OK ? KL_DECLINED : status;
     }
@@ -292,10 +273,9 @@ shape_take_along_dim(const KlCall *call, KlInferred *result, KlError *error)
         value.shape[dim] = index->shape[dim];
         status = kl_rules_broadcast(&value, index, error);
     }
-    status = status == KL_OK ? kl_rules_out(result, &value, error) : status;
+    status = status == KL_OK ? kl_rules_out_contiguous(result, &value, error) : status;
     if (status == KL_OK) {
         result->dim_map[dim] = -1;
-        kl_meta_set_contiguous(&result->outs[0]);
     }
     return status;
 }

@@ -292,10 +292,9 @@ dtype_like_real(const KlCall *call, KlInferred *result, KlError *error)
 static KlStatus
 new_value(const KlCall *call, KlInferred *result, uint32_t first, KlError *error)
 {
-    int64_t value = 0;
     const int64_t *sizes = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, 1, &value, &sizes, &n);
+    KlStatus status = kl_rules_ints(call, 1, &sizes, &n);
     status = status == KL_OK ? read_options(call, result, first) : status;
     for (uint32_t i = 0; status == KL_OK && i < n; i++) {
         if (sizes[i] < 0) {

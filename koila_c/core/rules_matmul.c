@@ -56,8 +56,7 @@ static KlStatus
 shape_pair(const KlCall *call, uint32_t arg, int32_t n_left, int32_t n_right, KlInferred *result,
            KlError *error)
 {
-    const KlMeta *left = NULL;
-    const KlMeta *right = NULL;
+    const KlMeta *left = NULL, *right = NULL;
     KlStatus status = get_pair(call, arg, &left, &right);
     status = status == KL_OK ? expect_dims(left, n_left, error) : status;
     status = status == KL_OK ? expect_dims(right, n_right, error) : status;
@@ -167,8 +166,7 @@ shape_addbmm(const KlCall *call, KlInferred *result, KlError *error)
 static KlStatus
 shape_pairs(const KlCall *call, uint32_t arg, KlInferred *result, KlError *error)
 {
-    const KlMeta *left = NULL;
-    const KlMeta *right = NULL;
+    const KlMeta *left = NULL, *right = NULL;
     KlStatus status = get_pair(call, arg, &left, &right);
     status = status == KL_OK ? expect_dims(left, 1, error) : status;
     status = status == KL_OK ? expect_dims(right, 1, error) : status;
@@ -207,8 +205,7 @@ shape_addr(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 shape_linear(const KlCall *call, KlInferred *result, KlError *error)
 {
-    const KlMeta *input = NULL;
-    const KlMeta *weight = NULL;
+    const KlMeta *input = NULL, *weight = NULL;
     const KlMeta *bias = kl_rules_input(call, 2);
     KlStatus status = get_pair(call, 0, &input, &weight);
     if (status != KL_OK || weight->n_dims != 2 || input->n_dims == 0 ||
@@ -219,19 +216,15 @@ shape_linear(const KlCall *call, KlInferred *result, KlError *error)
     if (status == KL_OK && bias != NULL && bias->shape[0] != 1) {
         status = expect_size(bias->shape[0], weight->shape[0], error);
     }
-    status = status == KL_OK ? kl_rules_out(result, input, error) : status;
-    if (status == KL_OK) {
-        result->outs[0].shape[input->n_dims - 1] = weight->shape[0];
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
+    KlMeta out = *input;
+    out.shape[input->n_dims - 1] = weight->shape[0];
+    return status == KL_OK ? kl_rules_out_contiguous(result, &out, error) : status;
 }
 
 KlStatus
 shape_bilinear(const KlCall *call, KlInferred *result, KlError *error)
 {
-    const KlMeta *left = NULL;
-    const KlMeta *right = NULL;
+    const KlMeta *left = NULL, *right = NULL;
     const KlMeta *weight = kl_rules_input(call, 2);
     KlStatus status = get_pair(call, 0, &left, &right);
     const KlMeta *bias = kl_rules_input(call, 3);

@@ -44,10 +44,9 @@ shape_permute(const KlCall *call, KlInferred *result, KlError *error)
     const KlMeta *input = call->inputs[0];
     int32_t order[KL_DIMS_MAX] = {0};
     uint32_t used = 0;
-    int64_t value = 0;
     const int64_t *dims = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, 1, &value, &dims, &n);
+    KlStatus status = kl_rules_ints(call, 1, &dims, &n);
     if (status == KL_OK && (int32_t)n != input->n_dims) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "%u dims given for a value of %d", n,
                             (int)input->n_dims);
@@ -101,13 +100,11 @@ shape_movedim(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
     int32_t order[KL_DIMS_MAX];
-    int64_t from_one = 0, to_one = 0;
-    const int64_t *from = NULL;
-    const int64_t *to = NULL;
+    const int64_t *from = NULL, *to = NULL;
     uint32_t n = 0, n_to = 0;
     uint32_t used = 0;
-    KlStatus status = kl_rules_ints(call, 1, &from_one, &from, &n);
-    status = status == KL_OK ? kl_rules_ints(call, 2, &to_one, &to, &n_to) : status;
+    KlStatus status = kl_rules_ints(call, 1, &from, &n);
+    status = status == KL_OK ? kl_rules_ints(call, 2, &to, &n_to) : status;
     if (status == KL_OK && (n != n_to || input->n_dims == 0)) {
         return KL_DECLINED;
     }
@@ -230,10 +227,9 @@ KlStatus
 shape_expand(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
-    int64_t value = 0;
     const int64_t *sizes = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, 1, &value, &sizes, &n);
+    KlStatus status = kl_rules_ints(call, 1, &sizes, &n);
     if (status != KL_OK || n > KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
         return KL_DECLINED;
     }

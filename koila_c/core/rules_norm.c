@@ -51,11 +51,10 @@ is_vector(const KlCall *call, uint32_t arg, int64_t n)
 static KlStatus
 read_normalized(const KlCall *call, uint32_t n_weights, int32_t *n, KlError *error)
 {
-    int64_t value = 0;
     const int64_t *ints = NULL;
     uint32_t n_given = 0;
     const KlMeta *input = kl_rules_input(call, 0);
-    KlStatus status = kl_rules_ints(call, 1, &value, &ints, &n_given);
+    KlStatus status = kl_rules_ints(call, 1, &ints, &n_given);
     if (status != KL_OK || call->args[1].kind != KL_ARG_INTS || input == NULL || n_given == 0 ||
         n_given > (uint32_t)input->n_dims || kl_meta_n_elements(input) == 0) {
         return KL_DECLINED;

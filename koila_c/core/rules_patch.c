@@ -156,10 +156,9 @@ KlStatus
 shape_affine_grid(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *theta = kl_rules_input(call, 0);
-    int64_t value = 0;
     const int64_t *size = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, 1, &value, &size, &n);
+    KlStatus status = kl_rules_ints(call, 1, &size, &n);
     if (status != KL_OK || theta == NULL || (n != 4 && n != 5)) {
         return KL_DECLINED;
     }

@@ -37,10 +37,9 @@ repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_
 static KlStatus
 shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result, KlError *error)
 {
-    int64_t value = 0;
     const int64_t *repeats = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, 1, &value, &repeats, &n);
+    KlStatus status = kl_rules_ints(call, 1, &repeats, &n);
     if (status != KL_OK || n > KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
         return KL_DECLINED;
     }
@@ -142,10 +141,9 @@ static KlStatus
 move_within(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
-    int64_t value = 0;
     const int64_t *dims = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, arg, &value, &dims, &n);
+    KlStatus status = kl_rules_ints(call, arg, &dims, &n);
     status = status == KL_OK ? kl_rules_out(result, input, error) : status;
     if (status == KL_OK && n > 0 && input->n_dims == 0) {
         return KL_DECLINED;
@@ -178,11 +176,10 @@ shape_flip(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 shape_roll(const KlCall *call, KlInferred *result, KlError *error)
 {
-    int64_t shift = 0, dim = 0;
     const int64_t *ints = NULL;
     uint32_t n_shifts = 0, n_dims = 0;
-    KlStatus status = kl_rules_ints(call, 1, &shift, &ints, &n_shifts);
-    status = status == KL_OK ? kl_rules_ints(call, 2, &dim, &ints, &n_dims) : status;
+    KlStatus status = kl_rules_ints(call, 1, &ints, &n_shifts);
+    status = status == KL_OK ? kl_rules_ints(call, 2, &ints, &n_dims) : status;
     if (status == KL_OK &&
         (n_shifts == 0 || (n_dims != 0 && n_dims != n_shifts) || (n_dims == 0 && n_shifts > 1))) {
         return KL_DECLINED;
@@ -209,9 +206,8 @@ shape_tril(const KlCall *call, KlInferred *result, KlError *error)
                             (int)input->n_dims);
     }
     KlStatus status = kl_rules_int(call, 1, 0, &diagonal);
-    status = status == KL_OK ? kl_rules_out(result, input, error) : status;
+    status = status == KL_OK ? kl_rules_out_contiguous(result, input, error) : status;
     if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
         result->dim_map[input->n_dims - 1] = -1;
         result->dim_map[input->n_dims - 2] = -1;
     }

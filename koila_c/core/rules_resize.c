@@ -95,10 +95,9 @@ read_mode(const KlCall *call, PadMode *mode)
 static KlStatus
 read_pads(const KlCall *call, const KlMeta *input, int64_t (*pads)[2])
 {
-    int64_t value = 0;
     const int64_t *ints = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, 1, &value, &ints, &n);
+    KlStatus status = kl_rules_ints(call, 1, &ints, &n);
     if (status != KL_OK || n % 2 != 0 || n / 2 > (uint32_t)input->n_dims) {
         return KL_DECLINED;
     }

@@ -64,13 +64,12 @@ settle_view(const KlCall *call, KlInferred *result, bool can_copy, KlError *erro
 static KlStatus
 shape_by_sizes(const KlCall *call, KlInferred *result, bool can_copy, KlError *error)
 {
-    int64_t value = 0;
     const int64_t *sizes = NULL;
     uint32_t n = 0;
     if (!kl_rules_is_given(call, 1)) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_ints(call, 1, &value, &sizes, &n);
+    KlStatus status = kl_rules_ints(call, 1, &sizes, &n);
     status = status == KL_OK ? kl_infer_reserve_outs(result, 1, error) : status;
     if (status == KL_OK) {
         int64_t n_elements = kl_meta_n_elements(call->inputs[0]);
@@ -176,13 +175,12 @@ KlStatus
 shape_unflatten(const KlCall *call, KlInferred *result, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
-    int64_t value = 0;
     const int64_t *sizes = NULL;
     uint32_t n = 0;
     int32_t at = 0;
     KlMeta middle = {.n_dims = 0};
     KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &at, error);
-    status = status == KL_OK ? kl_rules_ints(call, 2, &value, &sizes, &n) : status;
+    status = status == KL_OK ? kl_rules_ints(call, 2, &sizes, &n) : status;
     if (status == KL_OK &&
         (n == 0 || input->n_dims == 0 || input->n_dims - 1 + (int64_t)n > KL_DIMS_MAX)) {
         return KL_DECLINED;

@@ -199,12 +199,6 @@ is_input_saved(const KlSweep *sweep, const KlSweepNode *node, uint32_t k)
            inputs_of(sweep, node)[k] != KL_ID_NONE;
 }
 
-static bool
-is_output_saved(const KlSweepNode *node, uint32_t k)
-{
-    return k < 64 && (node->saved_outputs >> k & 1) != 0;
-}
-
 /* Set `*further` to the bytes that a node saves besides values of the tape, and return its workspace. */
 static KlBytes
 find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
@@ -339,7 +333,8 @@ find_lifetimes(KlSweep *sweep, uint32_t first, uint32_t end)
                 (storage->made_at == at && storage->region != sweep->region)) {
                 *storage = new_storage(sweep, at);
             }
-            note_read(sweep, out, at, is_saving && is_output_saved(node, k));
+            bool is_saved = is_saving && k < 64 && (node->saved_outputs >> k & 1) != 0;
+            note_read(sweep, out, at, is_saved);
             storage->is_held |= sweep->span.is_live ? is_back && kl_tape_is_begun(sweep->tape, out)
                                                     : node->is_writing && k == 0;
             state_of(sweep, out)->is_inside = true;

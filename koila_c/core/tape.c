@@ -548,7 +548,9 @@ kl_tape_ask(KlTape *tape, KlValueId value)
 {
     KlNodeId id = value < tape->n_values ? tape->values[value].node : KL_ID_NONE;
     if (id != KL_ID_NONE && tape->nodes[id].is_abandoned) {
-        kl_tape_abandon(tape, false);
+        for (size_t i = 0; i < tape->n_nodes; i++) {
+            tape->nodes[i].is_abandoned = false;
+        }
     }
 }
 
@@ -561,12 +563,14 @@ kl_tape_cut(KlTape *tape, KlValueId value)
     of->state = KL_STATE_LIVE;
 }
 
-void
-kl_tape_abandon(KlTape *tape, bool is_abandoned)
+bool
+kl_tape_is_abandoned(const KlTape *tape)
 {
-    for (size_t i = 0; i < tape->n_nodes; i++) {
-        tape->nodes[i].is_abandoned = is_abandoned && !tape->nodes[i].is_done;
+    bool result = tape->n_done < tape->n_nodes;
+    for (size_t i = tape->n_done; result && i < tape->n_nodes; i++) {
+        result = tape->nodes[i].is_done || tape->nodes[i].is_abandoned;
     }
+    return result;
 }
 
 void
@@ -584,7 +588,7 @@ kl_tape_find_awaited(KlTape *tape)
 }
 
 void
-kl_tape_abandon_from(KlTape *tape, KlNodeId first)
+kl_tape_abandon(KlTape *tape, KlNodeId first)
 {
     for (size_t i = first; i < tape->n_nodes; i++) {
         tape->nodes[i].is_abandoned = !tape->nodes[i].is_done;

@@ -209,14 +209,14 @@ void kl_tape_set_failed(KlTape *tape, KlNodeId node);
 /* Make `value`, which has its number, a leaf, so that its node need not run again for it. */
 void kl_tape_cut(KlTape *tape, KlValueId value);
 
-/* Set whether all pending nodes are abandoned: after a run raised, they wait until one of their values is asked for. */
-void kl_tape_abandon(KlTape *tape, bool is_abandoned);
+/* Whether there are pending nodes, and all of them are abandoned. */
+bool kl_tape_is_abandoned(const KlTape *tape);
 
 /* Mark the storages of which abandoned nodes make views: run later, a view would see the memory as it is then. */
 void kl_tape_find_awaited(KlTape *tape);
 
-/* Abandon the pending nodes from `first` on: in eager, the error would have come before these calls. */
-void kl_tape_abandon_from(KlTape *tape, KlNodeId first);
+/* Abandon the pending nodes from `first` on: after a run raised, they wait until one of their values is asked for. */
+void kl_tape_abandon(KlTape *tape, KlNodeId first);
 
 /* Make all abandoned nodes pending again, if one of them makes `value`, which is asked for. */
 void kl_tape_ask(KlTape *tape, KlValueId value);

@@ -67,7 +67,7 @@ def test_no_such_node_or_value() -> None:
         core.value(99)
     with pytest.raises(IndexError, match="no value 99"):
         core.deliver(99, batch(), False)
-    with pytest.raises(IndexError, match="no leaf 99"):
+    with pytest.raises(IndexError, match="no value 99"):
         core.refresh_leaf(99)
     assert lazy.tolist() == (batch() * 2).tolist()
 
