@@ -6,6 +6,7 @@ gradients in it."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -96,10 +97,9 @@ def read_between(lazy: Lazy, model: nn.Module, real: Tensor, fake: Tensor) -> Te
     return one + other if one.item() > 0 else other
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(64, 256), nn.LeakyReLU(0.2), nn.Linear(256, 256), nn.SiLU(), nn.Linear(256, 1)
-    )
+def mlp(width: int = 256) -> nn.Module:
+    hidden = nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Linear(width, width), nn.SiLU()
+    return nn.Sequential(*hidden, nn.Linear(width, 1))
 
 
 def convolutions() -> nn.Module:
@@ -116,6 +116,8 @@ def convolutions() -> nn.Module:
 
 
 MODELS = {"mlp": mlp, "convolutions": convolutions}
+#: Few rows gain nothing from chunks where gradients of large weights are shared with a plain half.
+NARROW = MODELS | {"mlp": partial(mlp, 32)}
 
 
 def batches(n_rows: int, dtype: torch.dtype) -> Batches:
@@ -147,7 +149,7 @@ def test_no_more_memory_than_eager(told: Story, make: Callable[[], nn.Module]) -
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, 12])
-@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("make", NARROW.values(), ids=NARROW)
 @pytest.mark.parametrize("told", STORIES.values(), ids=STORIES)
 def test_values_and_gradients(told: Story, make: Callable[[], nn.Module], chunks: int) -> None:
     """In one chunk bit for bit: sums of gradients are taken in eager's order."""

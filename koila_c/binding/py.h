@@ -250,15 +250,6 @@ kl_py_done(PyObject *result)
     return result != NULL ? 0 : -1;
 }
 
-/* Drop the answer of a call. Returns 1 if it is True, else 0; -1 if the call raised. */
-static inline int
-kl_py_truth(PyObject *answer)
-{
-    int result = answer != NULL ? answer == Py_True : -1;
-    Py_XDECREF(answer);
-    return result;
-}
-
 /* -- py_lazy.c: LazyTensor and Value ---------------------------------------------------------- */
 
 int kl_lazy_init(PyObject *module);

@@ -239,13 +239,6 @@ run_once(KlSplit *split, const char *reason)
     split->again = 0;
 }
 
-static bool
-is_named(const Recording *recording, uint32_t input)
-{
-    uint32_t arg = recording->bound.input_origins[input].arg;
-    return recording->bound.origins[arg].position >= PyTuple_GET_SIZE(recording->args);
-}
-
 /* If one value is given twice with different places, and once by name, a slot could not tell which place is meant
  * (only positional arguments come in the order of the signature): run the call once. */
 static void
@@ -254,10 +247,12 @@ refuse_two_roles(Recording *recording)
     KlSplit *split = &recording->tape->inferred.split;
     for (uint32_t i = 0; split->mode != KL_MODE_ONCE && i < recording->bound.n_inputs; i++) {
         for (uint32_t k = 0; k < i; k++) {
-            if (recording->inputs[i] == recording->inputs[k] &&
+            uint32_t arg = recording->bound.input_origins[k].arg;
+            bool is_named =
+                recording->bound.origins[arg].position >= PyTuple_GET_SIZE(recording->args);
+            if (recording->inputs[i] == recording->inputs[k] && is_named &&
                 recording->inputs[i] != KL_ID_NONE &&
-                !kl_place_is_equal(&split->places[i], &split->places[k]) &&
-                is_named(recording, k)) {
+                !kl_place_is_equal(&split->places[i], &split->places[k])) {
                 run_once(split, "one tensor is given twice, once by samples and once whole");
             }
         }

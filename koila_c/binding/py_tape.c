@@ -18,18 +18,13 @@ raise(const KlError *error)
 
 /* -- leaves, found by the identity of their tensor ---------------------------------------------------- */
 
-static size_t
-hash_pointer(const void *pointer, size_t n_max)
-{
-    return (size_t)(((uintptr_t)pointer >> 4) * UINT64_C(0x9E3779B97F4A7C15) >> 20) & (n_max - 1);
-}
-
 static KlExternal *
 find_external(const Tape *tape, PyObject *tensor)
 {
-    size_t i = hash_pointer(tensor, tape->n_externals_max);
+    size_t mask = tape->n_externals_max - 1;
+    size_t i = (size_t)(((uintptr_t)tensor >> 4) * UINT64_C(0x9E3779B97F4A7C15) >> 20) & mask;
     while (tape->externals[i].tensor != NULL && tape->externals[i].tensor != tensor) {
-        i = (i + 1) & (tape->n_externals_max - 1);
+        i = (i + 1) & mask;
     }
     return &tape->externals[i];
 }

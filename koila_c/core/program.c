@@ -155,13 +155,6 @@ is_read_beyond(const Build *build, KlValueId value, const KlRun *joint)
 
 /* -- what is looked up -------------------------------------------------------------------------------- */
 
-static bool
-is_reading(const Build *build, KlNodeId id)
-{
-    return build->program->stages.node_stage[id] != KL_STAGE_NONE &&
-           !build->tape->nodes[id].is_open;
-}
-
 /* Fill `readers` and `first_reader`: count the readers of each value, then store them at these offsets. */
 static void
 find_readers(Build *build)
@@ -171,7 +164,8 @@ find_readers(Build *build)
     for (int is_placing = 0; is_placing < 2; is_placing++) {
         for (size_t i = tape->n_nodes; i-- > 0;) {
             const KlNode *node = &tape->nodes[i];
-            for (uint32_t k = 0; k < node->n_inputs && is_reading(build, (KlNodeId)i); k++) {
+            bool is_staged = build->program->stages.node_stage[i] != KL_STAGE_NONE;
+            for (uint32_t k = 0; k < node->n_inputs && is_staged && !node->is_open; k++) {
                 KlValueId value = tape->inputs[node->first_input + k].value;
                 if (value == KL_ID_NONE) {
                     continue;

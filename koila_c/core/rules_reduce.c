@@ -27,12 +27,6 @@ reduce_dims(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept,
     return status;
 }
 
-static bool
-is_empty_tuple(const KlCall *call, uint32_t arg)
-{
-    return call->args[arg].kind == KL_ARG_INTS && call->args[arg].n == 0;
-}
-
 /* Reduce the dims in args[arg]; keepdim is in args[arg_kept]. */
 static KlStatus
 reduce_args(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t arg_kept, KlError *error)
@@ -54,7 +48,8 @@ shape_reduce(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 shape_reduce_given(const KlCall *call, KlInferred *result, KlError *error)
 {
-    return is_empty_tuple(call, 1) ? KL_DECLINED : reduce_args(call, result, 1, 2, error);
+    bool is_empty = call->args[1].kind == KL_ARG_INTS && call->args[1].n == 0;
+    return is_empty ? KL_DECLINED : reduce_args(call, result, 1, 2, error);
 }
 
 KlStatus

@@ -164,13 +164,6 @@ is_hooked(const KlTape *tape, const KlStages *stages, KlValueId value)
     return kl_tape_is_looked_at(tape, value) && stages->needs_gradient[value];
 }
 
-/* Return the first joint after stage `stage`. */
-static uint32_t
-next_joint(uint32_t stage)
-{
-    return kl_stage_is_body(stage) ? stage + 1 : stage + 2;
-}
-
 /* Return the stage of a node that runs once, `at` or later, so that side writes of a leaf (running statistics) happen in
  * call order. `aside`, [n_values], is the joint of the last such write of each leaf. */
 static uint32_t
@@ -215,7 +208,8 @@ place_node(const KlTape *tape, KlStages *stages, KlNodeId id, uint32_t *aside)
     for (uint32_t k = 0; k < node->n_outs; k++) {
         KlValueId out = node->first_out + k;
         if (!stages->is_leaf[out]) {
-            stages->value_stage[out] = is_hooked(tape, stages, out) ? next_joint(after) : after;
+            uint32_t joint = kl_stage_is_body(after) ? after + 1 : after + 2; /* the next one */
+            stages->value_stage[out] = is_hooked(tape, stages, out) ? joint : after;
             last = stages->value_stage[out] > last ? stages->value_stage[out] : last;
         }
     }

@@ -16,20 +16,13 @@ typedef struct Readers {
     bool crosses;  /* another stage reads it, before any call is moved */
 } Readers;
 
-/* Return the first stage in which a call reads its inputs. */
-static uint32_t
-stage_of(const KlStages *stages, KlNodeId id)
-{
-    uint32_t at = stages->node_stage[id], late = stages->late_stage[id];
-    return late != KL_STAGE_NONE && late < at ? late : at;
-}
-
 /* Note that a call reads its inputs, and in which stage. */
 static void
 note_reads(const KlTape *tape, const KlStages *stages, KlNodeId id, Readers *readers)
 {
     const KlNode *node = &tape->nodes[id];
-    uint32_t at = stage_of(stages, id);
+    uint32_t late = stages->late_stage[id], at = stages->node_stage[id];
+    at = late != KL_STAGE_NONE && late < at ? late : at; /* the first in which it reads inputs */
     KlAxisId axis = kl_tape_axis_find(tape, node->axis);
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         KlValueId value = kl_tape_inputs(tape, node)[k].value;

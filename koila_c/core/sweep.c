@@ -184,21 +184,6 @@ by_steps(const KlSweep *sweep, uint32_t at, KlUneven of)
     return by_rows(sweep, node, (int64_t)(uneven[of] * steps + uneven[of + 1] * turns));
 }
 
-/* Whether a node saves the values that `saved_inputs` and `saved_outputs` list: not if in chunks it saves others. */
-static bool
-saves_values(const KlSweep *sweep, const KlSweepNode *node)
-{
-    const KlParts *parts = parts_of(sweep, node);
-    return has_gradient(sweep, node) && (parts == NULL || parts->keeps == NULL);
-}
-
-static bool
-is_input_saved(const KlSweep *sweep, const KlSweepNode *node, uint32_t k)
-{
-    return (k >= 64 || (node->saved_inputs >> k & 1) != 0) &&
-           inputs_of(sweep, node)[k] != KL_ID_NONE;
-}
-
 /* Set `*further` to the bytes that a node saves besides values of the tape, and return its workspace. */
 static KlBytes
 find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
@@ -316,10 +301,13 @@ find_lifetimes(KlSweep *sweep, uint32_t first, uint32_t end)
     for (uint32_t at = first; at < end; at++) {
         const KlSweepNode *node = node_at(sweep, at);
         const KlValueId *inputs = inputs_of(sweep, node);
-        bool is_saving = saves_values(sweep, node), is_back = has_gradient(sweep, node);
+        const KlParts *parts = parts_of(sweep, node); /* in chunks it may save other values */
+        bool is_back = has_gradient(sweep, node);
+        bool is_saving = is_back && (parts == NULL || parts->keeps == NULL);
         for (uint32_t k = 0; k < node->n_inputs; k++) {
             if (inputs[k] != KL_ID_NONE) {
-                note_read(sweep, inputs[k], at, is_saving && is_input_saved(sweep, node, k));
+                bool is_saved = k >= 64 || (node->saved_inputs >> k & 1) != 0;
+                note_read(sweep, inputs[k], at, is_saving && is_saved);
             }
             if (is_back && is_wanted(sweep, inputs[k]) && sweep->region == KL_ID_NONE) {
                 KlSweepValue *state = state_of(sweep, inputs[k]);
@@ -620,14 +608,6 @@ kl_sweep_let_go(KlSweep *sweep, KlValueId value)
     drop_if_free(sweep, value);
 }
 
-/* Whether a joint reads a copy that was gathered from chunks; its gradient is cut into chunks at the end. */
-static bool
-is_gathered(const KlSweep *sweep, const KlSweepNode *node, uint32_t k)
-{
-    return !sweep->span.is_body &&
-           !is_given(sweep, sweep->program->stages.import_of[node->first_input + k]);
-}
-
 /* Whether the backward formula passes the gradient of the result on to operand k as it is. */
 static bool
 hands_on(const KlHeld *held, uint32_t k)
@@ -718,7 +698,10 @@ make_gradient(KlSweep *sweep, const KlSweepNode *node, uint32_t k)
 {
     KlValueId value = inputs_of(sweep, node)[k], shared = KL_ID_NONE;
     KlSweepValue *state = state_of(sweep, value);
-    if (state->is_inside || is_gathered(sweep, node, k)) {
+    /* A joint may read a copy that was gathered from chunks; its gradient is cut into chunks at the end. */
+    bool is_gathered = !sweep->span.is_body &&
+                       !is_given(sweep, sweep->program->stages.import_of[node->first_input + k]);
+    if (state->is_inside || is_gathered) {
         bool is_shared =
             parts_of(sweep, node) == NULL && is_handed_on(sweep, node, held_by(sweep, node), k);
         shared = is_shared ? node->first_out : KL_ID_NONE;
