@@ -5,6 +5,7 @@ gradients in it."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -325,3 +326,24 @@ def test_gaps_are_forgotten() -> None:
 def test_no_more_in_chunks_that_were_asked_for() -> None:
     with split(3, rows=("linear",)):
         lazy_first(koila.lazy, mlp(), *batches(8, torch.float32)).backward()
+
+
+def test_numbers_of_nodes_do_not_run_away() -> None:
+    """Each thread has its own; calls that another thread recorded leave no gaps in this one's."""
+    sequence_nr = torch._C._autograd._get_sequence_nr
+    weight = torch.ones(3, requires_grad=True)
+    for _ in range(100):
+        weight * 2
+    made: list[Tensor] = []
+    before = sequence_nr()
+    for _ in range(10):
+        thread = threading.Thread(target=lambda: made.append(koila.lazy(torch.ones(4, 3)) * weight))
+        thread.start()
+        thread.join()
+        weight * 2
+        made.pop().sum().backward()
+        old = koila.lazy(torch.ones(4, 3)) * weight
+        weight * 2
+        (koila.lazy(torch.ones(2, 3)) * weight).tolist()
+        assert old.sum().item() == 12
+    assert sequence_nr() - before < 300

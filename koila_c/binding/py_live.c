@@ -355,6 +355,9 @@ note_written(const Tape *tape)
     return tape->core.n_aside > 0 ? kl_py_done(PyObject_CallNoArgs(kl_py.note_written)) : 0;
 }
 
+/* This thread's clock after its last live run: plain nodes that were made before are where they belong. */
+static _Thread_local uint64_t settled_until;
+
 /* Before a call runs that was recorded at `clock`, leave a gap for the nodes of plain calls since `*last`. 0 or -1. */
 static int
 leave_gap(uint64_t *last, uint64_t clock)
@@ -406,7 +409,8 @@ run_tape(Tape *tape, bool is_own)
             return -1;
         }
         tape->is_running = true;
-        last = begun = is_own ? tape->nodes[tape->core.n_done].clock : UINT64_MAX;
+        begun = is_own ? tape->nodes[tape->core.n_done].clock : UINT64_MAX;
+        last = begun = begun < settled_until ? settled_until : begun;
         result = keep_numbers(tape);
         kl_tape_find_awaited(&tape->core);
         for (size_t i = tape->core.n_done; result == 0 && i < tape->core.n_nodes; i++) {
@@ -415,7 +419,8 @@ run_tape(Tape *tape, bool is_own)
             }
             /* Ctrl-C is no failure of the call, which stays pending. */
             result = PyErr_CheckSignals();
-            if (result == 0 && (result = leave_gap(&last, tape->nodes[i].clock)) == 0) {
+            uint64_t clock = tape->nodes[i].clock; /* another thread's may be ahead */
+            if (result == 0 && (result = leave_gap(&last, clock < first ? clock : first)) == 0) {
                 n_calls++;
                 n_bytes += kl_tape_n_bytes(&tape->core, (KlNodeId)i);
                 result = run_node(tape, (KlNodeId)i, &context);
@@ -429,6 +434,7 @@ run_tape(Tape *tape, bool is_own)
         if (result == 0 && begun < first) {
             result = leave_gap(&last, first) < 0 ? -1 : note_run(tape, first);
         }
+        settled_until = kl_context_clock(0);
         if (result < 0) {
             kl_live_abandon(tape);
         }
