@@ -46,7 +46,7 @@ OFF: dict[str, tuple[str, float, float]] = {
     "hard_triplet": (CUT, 0.07, 0.0),
     "sparse_mixture": (OUTSIDE, 0.18, 0.3),
     "reused": (CUT, 0.0, 0.09),
-    "critic": ("the second backward is predicted from above", 0.05, 0.0),
+    "critic": ("the second backward is predicted from above", 0.11, 0.0),
 }
 
 PROGRAMS = [program for program in models.VARIED if not program.whole and not program.baked]

@@ -17,6 +17,7 @@ from collector import collector_off
 from koila.basics.counting import Counter
 from koila.messages.errors import MemoryLimitError
 from koila.running import custom_memory
+from limits import there
 from oracle import Lazy, eager
 
 WIDTH, ROWS = 64, 2048
@@ -115,7 +116,7 @@ def test_what_fits_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Wide, "n_back", 6)
     peak, want = step(eager)
     for _ in range(2):
-        with koila.config(memory_limit=2 * peak):
+        with koila.config(memory_limit=there() + 2 * peak):
             _, got = step(koila.lazy)
         for ours, theirs in zip(got, want, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
