@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import koila
 from allocations import Allocations
 from limits import there
-from oracle import Lazy, assert_same_story, eager, gradients
+from oracle import Lazy, assert_same_story, cut, eager, gradients
 
 N_ROWS = 11
 Step = Callable[[nn.Sequential, Tensor, Tensor], Any]
@@ -155,7 +155,7 @@ def hooked_after(model: nn.Sequential, x: Tensor, y: Tensor) -> Any:
 
 
 def hook_behind(model: nn.Sequential, x: Tensor, y: Tensor) -> Any:
-    """A hook of what is made of the leaf alone."""
+    """The hook is on a value that is computed from the leaf and from nothing else."""
     h, seen = model[:2](x), list[Tensor]()
     made = torch.ones_like(h).requires_grad_() * 3
     made.register_hook(lambda gradient: seen.append(gradient.clone()))
@@ -367,23 +367,13 @@ def optimized(model: nn.Sequential, x: Tensor, y: Tensor) -> Any:
     return leaf, loss
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient * 2
-
-
 def before_a_custom_function(model: nn.Sequential, x: Tensor, y: Tensor) -> Any:
     """What waits has its number before the function is called."""
     h = model[:2](x)
     leaf, kept = torch.ones_like(h).requires_grad_(), (h.detach() + 1).requires_grad_()
     alone, mixed = leaf * 3 + 1, h + leaf * kept
     del leaf
-    made: Any = Double.apply(mixed)
+    made: Any = cut(mixed)
     seen = alone.requires_grad, alone.is_leaf, mixed.requires_grad, kept.is_leaf
     loss = F.cross_entropy(model[2:](made * alone + kept), y)
     loss.backward()

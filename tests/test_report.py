@@ -20,6 +20,7 @@ from koila.messages import layer_table, words
 from koila.reporting import report_types, reports
 from koila.running import replay
 from limits import there
+from oracle import Double
 from test_plan import Fails, limited_step, small
 
 
@@ -171,18 +172,6 @@ def test_a_refusal_is_told() -> None:
 
 
 # What ran whole, and why ------------------------------------------------------------------------
-
-
-class Double(torch.autograd.Function):
-    """A call that cannot be recorded."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return gradients[0] * 2
 
 
 def test_where_a_program_was_cut() -> None:

@@ -204,7 +204,7 @@ def test_calls_on_it_and_on_another(fail: Fail, chunks: int) -> None:
 
 @fails
 def test_its_weights_change(fail: Fail) -> None:
-    """Nobody else is told, and it is the one that raises."""
+    """Whoever asks for the failed program gets a StaleError; steps of other models run."""
     with split(3):
         failed = Failed(fail)
         with torch.no_grad():

@@ -96,8 +96,7 @@ typedef struct KlPyValue {
 } KlPyValue;
 
 typedef struct KlExternal {
-    PyObject *
-        tensor; /* that entered as `value`; only its address if the value has no tensor now; NULL: empty */
+    PyObject *tensor; /* it entered as `value`; dead if that has no tensor now; NULL: empty */
     KlValueId value;
 } KlExternal;
 

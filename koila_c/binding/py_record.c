@@ -834,9 +834,6 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
         }
         Py_DECREF(result);
     }
-    if (take_up(call_args, kwargs) < 0) {
-        return NULL;
-    }
     Function *function = kl_function_find(func);
     bool is_asked = false; /* by a class that may have its own plan for a Python function */
     for (Py_ssize_t i = 0; PyTuple_Check(types) && i < PyTuple_GET_SIZE(types); i++) {
@@ -857,8 +854,10 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
         return PyObject_CallFunctionObjArgs(kl_py.skip_one_hop, func, types, call_args,
                                             kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
     case KL_CALL_HANDLER:
-        return PyObject_CallFunctionObjArgs(function->handler, func, call_args,
-                                            kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+        return take_up(call_args, kwargs) < 0
+                   ? NULL
+                   : PyObject_CallFunctionObjArgs(function->handler, func, call_args,
+                                                  kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
     }
     Py_UNREACHABLE();
 }

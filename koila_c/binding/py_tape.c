@@ -369,7 +369,8 @@ kl_tape_end(Tape *tape, bool is_abandoned_only)
     if (is_over) {
         kl_tape_close(tape);
     }
-    for (size_t i = 0; i < tape->core.n_values; i++) { /* the leaves of what ran */
+    /* Free the leaves that only calls that have run read. */
+    for (size_t i = 0; i < tape->core.n_values; i++) {
         if (kl_tape_is_dead(&tape->core, (KlValueId)i)) {
             clear_value(&tape->values[i]);
         }

@@ -191,7 +191,7 @@ def _way_in(chunks: int, program: Program) -> Way | None:
     return _ways_in[key]
 
 
-#: Chunks of what a graph is behind are not worth so many bytes more than one chunk.
+#: A program with a graph behind it runs in one chunk if several would take so many bytes more.
 _MORE_OF_ROWS = 2**16
 
 
