@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test gets: seeded generators, one thread, and hypothesis without luck or clocks."""
+"""What every test gets: seeded generators, one thread or as many as are asked for, and hypothesis
+without luck or clocks."""
 
 import datetime
 import gc
@@ -16,8 +17,6 @@ import torch
 
 import koila
 import sanitizers
-
-torch.set_num_threads(1)
 
 # torch.manual_seed notes for each kind of device that is not there who asked, as a text of the
 # whole stack, to be shown if the device fails later: in a test, 2 ms each time.
@@ -40,11 +39,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="all|today|DATE",
         help=f"of the tests marked `rotated`, run all, or the share of a day: one in {N_SHARES}",
     )
+    parser.addoption(
+        "--threads", type=int, default=1, metavar="N", help="threads of torch within one call"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let the processes that tests start import the same koila, and all workers of one run choose
     the tests of the same day."""
+    torch.set_num_threads(config.option.threads)
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, config.getini("pythonpath")))
     if config.option.rotated == "today":
         config.option.rotated = datetime.date.today().isoformat()
