@@ -205,8 +205,8 @@ class Cross:
 
     def _alias(self, key: Key, tensor: torch.Tensor, is_graph: bool) -> torch.Tensor:
         if not self._is_differentiated(tensor, is_graph):
-            # Without a graph the tensor itself: some of torch's kernels depend on `requires_grad`, and
-            # a value that is computed in two programs must have the same bits in both.
+            # Without a graph the tensor itself: some of torch's kernels depend on `requires_grad`,
+            # and a value that is computed in two programs must have the same bits in both.
             return tensor.detach() if is_graph and tensor.requires_grad else tensor
         if key not in self.aliases:
             self.aliases[key] = alias_of(tensor)
