@@ -214,7 +214,7 @@ print(*seen)
 
 
 def run_python(code: str, *args: str) -> None:
-    subprocess.run([sys.executable, "-c", code, *args], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code, *args], check=True, timeout=900)
 
 
 def sizes_in(extra: int, n_chunks: int, n_steps: int) -> set[int] | None:
@@ -224,7 +224,7 @@ def sizes_in(extra: int, n_chunks: int, n_steps: int) -> set[int] | None:
         The numbers of chunks that its steps had; None: it did not go through.
     """
     words = [sys.executable, "-c", CONVOLUTIONS, str(extra), str(n_chunks), str(n_steps)]
-    run = subprocess.run(words, check=False, timeout=120, capture_output=True, text=True)
+    run = subprocess.run(words, check=False, timeout=900, capture_output=True, text=True)
     return set(map(int, run.stdout.split())) if run.returncode == 0 else None
 
 

@@ -49,7 +49,7 @@ def test_a_block_is_of_its_thread() -> None:
 
 
 def test_blocks_of_two_threads() -> None:
-    both = threading.Barrier(2, timeout=60)
+    both = threading.Barrier(2, timeout=900)
     seen: dict[int, list[int]] = {2: [], 3: []}
 
     def body(chunks: int) -> None:

@@ -46,7 +46,7 @@ def run(source: Path, library: Path, folder: Path) -> subprocess.CompletedProces
     # Not the preloads of `make sanitize`: the program brings its own sanitizers.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     return subprocess.run(
-        [program], env=environment | SANITIZERS, capture_output=True, text=True, timeout=300
+        [program], env=environment | SANITIZERS, capture_output=True, text=True, timeout=900
     )
 
 
@@ -70,7 +70,7 @@ def test_two_tapes_on_two_threads(tmp_path: Path) -> None:
 
     def run_it(*before: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*before, program], env=environment, capture_output=True, text=True, timeout=300
+            [*before, program], env=environment, capture_output=True, text=True, timeout=900
         )
 
     ran = run_it()

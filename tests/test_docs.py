@@ -79,7 +79,7 @@ def test_their_python_runs() -> None:
         env={"PYTHONPATH": str(ROOT / "python"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=True,
     )
     results = dict(json.loads(line) for line in ran.stdout.splitlines())

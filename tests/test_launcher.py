@@ -52,7 +52,7 @@ def run(folder: Path, *words: str, **environment: str) -> subprocess.CompletedPr
         env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=False,
     )
 

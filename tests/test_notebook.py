@@ -40,7 +40,7 @@ def run(*cells: str) -> list[str]:
     """What stands below each cell."""
     book = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
     book.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]  # type: ignore[no-untyped-call]
-    NotebookClient(book, timeout=120, allow_errors=True, kernel_name="python3").execute()
+    NotebookClient(book, timeout=900, allow_errors=True, kernel_name="python3").execute()
     return [_text(cell) for cell in book.cells]
 
 
@@ -110,7 +110,7 @@ def test_the_cells_of_the_recipe_show_cards(tmp_path: Path) -> None:
     book = nbformat.v4.new_notebook()  # type: ignore[no-untyped-call]
     cells = [f"import sys; sys.path.insert(0, {str(PYTHON)!r})", *cells]
     book.cells = [nbformat.v4.new_code_cell(cell) for cell in cells]  # type: ignore[no-untyped-call]
-    NotebookClient(book, timeout=60, kernel_name="python3").execute()
+    NotebookClient(book, timeout=900, kernel_name="python3").execute()
     assert "chunks at most" in _text(book.cells[2])
     (report,), (explained,) = cards(book.cells[-2]), cards(book.cells[-1])
     assert "BatchNorm1d" in report and "backward() at Cell In[3]:5: 6 calls" in report

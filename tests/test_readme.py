@@ -68,7 +68,7 @@ def test_the_launcher_prints_what_it_shows() -> None:
         env={"PYTHONPATH": "python", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=True,
     )
     lines = [line for line in ran.stderr.splitlines() if line.startswith("koila: ")]
@@ -88,7 +88,7 @@ def test_the_picture_can_be_drawn(tmp_path: Path) -> None:
         env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=900,
         check=True,
     )
     found = re.search(r"(\d+) MiB (\d+) MiB$", ran.stdout, re.MULTILINE)

@@ -39,7 +39,7 @@ def run(*words: object) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(SCRIPT), *map(str, words)],
         check=False,
-        timeout=300,
+        timeout=900,
         capture_output=True,
         text=True,
         env=kept,

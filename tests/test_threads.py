@@ -171,7 +171,7 @@ def test_an_input_is_shared() -> None:
 def test_hooks_that_wait_for_each_other_are_told(chunks: int) -> None:
     """Each writes, in the middle of its backward, a value of the other's program: an error in one
     of them at least, and no thread waits for ever."""
-    meet = threading.Barrier(2, timeout=30)
+    meet = threading.Barrier(2, timeout=900)
     losses: dict[int, Any] = {}
     told: list[str] = []
 

@@ -125,7 +125,7 @@ def test_the_first_to_wait_is_the_next() -> None:
 
 def test_threads_that_wait_for_each_other_are_told() -> None:
     first, second = pending(), in_a_thread(pending)
-    met = threading.Barrier(2, timeout=60)
+    met = threading.Barrier(2, timeout=900)
     told = []
 
     def work(other: Any) -> None:

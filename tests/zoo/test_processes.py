@@ -38,7 +38,7 @@ def launch(folder: Path, *words: str) -> str:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=900,
     )
     assert ended.returncode == 0, ended.stderr[-8000:]
     return ended.stderr
