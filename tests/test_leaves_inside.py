@@ -449,6 +449,47 @@ def test_leaf(step: Step, chunks: int) -> None:
     assert_same_story(story, chunks, partly=PARTLY.get(step, ""))
 
 
+def _add(leaf: Tensor) -> None:
+    leaf.data.add_(2)
+
+
+def _add_to_alias(leaf: Tensor) -> None:
+    leaf.detach().add_(2)
+
+
+def _fill_column(leaf: Tensor) -> None:
+    leaf.data[:, 0].fill_(1.5)
+
+
+def _subtract_gradient(leaf: Tensor) -> None:
+    """As a sampler by Langevin dynamics does."""
+    leaf.pow(2).sum().backward()
+    assert leaf.grad is not None
+    leaf.data.sub_(0.1 * leaf.grad)
+    leaf.grad = None
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
+@pytest.mark.parametrize("is_held", [False, True], ids=["gone", "held"])
+@pytest.mark.parametrize("rows", [slice(None), slice(1, None)], ids=["all", "some"])
+@pytest.mark.parametrize("write", [_add, _add_to_alias, _fill_column, _subtract_gradient])
+def test_a_leaf_in_the_memory_of_the_batch_is_written(
+    write: Callable[[Tensor], None], rows: slice, is_held: bool, chunks: int
+) -> None:
+    def story(lazy: Lazy) -> Any:
+        model = nn.Linear(6, 1).double()
+        batch = torch.randn(N_ROWS, 6, dtype=torch.float64)
+        x = lazy(batch.clone(), batch=0)
+        leaf = x[rows].detach().requires_grad_()
+        kept = x if is_held else None
+        del x
+        write(leaf)
+        model(leaf).pow(2).sum().backward()
+        return leaf.detach(), leaf.grad, gradients(model), kept
+
+    assert_same_story(story, chunks, partly="")
+
+
 def peak(lazy: Lazy, is_held: bool, limit: float = 0.0) -> int:
     """The most bytes of a step with a leaf in mid-model."""
     torch.manual_seed(0)

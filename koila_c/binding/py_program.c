@@ -778,7 +778,7 @@ kl_program_value(PyObject *Py_UNUSED(module), PyObject *object)
                          value->meta.requires_grad ? Py_True : Py_False, kl_py_place(&place), rows,
                          entry->real != NULL ? entry->real : Py_None,
                          entry->result != NULL ? entry->result : Py_None, value->storage,
-                         tape->core.storages[value->storage].base, view_object(tape, id),
+                         kl_tape_base(&tape->core, id), view_object(tape, id),
                          PyList_GET_ITEM(kl_py.devices, value->meta.device), strides,
                          is_uncertain ? Py_True : Py_False);
 }

@@ -218,7 +218,7 @@ find_kept(Build *build)
     for (size_t i = 0; i < asked->n_reached; i++) {
         KlValueId value = asked->reached[i];
         const KlValue *v = &tape->values[value];
-        KlValueId base = tape->storages[v->storage].base;
+        KlValueId base = kl_tape_base(tape, value);
         bool is_view = v->view_of != KL_ID_NONE;
         if (maker_of(build, value) == KL_ID_NONE || (is_view && asked->has_real[base])) {
             continue;

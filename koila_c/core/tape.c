@@ -563,6 +563,18 @@ kl_tape_cut(KlTape *tape, KlValueId value)
     of->state = KL_STATE_LIVE;
 }
 
+KlValueId
+kl_tape_base(const KlTape *tape, KlValueId value)
+{
+    const KlStorage *storage = &tape->storages[tape->values[value].storage];
+    while (tape->values[value].view_of != KL_ID_NONE && tape->values[value].node != KL_ID_NONE) {
+        value = tape->values[value].view_of;
+    }
+    const KlValue *root = &tape->values[value];
+    bool is_cut = root->view_of != KL_ID_NONE && root->version == storage->version;
+    return is_cut ? value : storage->base;
+}
+
 bool
 kl_tape_is_abandoned(const KlTape *tape)
 {

@@ -294,6 +294,10 @@ kl_tape_is_begun(const KlTape *tape, KlValueId value)
            tape->nodes[node].row->keeps.is_leaf;
 }
 
+/* The value of the memory that views of `value` are taken of: the base of its storage, or the leaf that they are views
+ * of, if that was cut from its call and its tensor shows the memory as it is. */
+KlValueId kl_tape_base(const KlTape *tape, KlValueId value);
+
 /* Whether neither the user nor a pending node needs the number of `value`. */
 static inline bool
 kl_tape_is_dead(const KlTape *tape, KlValueId value)
