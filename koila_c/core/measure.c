@@ -695,14 +695,6 @@ open_pieces(Step *step, const KlStep *of)
     hold_gradients_by_row(step, -step->exchange.in_sweep); /* sweeps count only a piece's */
 }
 
-static void
-close_pieces(Step *step)
-{
-    step->n_pieces = 1;
-    step->held -= step->waiting.fixed;
-    step->held_per_row -= step->waiting.per_row;
-}
-
 /* The backward of each chunk frees its results and their gradients, and makes the gradients of its inputs. The two
  * never reach their full size together, so only what is more than the other is added, at the first chunk or at the end. */
 static void
@@ -752,7 +744,9 @@ static void
 close_loop(Step *step, const KlStep *of)
 {
     if (--step->depth > 0) {
-        close_pieces(step);
+        step->n_pieces = 1;
+        step->held -= step->waiting.fixed;
+        step->held_per_row -= step->waiting.per_row;
         return;
     }
     step->held_per_row = step->gradients_per_row = 0; /* no chunk is in memory */

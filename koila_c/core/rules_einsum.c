@@ -22,12 +22,6 @@ typedef struct {
     int64_t sizes[128];           /* by letter; 1 where it is not used */
 } Equation;
 
-static bool
-is_letter(char text)
-{
-    return (text >= 'a' && text <= 'z') || (text >= 'A' && text <= 'Z');
-}
-
 /* Read one term up to `,`, `->` or the end. `dots` is where the ellipsis stands in it, or -1. */
 static bool
 read_term(const char **text, uint8_t *term, int32_t *n, int32_t *dots)
@@ -36,7 +30,8 @@ read_term(const char **text, uint8_t *term, int32_t *n, int32_t *dots)
     *n = 0;
     *dots = -1;
     for (; *at != '\0' && *at != ',' && !(at[0] == '-' && at[1] == '>'); at++) {
-        if (is_letter(*at) && *n < KL_DIMS_MAX) {
+        bool is_letter = (*at >= 'a' && *at <= 'z') || (*at >= 'A' && *at <= 'Z');
+        if (is_letter && *n < KL_DIMS_MAX) {
             term[(*n)++] = (uint8_t)*at;
         } else if (*at == '.' && at[1] == '.' && at[2] == '.' && *dots < 0) {
             *dots = *n;

@@ -567,12 +567,11 @@ KlValueId
 kl_tape_base(const KlTape *tape, KlValueId value)
 {
     const KlStorage *storage = &tape->storages[tape->values[value].storage];
-    while (tape->values[value].view_of != KL_ID_NONE && tape->values[value].node != KL_ID_NONE) {
-        value = tape->values[value].view_of;
+    const KlValue *of = &tape->values[value];
+    for (; of->view_of != KL_ID_NONE && of->node != KL_ID_NONE; of = &tape->values[value]) {
+        value = of->view_of;
     }
-    const KlValue *root = &tape->values[value];
-    bool is_cut = root->view_of != KL_ID_NONE && root->version == storage->version;
-    return is_cut ? value : storage->base;
+    return of->view_of != KL_ID_NONE && of->version == storage->version ? value : storage->base;
 }
 
 bool

@@ -13,7 +13,7 @@ from koila.basics.rows import UNIT, Bounds, largest
 from koila.memory import budget, estimates, storages
 from koila.messages.errors import MemoryLimitError
 from koila.messages.words import sizes
-from koila.planning import limits, steps, ways
+from koila.planning import left_graphs, limits, steps, ways
 from koila.planning.limits import Limits, Needs
 from koila.planning.plans import Lasting, Plan, Shape, is_measured, lasting, remember
 from koila.planning.ways import Option
@@ -81,6 +81,9 @@ def no_room_to_plan(program: Program) -> MemoryLimitError:
 def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
     """Plan a program whose number of chunks the user did not set; see `plan`."""
     estimate = estimates.estimate(program, is_graph)
+    if is_graph:
+        whole = estimate.whole + left_graphs.further(program)
+        estimate = dataclasses.replace(estimate, whole=whole)
     reports.measure(estimate.whole)
     made = _fit(program, estimate, is_graph)
     alone = limits.allowed_for(program, is_alone=True)

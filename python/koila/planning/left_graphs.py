@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Count the graphs that a whole run makes beside the one that its backward goes through.
+
+A whole run makes the graph that eager would: `head(h.detach()).mean().backward()` leaves the graph
+of `h` while the script holds `h`, and else makes it and frees it. A run in chunks makes none.
+"""
+
+from __future__ import annotations
+
+from koila.memory import estimates
+from koila.planning.plans import remember
+from koila.staged.program import Program
+
+#: The further bytes of a whole run, by the sizes of the program.
+_further: dict[tuple[int, ...], float] = {}
+
+
+def further(program: Program) -> float:
+    """Return the bytes that such graphs add to a whole run.
+
+    A graph that is freed meanwhile is counted up to the end of the forward pass.
+    """
+    sizes = program.n_nodes, program.n_values, program.n_imports, program.n_stages
+    key = *sizes, *program.axes.values(), *program.amounts, len(program.roots), program.is_part
+    key = *key, program.gets is None
+    if key not in _further:
+        ends = _ends(program)
+        more = 0.0
+        if ends or program.gets is not None:
+            more = _forward(Program([*program.roots, *ends])) - _forward(program)
+        remember(_further, key, max(0.0, more))
+    return _further[key]
+
+
+def _forward(program: Program) -> float:
+    """Return the peak bytes of a whole run before its backward."""
+    moments = estimates.estimate(program, True, is_live=True).course(1)
+    return max((one.n_bytes for one in moments if not one.is_back), default=0.0)
+
+
+def _ends(program: Program) -> list[int]:
+    """Return values with a graph that lead to no root and to no other of them."""
+    found: list[int] = []
+    leading = set(program.roots)
+    for _, node in sorted(program.nodes.items(), reverse=True):
+        outs = [value for value in node.outs if program.info(value).requires_grad]
+        if outs and leading.isdisjoint(outs):
+            found.append(outs[0])
+        if outs:
+            leading.update(program.imports[i].value for i in node.imports if i >= 0)
+    return found
