@@ -53,3 +53,31 @@ def test_a_copy_of_it_is_plain() -> None:
     copied = torch.asarray(x, copy=True)
     assert type(copied) is Tensor
     assert_close(copied, torch.ones(4, 2))
+
+
+class Picture(Tensor):
+    """As torchvision's tv_tensors are."""
+
+
+@pytest.mark.parametrize("kind", [Tensor, Picture])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+def test_as_subclass_keeps_the_graph(kind: type[Tensor], chunks: int) -> None:
+    """As a plain tensor it stays lazy; as another class it runs, and has its graph."""
+    torch.manual_seed(0)
+    net, x = nn.Linear(3, 4).double(), torch.randn(7, 3, dtype=torch.float64)
+
+    def step(x: Tensor) -> Tensor:
+        net.zero_grad()
+        image = net(x).as_subclass(kind)
+        assert type(image) is kind or (kind is Tensor and koila.is_lazy(image))
+        loss = image.as_subclass(cls=Tensor).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    wanted, gradients = step(x), [p.grad for p in net.parameters()]
+    with koila.config(chunks=chunks):
+        got = step(koila.lazy(x))
+        assert koila.report().n_chunks == (chunks if kind is Tensor else 1)
+    assert_close(got + 0, wanted, rtol=1e-10, atol=0)
+    for parameter, gradient in zip(net.parameters(), gradients, strict=True):
+        assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-12)

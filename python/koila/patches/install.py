@@ -237,6 +237,19 @@ def _patch_set() -> None:
     patching.replace(torch.Tensor, "set_", patched)
 
 
+def _patch_as_subclass() -> None:
+    """Tensor.as_subclass is not dispatched: a lazy stays one as a plain tensor, and runs as another
+    class."""
+    live = patching.live_if_lazy(torch.Tensor.as_subclass, True)
+
+    @functools.wraps(live)
+    def patched(tensor: Any, cls: Any) -> Any:
+        is_lazy = type(tensor) is _core.LazyTensor
+        return tensor.view_as(tensor) if is_lazy and cls is torch.Tensor else live(tensor, cls)
+
+    patching.replace(torch.Tensor, "as_subclass", patched)
+
+
 def _patch_nodes() -> None:
     """Functions that pass a node of autograd's graph to C++ need a real one."""
     graph: Any = torch.autograd.graph
@@ -308,6 +321,7 @@ def _install() -> None:
     attributes.patch()
     writes.patch()
     _patch_set()
+    _patch_as_subclass()
     _patch_generator()
     _patch_switches()
     _patch_graphs()
