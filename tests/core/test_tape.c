@@ -387,16 +387,16 @@ test_known_is_what_is_wanted_without_gradient(void)
     p.tape.values[n].is_wanted = true;
     CHECK(kl_tape_find_known(&p.tape));
     CHECK(!nodes[0].must_run && !nodes[1].must_run && !nodes[2].must_run && nodes[3].must_run);
-    kl_tape_abandon(&p.tape, true); /* until somebody asks by name */
+    kl_tape_abandon(&p.tape, 0); /* until somebody asks by name */
     CHECK(!kl_tape_find_known(&p.tape) && nodes[3].is_abandoned && !nodes[3].must_run);
-    kl_tape_abandon(&p.tape, false);
+    kl_tape_ask(&p.tape, n);
     CHECK(kl_tape_find_known(&p.tape) && !p.tape.nodes[3].is_abandoned);
     p.tape.values[n].state = KL_STATE_KNOWN;
     CHECK(!kl_tape_find_known(&p.tape));
     p.tape.values[n].state = KL_STATE_PENDING;
     kl_tape_set_done(&p.tape, 3);
     CHECK(!kl_tape_find_known(&p.tape));
-    kl_tape_abandon(&p.tape, true); /* what is done is not waiting */
+    kl_tape_abandon(&p.tape, 0); /* what is done is not waiting */
     CHECK(!p.tape.nodes[3].is_abandoned && p.tape.nodes[0].is_abandoned);
     program_fini(&p);
 }
@@ -445,9 +445,9 @@ test_draws_that_wait(void)
     CHECK(!kl_tape_has_draw(&p.tape));
     (void)CALL1(&p, "dropout", x, ((KlArg){.kind = KL_ARG_FLOAT, .u.f = 0.5}), INT(1));
     CHECK(kl_tape_has_draw(&p.tape));
-    kl_tape_abandon(&p.tape, true);
+    kl_tape_abandon(&p.tape, 0);
     CHECK(!kl_tape_has_draw(&p.tape));
-    kl_tape_abandon(&p.tape, false);
+    p.tape.nodes[0].is_abandoned = p.tape.nodes[1].is_abandoned = false;
     p.tape.nodes[1].is_drawn = true;
     CHECK(!kl_tape_has_draw(&p.tape));
     p.tape.nodes[1].is_drawn = false;

@@ -26,7 +26,7 @@ record_and_stage(Program *p)
     for (size_t i = 0; i < p->tape.n_nodes / 2; i++) {
         kl_tape_set_done(&p->tape, (KlNodeId)i);
     }
-    kl_tape_abandon(&p->tape, true);
+    kl_tape_abandon(&p->tape, 0);
     kl_tape_ask(&p->tape, loss);
     CHECK(!p->tape.nodes[p->node].is_abandoned);
     kl_tape_retire(&p->tape, false);
