@@ -101,7 +101,8 @@ def make(seed: int) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor,
 def ways(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> list[Way]:
     """Every way across that its program can be run in, whether it makes sense or not."""
     found = []
-    program = Program([run(*koila.lazy(x, y))])
+    loss = run(*koila.lazy(x, y))  # held: a program that nobody can ask for ends
+    program = Program([loss])
     for n_segments in (1, 2) if program.is_tail_linear else ():
         cut = program.cut_for(Way(n_segments, n_pieces=2))
         last = max((r for r in cut.runs if r.is_body), key=lambda r: r.index, default=None)
