@@ -18,7 +18,7 @@ from koila.messages import cards, layer_table
 from koila.messages.errors import MemoryLimitError
 from koila.messages.layer_table import Layer
 from koila.messages.words import count, hint_to_save, size, sizes
-from koila.planning import limits, planner, plans, schedule_words, ways, whole_calls
+from koila.planning import left_graphs, limits, planner, plans, schedule_words, ways, whole_calls
 from koila.reporting import reports
 from koila.reporting.report_types import ProgramReport, Stage, Whole
 from koila.reporting.reports import Decision
@@ -329,7 +329,7 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
 def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
     """Describe, a line for each, the bytes that a program needs, the bytes left, the limit, how it
     would run, and the least limit that works."""
-    whole = estimates.estimate(program, is_graph).whole
+    whole = left_graphs.estimate(program, is_graph).whole
     needs, has = sizes(whole, max(0.0, limits.left_for(program)))
     limit = limits.limit_in_words(program)
     asked = config.get("chunks")

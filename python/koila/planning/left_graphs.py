@@ -7,6 +7,8 @@ of `h` while the script holds `h`, and else makes it and frees it. A run in chun
 
 from __future__ import annotations
 
+import dataclasses
+
 from koila.memory import estimates
 from koila.planning.plans import remember
 from koila.staged.program import Program
@@ -15,14 +17,19 @@ from koila.staged.program import Program
 _further: dict[tuple[int, ...], float] = {}
 
 
-def further(program: Program) -> float:
-    """Return the bytes that such graphs add to a whole run.
+def estimate(program: Program, is_graph: bool) -> estimates.Estimate:
+    """Predict the bytes that a program needs as it is, with the graphs that a whole run makes.
 
     A graph that is freed meanwhile is counted up to the end of the forward pass.
     """
-    sizes = program.n_nodes, program.n_values, program.n_imports, program.n_stages
-    key = *sizes, *program.axes.values(), *program.amounts, len(program.roots), program.is_part
-    key = *key, program.gets is None
+    found = estimates.estimate(program, is_graph)
+    if not is_graph:
+        return found
+    return dataclasses.replace(found, whole=found.whole + _further_of(program))
+
+
+def _further_of(program: Program) -> float:
+    key = *program.sizes, program.gets is None
     if key not in _further:
         ends = _ends(program)
         more = 0.0

@@ -80,10 +80,7 @@ def no_room_to_plan(program: Program) -> MemoryLimitError:
 
 def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
     """Plan a program whose number of chunks the user did not set; see `plan`."""
-    estimate = estimates.estimate(program, is_graph)
-    if is_graph:
-        whole = estimate.whole + left_graphs.further(program)
-        estimate = dataclasses.replace(estimate, whole=whole)
+    estimate = left_graphs.estimate(program, is_graph)
     reports.measure(estimate.whole)
     made = _fit(program, estimate, is_graph)
     alone = limits.allowed_for(program, is_alone=True)
@@ -183,9 +180,7 @@ def _way_in(chunks: int, program: Program) -> Way | None:
     if is_small and not is_behind:
         return AS_IT_IS
     shared = estimates.bytes_shared(program) if is_behind else 0
-    sizes = program.n_nodes, program.n_values, program.n_imports, program.n_stages
-    key = chunks, *sizes, *program.axes.values(), *program.amounts
-    key = *key, len(program.roots), program.is_part, is_pinned, is_behind, shared
+    key = chunks, *program.sizes, is_pinned, is_behind, shared
     if key not in _ways_in:
         way = AS_IT_IS if is_small else _find_way_in(chunks, program)
         if way is not None and is_behind and _is_less_in_one(chunks, program, way, shared):
@@ -329,12 +324,11 @@ def _fit(
     """
     left, slack = limits.allowed_for(program, needed=estimate.whole), budget.slack()
     allowed = min(left + slack, needs.n_bytes / ways.CHUNK_SHARE) if needs is not None else left
-    pinned = _pinned_grids(program)
+    shape, pinned = _shape_of(program, is_graph, estimate), _pinned_grids(program)
     if pinned:
-        return _pinned(program, is_graph, allowed, max(pinned, key=len))
+        return _pinned(program, is_graph, shape, allowed, max(pinned, key=len))
     rows = estimate.largest_chunk(ways.CHUNK_SHARE * allowed)
     share = limits.WHOLE_SHARE if rows > 0 else 1.0
-    shape = _shape_of(program, is_graph, estimate)
     last = lasting.get(shape) if is_measured() else None
     was_whole = last is not None and last.n_chunks == 1 and last.way == AS_IT_IS
     # Without a graph one chunk runs stage by stage too, and each stage keeps what later ones read.
@@ -397,7 +391,9 @@ def _pinned_grids(program: Program) -> list[list[Bounds]]:
     return [grid for axis, grid in draws.pinned_grids().items() if axis in program.axes]
 
 
-def _pinned(program: Program, is_graph: bool, allowed: float, bounds: list[Bounds]) -> Plan | Needs:
+def _pinned(
+    program: Program, is_graph: bool, shape: Shape, allowed: float, bounds: list[Bounds]
+) -> Plan | Needs:
     """Plan a program in the chunks `bounds` in which an earlier run of it drew random numbers; in
     other chunks it would draw others."""
     rows = max(stop - start for start, stop in bounds)
@@ -405,7 +401,6 @@ def _pinned(program: Program, is_graph: bool, allowed: float, bounds: list[Bound
     for way, estimate, _ in ways.options(program, is_graph):
         n_bytes, node = estimate.peak(rows)
         if n_bytes <= allowed:
-            shape = _shape_of(program, is_graph, estimate)
             return Plan(len(bounds), rows, n_bytes, allowed, shape, way)
         if best is None or n_bytes < best.n_bytes:
             best = Needs(rows, n_bytes, node, estimate.fixed(rows), allowed)

@@ -304,6 +304,12 @@ class Program:
         return self.n_nodes + (way.n_pieces - 1) * len(self.last_segment.nodes)
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes by which a cache knows the program again in the next step."""
+        counts = self.n_nodes, self.n_values, self.n_imports, self.n_stages, len(self.roots)
+        return *counts, *self.axes.values(), *self.amounts, self.is_part
+
+    @property
     def last_segment(self) -> Run:
         """The last segment of the last body: its head, if the body is cut before it."""
         return next(run for run in reversed(self.runs) if run.is_body)
