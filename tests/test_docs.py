@@ -122,7 +122,7 @@ def warned_by(path: Path) -> list[list[str]]:
             name = ast.unparse(node.func)
             if name in ("warnings.warn", "_logger.warning"):
                 found.append(texts_in(node.args[0]))
-            elif name == "_log" and len(node.args) > 1:
+            elif name.endswith("log_once") and len(node.args) > 1:
                 found.append(texts_in(node.args[1]))
     return [parts for parts in found if parts]
 

@@ -4,6 +4,7 @@ report(), and logged once with its line."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import logging
@@ -26,7 +27,7 @@ Make = Callable[[Any], Any]
 
 @pytest.fixture(autouse=True)
 def nothing_logged() -> Iterator[None]:
-    logged: set[str] = importlib.import_module("koila.planning.explain")._logged
+    logged: set[str] = importlib.import_module("koila.planning.explain").logged
     logged.clear()
     yield
     logged.clear()
@@ -124,6 +125,54 @@ def test_what_is_written_goes_with_its_graph(write: Callable[[Any, Any], Any]) -
     del out, weight
     gc.collect()
     assert gone() is None
+
+
+def exits(h: Any, buffer: Tensor, at: int) -> Tensor:
+    """Make or write a plain tensor of a lazy one, each at a line of its own."""
+    if at == 0:
+        return torch.from_numpy(h.detach().numpy())
+    if at == 1:
+        return nn.Parameter(h)
+    if at == 2:
+        return torch.tensor(h.detach().tolist())
+    if at == 3:
+        return copy.deepcopy(h.detach())
+    if at == 4:
+        return torch.from_dlpack(h.detach())
+    if at == 5:
+        return torch.Tensor(h.detach())
+    if at == 6:
+        torch.mul(h.detach(), 1, out=buffer)
+        return buffer
+    buffer.copy_(h.detach())
+    return buffer
+
+
+WRITTEN_AT, N_EXITS = 6, 8
+
+
+def test_each_line_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Of several lines where values leave, before one backward; a loop logs no line again."""
+    caplog.set_level(logging.WARNING, "koila")
+    weight, head = torch.ones(64, 64, requires_grad=True), nn.Linear(64, 64)
+    begins = exits.__code__.co_firstlineno
+    logged = []
+    with koila.config(chunks=3):
+        for at in range(N_EXITS):
+            told = f"{__file__}:{begins + 3 + 2 * at}"
+            for _ in range(3):
+                h = koila.lazy(torch.ones(8192, 64)) @ weight
+                left = exits(h, torch.zeros(8192, 64), at)
+                head(left).square().mean().backward()
+                (ran,) = [p for p in koila.report().programs if "nothing in it is lazy" in p.why]
+                assert told in ran.why and "koila.lazy(values)" in ran.why
+                assert "noise" not in ran.why
+                assert (f"{told}: writes lazy values" in str(koila.report())) == (at >= WRITTEN_AT)
+            (message,) = [r.getMessage() for r in caplog.records]
+            assert told in message
+            logged.append("writes lazy" in message)
+            caplog.clear()
+    assert logged == [at >= WRITTEN_AT for at in range(N_EXITS)]
 
 
 def test_small_ones_are_not_told() -> None:

@@ -748,21 +748,17 @@ may_write_kept(PyObject *func, PyObject *kwargs, KlLiveKind kind)
 
 #define KL_BYTES_REPORTED ((int64_t)1 << 20)
 
-typedef struct Left {
-    PyObject *func;
-    bool is_written;
-} Left;
-
-/* Report a large plain tensor that a call on LazyTensors made or wrote: calls on it are not recorded. 0 or -1. */
+/* Report a large plain tensor of a call on LazyTensors: calls on it are not recorded. The context is the call, and
+ * whether it made (False), wrote (True) or read (None) the tensor. 0 or -1. */
 static int
 report_plain(PyObject *tensor, void *context)
 {
-    const Left *left = context;
+    PyObject *const *left = context;
     KlMeta meta;
     if (!kl_lazy_check(tensor) && kl_meta_read(tensor, &meta) == 0 &&
         kl_meta_n_bytes(&meta) >= KL_BYTES_REPORTED) {
-        return kl_py_done(PyObject_CallFunctionObjArgs(
-            kl_py.note_left, left->func, tensor, left->is_written ? Py_True : Py_False, NULL));
+        return kl_py_done(
+            PyObject_CallFunctionObjArgs(kl_py.note_left, left[0], tensor, left[1], NULL));
     }
     PyErr_Clear();
     return 0;
@@ -810,13 +806,16 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
         Py_SETREF(result, Py_NewRef(Py_NotImplemented));
         goto error;
     }
-    if (result != NULL && kind != KL_LIVE_PLAIN && kind != KL_LIVE_READ) {
+    bool is_plain = kind == KL_LIVE_PLAIN || kind == KL_LIVE_READ;
+    if (result != NULL && !is_plain) {
         Py_SETREF(result, wrap(&lazy_args, result));
-        PyObject *written = written_by(func, args, has_kwargs ? kwargs : NULL);
-        Left left = {.func = func, .is_written = written != NULL};
-        bool is_reported = result != NULL && (left.is_written || kind == KL_LIVE_SETTLED);
-        PyObject *tensors = left.is_written ? written : result;
-        if (is_reported && visit_tensors(tensors, report_plain, &left) < 0) {
+    }
+    if (result != NULL) {
+        PyObject *written = is_plain ? NULL : written_by(func, args, has_kwargs ? kwargs : NULL);
+        PyObject *left[] = {func, written != NULL ? Py_True : is_plain ? Py_None : Py_False};
+        PyObject *made = kind == KL_LIVE_SETTLED ? result : NULL;
+        PyObject *tensors = written != NULL ? written : is_plain ? real_args : made;
+        if (tensors != NULL && visit_tensors(tensors, report_plain, left) < 0) {
             Py_CLEAR(result);
         }
     }

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import sys
@@ -13,10 +14,11 @@ from types import FrameType
 import torch
 
 #: Prefixes of the paths of files that are not the user's: those of koila, of torch, and of Python's
-#: modules that call decorated functions.
+#: modules that call functions and methods.
 INSIDE = (
     *(f"{Path(module).parent}{os.sep}" for module in (str(Path(__file__).parent), torch.__file__)),
     contextlib.__file__,
+    copy.__file__,
     functools.__file__,
 )
 

@@ -15,7 +15,7 @@ from koila.basics import lines
 from koila.basics.threads import in_turn
 from koila.messages.errors import KoilaError
 from koila.patches import patching, writes
-from koila.recording import bridge
+from koila.recording import apart, bridge
 from koila.reporting import reports
 from koila.running import recomputed
 from koila.staged import aliases
@@ -93,6 +93,8 @@ def _number_of(lazy: Any, attribute: str) -> Any:
 
     with reports.Asking(f".{attribute} ="):
         number = _core.read(lazy)
+    if attribute == "data":
+        apart.note_read(".data =", number)
     left = number if _core.is_busy() else _core.leave(lazy)
     if left is None:
         itself.__name__ = f".{attribute} ="

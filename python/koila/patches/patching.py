@@ -15,6 +15,7 @@ from torch.jit import _builtins
 
 from koila import _core
 from koila.basics import engine
+from koila.recording import apart
 from koila.reporting import reports
 
 undo: list[tuple[Any, str, Any, bool]] = []
@@ -94,12 +95,14 @@ def returning_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     return patched
 
 
-def _numbers(obj: Any) -> Any:
-    """Return the object with lazies replaced by their numbers."""
+def _numbers(obj: Any, what: str) -> Any:
+    """Return the object with lazies replaced by their numbers, which a call reads."""
     if type(obj) is _core.LazyTensor:
-        return _core.read(obj)
+        number = _core.read(obj)
+        apart.note_read(what, number)
+        return number
     if isinstance(obj, tuple | list) and holds_lazy(obj):
-        return [_numbers(item) for item in obj]
+        return [_numbers(item, what) for item in obj]
     return obj
 
 
@@ -109,9 +112,10 @@ def read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         if holds_lazy(args) or holds_lazy(kwargs):
-            with reports.Asking(f"{reports.name_of(original)}()"):
-                args = tuple(map(_numbers, args))
-                kwargs = {word: _numbers(arg) for word, arg in kwargs.items()}
+            what = f"{reports.name_of(original)}()"
+            with reports.Asking(what):
+                args = tuple(_numbers(arg, what) for arg in args)
+                kwargs = {word: _numbers(arg, what) for word, arg in kwargs.items()}
         return original(*args, **kwargs)
 
     return patched

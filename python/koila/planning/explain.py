@@ -31,7 +31,8 @@ ASKED = Decision("config(chunks=1) asks for it")
 FITS = Decision("it certainly fits")
 FITS_LATER = Decision("it fits, with the backward that may follow")
 _logger = logging.getLogger("koila")
-_logged: set[str] = set()
+#: What was logged once, by the line or the reason.
+logged: set[str] = set()
 
 
 def cause_of_whole(program: Program) -> Decision:
@@ -164,14 +165,16 @@ def log_whole(program: Program) -> None:
     if program.unstageable is not None:
         node, why = program.unstageable
         where = where_of_node(node)
-        _log(where, "%s makes all run on the whole batch (%s): %s", name_of_node(node), where, why)
+        log_once(
+            where, "%s makes all run on the whole batch (%s): %s", name_of_node(node), where, why
+        )
     elif amounts.once >= _FEW_BYTES and 2 * amounts.once > max(amounts.entered, amounts.made):
         once = (n for n in program.once() if not program.takes_rows(n) and whole_calls.why_once(n))
         joint = next(filter(program.joins_rows, once), None)
         if joint is None:
             return
         where = where_of_node(joint)
-        _log(
+        log_once(
             where,
             "%s needs the whole batch (%s; %s), and %d of %d calls run on the whole batch with it: "
             "koila saves little memory here",
@@ -183,19 +186,20 @@ def log_whole(program: Program) -> None:
         )
 
 
-def _log(where: str, text: str, *words: Any) -> None:
-    if where not in _logged:
-        _logged.add(where)
-        _logger.warning(text, *words)
+def log_once(where: str, text: str, *words: Any, level: int = logging.WARNING) -> None:
+    """Log a text, unless one was logged for `where` already."""
+    if where not in logged:
+        logged.add(where)
+        _logger.log(level, text, *words)
 
 
 def log_live(func: Any, why: str = "") -> None:
     """Log, once for each line, that a call which cannot be recorded runs the pending calls
     whole."""
     where = lines.user_line()
-    if where in _logged or planner.is_whole():
+    if where in logged or planner.is_whole():
         return
-    _log(
+    log_once(
         where,
         "%s cannot be recorded (%s)%s: what was recorded before it runs now, on the whole batch, "
         "and koila saves no memory there",
@@ -208,7 +212,7 @@ def log_live(func: Any, why: str = "") -> None:
 def log_at_once(func: Any, why: str) -> None:
     """Log, once for each reason, that calls run at once on the whole batch instead of in chunks."""
     if not planner.is_whole():
-        _log(
+        log_once(
             why,
             "%s is not recorded (%s), since %s: such calls run where they stand, on the whole "
             "batch, and koila saves no memory there",
@@ -221,7 +225,7 @@ def log_at_once(func: Any, why: str) -> None:
 def log_uncompiled(name: str) -> None:
     """Log once that koila records a function that torch.compile would compile."""
     where = lines.user_line()
-    _log(
+    log_once(
         f"torch.compile {name}",
         "%s (%s) runs uncompiled, with the same numbers: koila cannot split what torch.compile "
         "compiles; koila.config(chunks=1) runs it compiled, on the whole batch",
@@ -235,43 +239,13 @@ def note_uncompiled(name: str) -> None:
     compiled function refers to: it leaves the calls on it uncompiled."""
     where, why = lines.user_line(), f"it refers to a lazy tensor ({name}) that is not an argument"
     reports.note(ProgramReport("torch.compile", where, why=f"not all of it is compiled: {why}"))
-    _log(
+    log_once(
         f"torch.compile {where} {name}",
         "torch.compile (%s) leaves calls uncompiled, so its backend may not be called: the "
         "function refers to a lazy tensor (%s); pass that tensor as an argument",
         where,
         name,
     )
-
-
-def note_left(func: Any, tensor: torch.Tensor, is_written: bool) -> None:
-    """Note a large plain tensor that a call made of lazy tensors, or wrote from them.
-
-    Calls on it are not recorded. report() lists it. It is also logged, once for each line, unless
-    all that is pending fits whole.
-
-    Args:
-        func: the call.
-        tensor: the plain tensor.
-        is_written: the tensor existed before, and the call wrote it.
-    """
-    name, where = reports.name_of(func), lines.user_line()
-    if is_written:
-        made = (
-            f"writes lazy values into a plain tensor of {size(tensor.nbytes)}: what is made of it "
-            "is plain torch, on the whole batch; make it with torch.zeros_like(h) or "
-            "h.new_zeros(...) of a lazy h, and it is recorded"
-        )
-    else:
-        made = (
-            f"makes a plain tensor of {size(tensor.nbytes)}: what it is given is computed "
-            "already and has no samples of a batch"
-        )
-    reports.note_left(name, where, made)
-    if not planner.is_whole() and where not in _logged:
-        _logged.add(where)
-        level = logging.WARNING if tensor.requires_grad else logging.INFO
-        _logger.log(level, "%s (%s) %s", name, where, made)
 
 
 def decide_whole(func: Any, why: str) -> None:

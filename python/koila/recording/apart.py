@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Report a backward of plain tensors alone, beside lazy batches
+"""Report what leaves koila: lazy values in plain tensors, and a backward of plain tensors alone
 
-What is computed from plain noise (a generator's images) has no lazy tensor in it, and runs on the
-whole batch. The report and a warning say so, and what to do.
+What is computed from plain noise (a generator's images), or from numbers that were read of lazies,
+has no lazy tensor in it, and runs on the whole batch. The report and a warning say so, and what to
+do.
 """
 
 from __future__ import annotations
 
 import dis
 import logging
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -18,14 +20,73 @@ import torch
 from koila.basics import config, lines
 from koila.memory import budget
 from koila.messages.words import size
+from koila.planning import explain, planner
 from koila.random import plain
 from koila.reporting import reports
 
 _logger = logging.getLogger("koila")
 _LEAST = 2**18  # bytes: less is not reported
+_LEAST_READ = 2**20  # bytes: reads of fewer are not named
 _MOST_NODES = 10_000
 #: By line of a backward: bytes of results on the whole batch, and where noise may be drawn.
 _known: dict[str, tuple[int, str]] = {}
+#: By line of a backward: the lines of what it may be made of, once they were logged; "": noise.
+_told: dict[str, set[str]] = {}
+
+
+class _Left(threading.local):
+    def __init__(self) -> None:
+        self.batch = 0
+        self.calls: dict[str, str] = {}  # by line: calls that left koila with that batch
+
+
+_left = _Left()
+
+
+def _note_exit(what: str, line: str) -> None:
+    """Remember a call that gave the user large plain values of the current batch."""
+    if _left.batch != reports.n_batches():
+        _left.batch = reports.n_batches()
+        _left.calls.clear()
+    _left.calls[line] = what
+
+
+def note_read(what: str, number: torch.Tensor) -> None:
+    """Note that a call, such as "numpy()", gave the user the number of a lazy tensor."""
+    if number.nbytes >= _LEAST_READ:
+        _note_exit(what, lines.user_line())
+
+
+def note_left(func: Callable[..., Any], tensor: torch.Tensor, is_written: bool | None) -> None:
+    """Note a large plain tensor that a call made of lazy tensors, wrote from them, or read.
+
+    Calls on it are not recorded. report() lists what was made or written. It is also logged, once
+    for each line, unless all that is pending fits whole.
+
+    Args:
+        func: the call.
+        tensor: the plain tensor.
+        is_written: the tensor existed before, and the call wrote it; None: the call read it.
+    """
+    name, line = reports.name_of(func), lines.user_line()
+    _note_exit(name if is_written else reports.call_of(func), line)
+    if is_written is None:
+        return
+    if is_written:
+        made = (
+            f"writes lazy values into a plain tensor of {size(tensor.nbytes)}: what is made of it "
+            "is plain torch, on the whole batch; make it with torch.zeros_like(h) or "
+            "h.new_zeros(...) of a lazy h, and it is recorded"
+        )
+    else:
+        made = (
+            f"makes a plain tensor of {size(tensor.nbytes)}: what it is given is computed "
+            "already and has no samples of a batch"
+        )
+    reports.note_left(name, line, made)
+    if not planner.is_whole():
+        level = logging.WARNING if is_written or tensor.requires_grad else logging.INFO
+        explain.log_once(line, "%s (%s) %s", name, line, made, level=level)
 
 
 def note(roots: Iterable[Any]) -> None:
@@ -34,8 +95,7 @@ def note(roots: Iterable[Any]) -> None:
     n_rows = reports.note_plain(line)
     if n_rows < 2 or config.get("chunks") == 1:
         return
-    is_new = line not in _known
-    if is_new:
+    if line not in _known:
         _known[line] = _bytes_of(roots, n_rows), _draws_in(lines.user_frame())
     n_bytes, drawn = _known[line]
     is_free = config.get("chunks") is None and config.get("memory_limit") is None
@@ -43,12 +103,36 @@ def note(roots: Iterable[Any]) -> None:
         return
     why = (
         f"nothing in it is lazy: {size(n_bytes)} of results with {n_rows} samples were made on the "
-        f"whole batch; where they are made of noise{drawn}, make that lazy, koila.lazy(noise), or "
-        "run the script with python -m koila"
+        f"whole batch; {_advice(drawn)}"
     )
     reports.note_left("backward()", line, why)
-    if is_new:
+    told, causes = _told.setdefault(line, set()), set(_left.calls)
+    if drawn or not causes:
+        causes.add("")
+    if not causes <= told | explain.logged:
         _logger.warning("backward() (%s): %s", line, why)
+    told |= causes
+
+
+def _advice(drawn: str) -> str:
+    """Return what to do about a backward of plain tensors.
+
+    Args:
+        drawn: where noise may be drawn, as text.
+    """
+    found = []
+    if drawn or not _left.calls:
+        found.append(
+            f"where they are made of noise{drawn}, make that lazy, koila.lazy(noise), or run the "
+            "script with python -m koila"
+        )
+    if _left.calls:
+        calls = ", ".join(f"{what} at {line}" for line, what in [*_left.calls.items()][-3:])
+        found.append(
+            f"where they are made of values that left koila ({calls}), compute with the lazy "
+            "tensor itself, or make the values lazy again, koila.lazy(values)"
+        )
+    return "; ".join(found)
 
 
 def _bytes_of(roots: Iterable[Any], n_rows: int) -> int:

@@ -15,7 +15,7 @@ from koila import _core
 from koila.basics import devices, enter, surroundings
 from koila.planning import unsplit
 from koila.random import generators
-from koila.recording import composed, handed_out, inplace_views, masks, packed
+from koila.recording import apart, composed, handed_out, inplace_views, masks, packed
 from koila.recording.backwards import GRAD_WORDS, backward, is_pending, words_of
 from koila.reductions import batch_softmax, norms, scans
 from koila.reporting import reports
@@ -213,13 +213,16 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if args[0].requires_grad and not kwargs.get("force"):
         func(torch.empty(0, requires_grad=True, device="cpu"), *args[1:], **kwargs)
     with reports.Asking("numpy()"):
-        return func(_core.read(args[0]), *args[1:], **kwargs)
+        number = _core.read(args[0])
+    apart.note_read("numpy()", number)
+    return func(number, *args[1:], **kwargs)
 
 
 def reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run copy.copy() or pickle, which make a leaf with the `requires_grad` of the original."""
     with reports.Asking(reports.name_of(func)):
         number = _core.read(args[0])
+    apart.note_read(reports.call_of(func), number)
     if args[0].requires_grad and not number.requires_grad:
         number = number.detach().requires_grad_()
     return func(number, *args[1:], **kwargs)

@@ -52,7 +52,7 @@ _TRANSFORMS = {
 def call_of(func: Callable[..., Any]) -> str:
     """Return a call's name for reports, such as "item()"."""
     name = name_of(func)
-    return _KNOWN_AS.get(name, f"{name}()")
+    return _KNOWN_AS.get(name, name if name.endswith("=") else f"{name}()")
 
 
 def name_of(func: Callable[..., Any]) -> str:
@@ -63,7 +63,7 @@ def name_of(func: Callable[..., Any]) -> str:
     if name == "__get__" and owner is not None:
         return str(getattr(owner, "fget", owner).__name__)  # a property may have no name
     is_custom = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
-    known = _TRANSFORMS.get(name, name)
+    known = _TRANSFORMS.get(name, name).removesuffix(".default")  # of an op, not of a function
     return f"{owner.__name__}.{name}" if is_custom else DUNDER.sub(r"\1", known)
 
 
@@ -85,6 +85,7 @@ class _State(threading.local):
         self.n_noted = 0  # programs that this thread ran
         self.n_steps = 0  # steps of optimizers
         self.n_rows = 0  # rows of the batch that lazy() made last
+        self.n_batches = 0  # that lazy() made
         self.is_over = False  # the next program begins another step
         self.n_at_backward = -1  # n_noted at the last backward of this step; -1: there was none
         self.n_at_step = -1  # n_noted when an optimizer last stepped in this step; -1: none did
@@ -175,8 +176,14 @@ def _is_gathering() -> bool:
 def begin_batch(n_rows: int) -> None:
     """Note that lazy() makes another batch, of `n_rows` rows."""
     _state.n_rows = n_rows
+    _state.n_batches += 1
     if _state.programs and not _state.is_over:
         _state.is_over = not _is_gathering()
+
+
+def n_batches() -> int:
+    """Return how many batches lazy() made on this thread."""
+    return _state.n_batches
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
