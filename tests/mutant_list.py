@@ -677,7 +677,7 @@ MUTANTS = [
     Mutant(
         "bridge: nothing is cut",
         "python/koila/recording/bridge.py",
-        "is_cut = not is_light and not planner.is_whole() and _cut(func)",
+        "is_cut = not is_light and not planner.is_whole() and _cut(func, why)",
         "is_cut = is_light and not planner.is_whole() and _cut(func)",
         BRIDGE,
     ),

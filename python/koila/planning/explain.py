@@ -193,7 +193,7 @@ def log_once(where: str, text: str, *words: Any, level: int = logging.WARNING) -
         _logger.log(level, text, *words)
 
 
-def log_live(func: Any, why: str = "") -> None:
+def log_live(func: Any, why: str) -> None:
     """Log, once for each line, that a call which cannot be recorded runs the pending calls
     whole."""
     where = lines.user_line()
@@ -201,11 +201,11 @@ def log_live(func: Any, why: str = "") -> None:
         return
     log_once(
         where,
-        "%s cannot be recorded (%s)%s: what was recorded before it runs now, on the whole batch, "
-        "and koila saves no memory there",
+        "%s cannot be recorded (%s), since %s: what was recorded before it runs now, on the whole "
+        "batch, and koila saves no memory there",
         reports.name_of(func),
         where,
-        f", since {why}" if why else "",
+        why,
     )
 
 

@@ -77,7 +77,7 @@ def check(func: Callable[..., Any], why: str, of: Derivative | None = None) -> L
     if planner.is_whole() or config.get("chunks") is not None:
         return None
     program = _pending()
-    decision = reports.Decision(f"for {reports.call_of(func)}, since {why}" if why else "")
+    decision = reports.Decision(f"for {reports.call_of(func)}, since {why}")
     needed = estimates.estimate(program, bool(program.roots)).whole
     graphs = _graphs(program, of)
     if of is not None and (of.is_deep or graphs):

@@ -31,7 +31,7 @@ from koila.basics import engine, surroundings
 from koila.basics.threads import in_turn
 from koila.planning import explain, planner, steps, unsplit
 from koila.random import generators
-from koila.recording import flush, freed
+from koila.recording import flush, freed, reasons
 from koila.recording.cut import Copy, Cut
 from koila.recording.handed_out import Group, HandedOut, Memory, OfLeaves, Root, apply, note_view
 from koila.reporting import reports
@@ -103,11 +103,13 @@ def call(
     replay.settle_leaves()
     is_large = has_graph and not planner.is_whole() and _core.pending_bytes(False) >= _WORTH
     is_light = is_large and _core.won_whole() >= 0
-    is_cut = not is_light and not planner.is_whole() and _cut(func)
+    why = "" if planner.is_whole() else reasons.why(func, args, kwargs)
+    is_cut = not is_light and not planner.is_whole() and _cut(func, why)
     if is_light:
-        reports.give_reason("its graph keeps no more than a part that reads its inputs again")
+        light = "its graph keeps no more than a part that reads its inputs again"
+        reports.give_reason(f"{why}; {light}")
     elif has_graph and not is_cut:
-        unsplit.check(func, surroundings.of_call())
+        unsplit.check(func, why or reasons.why(func, args, kwargs))
     if not is_cut and any(map(_core.leaves_of, _tensors_in((args, kwargs), False))):
         _core.flush()  # pending calls read a plain tensor that this call may write
     return _core.live(func, args, kwargs, is_plain)
@@ -118,7 +120,9 @@ def begin_checkpoint() -> None:
     returned in the one before. Else one part would be of two checkpoints, and its backward would
     need what both have freed at once."""
     if not checkpoints.outermost() and freed.is_read():
-        _cut(torch.utils.checkpoint.checkpoint)
+        _cut(
+            torch.utils.checkpoint.checkpoint, "the one before has read a custom function's result"
+        )
 
 
 @surroundings.in_outside
@@ -156,7 +160,9 @@ def before_plain_write(func: Callable[..., Any], tensor: torch.Tensor) -> Callab
     """
     is_cut = False
     if _core.leaves_of(tensor):
-        is_cut = not planner.is_whole() and _cut(func)
+        is_cut = not planner.is_whole() and _cut(
+            func, "it writes a tensor that calls before it read"
+        )
         if not is_cut:
             flush.flush("a write of plain torch")
     if not _state.cuts or (tensor.requires_grad and not is_cut):
@@ -227,7 +233,7 @@ def watch_here(tensor: torch.Tensor) -> None:
 
 
 @surroundings.in_outside
-def _cut(func: Any) -> bool:
+def _cut(func: Any, why: str) -> bool:
     if hooks.is_any() or not _core.can_cut():
         return False
     generators.make_way()
@@ -278,7 +284,7 @@ def _cut(func: Any) -> bool:
     for root, lazy in zip(made.values(), lazies, strict=True):
         root.lazy = lazy
     n_bytes = sum(tensor.nbytes for tensor in handed.values())
-    reports.note_handed_out(func, n_bytes)
+    reports.note_handed_out(func, why, n_bytes)
     if made:
         cut.early = cut.copy_what_it_reads([None], max(_SMALL, n_bytes // _SHARE))
         _state.cuts.add(cut)

@@ -318,14 +318,15 @@ def note_at_once(func: Callable[..., Any], why: str) -> None:
         note(ProgramReport(call_of(func), user_line(), 1, why=why))
 
 
-def note_handed_out(func: Callable[..., Any], n_bytes: int) -> None:
+def note_handed_out(func: Callable[..., Any], why: str, n_bytes: int) -> None:
     """Note that the last program was cut off before a call that cannot be recorded.
 
     Args:
         func: the call.
+        why: the reason it cannot be recorded.
         n_bytes: the bytes of the values that the user can reach at the cut.
     """
-    why = "it is not recorded, and the program is cut before it"
+    why = f"it is not recorded, and the program is cut before it, since {why}"
     entry = Whole(name_of(func), user_line(), why, n_bytes, 0, False)
     if _state.programs and n_bytes:
         ran = _state.programs.pop()

@@ -150,19 +150,27 @@ def seems_to_write(module: nn.Module) -> bool:
     return not _written_by(kind).isdisjoint(module._buffers)
 
 
-def can_record(found: list[nn.Module]) -> bool:
-    """Return whether a checkpoint's function that uses these modules can be recorded.
+def why_left(found: Reached, is_preserving: bool) -> str:
+    """Return why a checkpoint's function is left to torch, and what to do; empty: it is recorded.
 
     The only buffers it may update are statistics of batch norms with a trained weight: torch's
     second run of the function certainly reaches these.
+
+    Args:
+        found: what the function can reach.
+        is_preserving: whether preserve_rng_state=True.
     """
-    return not any(map(seems_to_write, found)) and all(
+    hint = "koila needs no checkpoint: call its function directly"
+    if not is_preserving:
+        return f"preserve_rng_state=False draws other random numbers in backward; {hint}"
+    are_known = not any(map(seems_to_write, found.modules)) and all(
         isinstance(module, _BatchNorm)
         and module.running_mean is not None
         and module.weight is not None
         and module.weight.requires_grad
-        for module in filter(updates, found)
+        for module in filter(updates, found.modules)
     )
+    return "" if are_known else f"a module in it updates a buffer, again in backward; {hint}"
 
 
 class Guarded(NamedTuple):

@@ -207,13 +207,11 @@ def is_transparent(cls: Any, args: tuple[Any, ...]) -> bool:
         return False
     if not torch.is_grad_enabled():
         return True  # torch, too, runs it only once
-    if not args[1]:  # preserve_rng_state=False, as in `patched`
-        return False
     needs = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-    found = checkpoint_bodies.reached_by([args[0], *args[2:]] if needs else ()).modules
+    found = checkpoint_bodies.reached_by([args[0], *args[2:]] if needs else ())
     # torch calls backward hooks only in its second run: the first one has no graph for them.
-    is_hooked = any(module._backward_hooks or module._backward_pre_hooks for module in found)
-    return needs and not is_hooked and checkpoint_bodies.can_record(found)
+    is_hooked = any(one._backward_hooks or one._backward_pre_hooks for one in found.modules)
+    return needs and not is_hooked and not checkpoint_bodies.why_left(found, args[1])
 
 
 def note_cut() -> None:
@@ -459,10 +457,9 @@ def patched(
         is_recorded = is_recorded and context_fn is torch.utils.checkpoint.noop_context_fn
         is_again = is_recorded and torch.is_grad_enabled()
         found = checkpoint_bodies.reached_by([body, *args, *kwargs.values()] if is_again else ())
-        # Without preserve_rng_state torch's second run draws new numbers, and the gradient is of
-        # these.
-        if is_again and not (preserve_rng_state and checkpoint_bodies.can_record(found.modules)):
-            explain.log_live(torch.utils.checkpoint.checkpoint)
+        why = checkpoint_bodies.why_left(found, preserve_rng_state) if is_again else ""
+        if why:
+            explain.log_live(torch.utils.checkpoint.checkpoint, why)
             is_recorded = is_again = False
         if not is_recorded:
             if is_ours and torch.is_grad_enabled():

@@ -345,7 +345,10 @@ class Program:
 
     def _find_unstageable(self) -> tuple[Node, str] | None:
         if self.roots and self._data_write is not None:
-            why = "its memory is written through .data, which changes what is kept for backward"
+            why = (
+                "its memory is written through .data, which changes what is kept for backward; "
+                "write it without .data, under torch.no_grad()"
+            )
             return self.node(self._data_write), why
         node = self._find_unstageable_write() if self.has_writes else None
         if node is not None:

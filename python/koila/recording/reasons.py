@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Say why a call is not recorded, and what to do about it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from koila.basics import surroundings, table
+from koila.reporting import reports
+
+_DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_COMPILED = torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod
+
+
+def why(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> str:
+    """Return why a call is not recorded, and what to do about it.
+
+    Args:
+        func: the function.
+        args: its arguments.
+        kwargs: its arguments by name.
+
+    Returns:
+        A text that follows "since"; it is never empty.
+    """
+    name, owner = reports.name_of(func), getattr(func, "__self__", None)
+    seen = surroundings.of_call()
+    if seen:
+        return f"{seen}; make the call without them"
+    if func is torch.utils.checkpoint.checkpoint or owner is _REENTRANT:
+        return "koila needs no checkpoint, and leaves this one to torch; call its function directly"
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return "a custom autograd.Function gets real tensors; write it with torch's own calls"
+    if isinstance(func, _COMPILED) or isinstance(owner, _COMPILED):
+        return "compiled code gets real tensors; call the function that it was compiled from"
+    if name.endswith("="):
+        return "both tensors then share memory; write the values instead, with copy_()"
+    if not _schemas(name):
+        return "it needs real tensors on autograd's graph; call it outside of what takes memory"
+    return _why_op(name, args, kwargs or {})
+
+
+_REENTRANT = torch.utils.checkpoint.CheckpointFunction
+
+
+def _why_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return why a call of an op of torch is not recorded."""
+    tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+    if any(one.layout is not torch.strided for one in tensors):
+        return "it is given a sparse tensor; give it dense ones"
+    if any(one.numel() == 0 for one in tensors):
+        return "a tensor that it is given is empty; leave empty batches out"
+    if _is_dynamic(name):
+        return (
+            "the size of its result depends on numbers, which have to be known first; torch.where "
+            "and products with a mask keep sizes"
+        )
+    if name not in table.ROWS:
+        return "koila has no rule for it; write it with other calls of torch"
+    return "koila's rule for it does not cover such arguments; write it with other calls of torch"
+
+
+@functools.cache
+def _schemas(name: str) -> list[Any]:
+    return torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+
+
+@functools.cache
+def _is_dynamic(name: str) -> bool:
+    """Return whether torch says that the sizes of an op's results depend on numbers."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if packet is not None else ()
+    return any(_DYNAMIC & set(getattr(packet, one).tags) for one in overloads)

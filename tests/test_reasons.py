@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A call that is not recorded is told with the reason, and with what to do about it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import koila
+from koila.planning import explain
+from koila.recording import functions, reasons
+
+PACKAGE = Path(koila.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def nothing_logged() -> Iterator[None]:
+    logged: set[str] = importlib.import_module("koila.planning.explain").logged
+    logged.clear()
+    yield
+    logged.clear()
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n.add_(1)
+        return x * 2
+
+
+def empty_labels(h: Tensor) -> Any:
+    return F.cross_entropy(h, koila.lazy(torch.zeros(0, dtype=torch.long)))
+
+
+def _write_data(h: Any) -> None:
+    h.data.add_(1)
+    h.exp().sum().backward()
+
+
+CALLS: list[tuple[int, Callable[[Any], Any], str]] = [
+    (0, empty_labels, "empty; leave empty batches out"),
+    (0, lambda h: F.group_norm(h, 4), "empty; leave empty batches out"),
+    (8, lambda h: checkpoint(Counts(), h, use_reentrant=False), "a module in it updates a buffer"),
+]
+CUT = [
+    (lambda h: torch.cov(h.T), "no rule for it; write it with other calls"),
+    (lambda h: Doubles.apply(h), "custom autograd.Function gets real tensors; write it with"),
+    (_write_data, "write it without .data, under torch.no_grad()"),
+    (lambda h: torch.nonzero(h), "size of its result depends on numbers"),
+]
+
+
+@pytest.mark.parametrize(("n_rows", "call", "why"), CALLS)
+def test_a_log_has_the_reason(
+    n_rows: int, call: Callable[[Any], Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.ones(8, 8, requires_grad=True)
+    with koila.config(memory_limit="1GiB"), caplog.at_level(logging.WARNING, "koila"):
+        call(koila.lazy(torch.ones(n_rows, 8)) @ weight)
+    (message,) = [r.getMessage() for r in caplog.records if "cannot be recorded" in r.getMessage()]
+    assert f"{__file__}:" in message and ", since " in message and why in message
+
+
+@pytest.mark.parametrize(("call", "why"), CUT)
+def test_a_report_has_the_reason(call: Callable[[Any], Any], why: str) -> None:
+    """Of the call that cut the program, or that ran what waited whole."""
+    weight = torch.ones(64, 64, requires_grad=True)
+    with koila.config(chunks=3):
+        h = koila.lazy(torch.ones(2048, 64)) @ weight
+        call(h.exp().tanh().exp())
+    assert why in str([ran.whole for ran in koila.report().programs])
+
+
+def test_every_function_has_a_reason() -> None:
+    """Of all that koila knows, and of what it does not."""
+    known = [*functions._names(), Doubles.apply, torch.jit.script(_plus_one), len]
+    without = [func for func in known if not reasons.why(func, (torch.ones(2),), {})]
+    assert without == []
+    assert all("; " in reasons.why(func, (), None) for func in known)  # and what to do
+
+
+def _plus_one(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def test_every_place_gives_a_reason() -> None:
+    """Each call that tells why a call runs whole is given a text that is never empty."""
+    places = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+                "explain.log_live",
+                "unsplit.check",
+                "unsplit.check_known",
+                "reports.note_handed_out",
+                "_cut",
+            ):
+                assert len(node.args) > 1, f"{path}:{node.lineno}"
+                given = node.args[1]
+                assert not (isinstance(given, ast.Constant) and not given.value)
+                places.append(path)
+    assert len(places) > 6
+    with pytest.raises(TypeError):
+        explain.log_live(torch.cov)  # type: ignore[call-arg]
