@@ -38,7 +38,7 @@ def _patch_function_apply() -> None:
         original = custom_functions.in_forward(original)
         if patching.holds_lazy(args) or patching.holds_lazy(kwargs):
             if checkpoints.is_transparent(cls, args) and not surroundings.of_call():
-                return checkpoints.run(args[0], args[2:], bridge.begin_checkpoint)
+                return checkpoints.run(*args, begin=bridge.begin_checkpoint)
             if replicated.is_sink(cls, args):
                 return replicated.behind_outputs(*args)
             return custom_functions.run_live(original, args, kwargs)

@@ -6,18 +6,23 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import itertools
 import re
 import sys
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from koila import _core
+from koila.random import generators, plain
+from koila.running import recomputed
 from koila.staged import aliases
 from koila.staged.facts import Info
 
@@ -26,6 +31,16 @@ def names_in(code: types.CodeType) -> set[str]:
     """Return the names of globals and attributes that a code object and its inner functions use."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*map(names_in, inner))
+
+
+def words_in(code: types.CodeType) -> set[str]:
+    """As `names_in`, with texts, among which are the keywords of calls."""
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    consts = itertools.chain(
+        *(const if isinstance(const, tuple) else (const,) for const in code.co_consts)
+    )
+    texts = (const for const in consts if isinstance(const, str))
+    return set(code.co_names).union(texts, *map(words_in, inner))
 
 
 def _inside(obj: Any, names: set[str]) -> Iterator[Any]:
@@ -58,6 +73,7 @@ class Reached(NamedTuple):
 
     modules: list[nn.Module]
     tensors: list[Tensor]  # lazies, and plain ones without a gradient; no buffers of the modules
+    words: frozenset[str]  # of functions that are no methods of the modules
 
 
 def reached_by(objs: Iterable[Any]) -> Reached:
@@ -67,11 +83,15 @@ def reached_by(objs: Iterable[Any]) -> Reached:
     inside = (one for module in modules for one in vars(module).values())
     tensors = {id(one): one for one in (*found, *inside) if isinstance(one, Tensor)}
     return Reached(
-        modules, [one for one in tensors.values() if _is_lazy(one) or not one.requires_grad]
+        modules,
+        [one for one in tensors.values() if _is_lazy(one) or not one.requires_grad],
+        frozenset(one for one in found if isinstance(one, str)),
     )
 
 
-def _reached_by(objs: Iterable[Any], names: set[str], depth: int) -> Iterator[nn.Module | Tensor]:
+def _reached_by(
+    objs: Iterable[Any], names: set[str], depth: int
+) -> Iterator[nn.Module | Tensor | str]:
     for obj in objs:
         if isinstance(obj, nn.Module):
             yield from obj.modules()
@@ -80,8 +100,11 @@ def _reached_by(objs: Iterable[Any], names: set[str], depth: int) -> Iterator[nn
         elif depth > 0 and not isinstance(obj, type | types.ModuleType | str):
             is_function = isinstance(obj, types.FunctionType)
             inner = names | names_in(obj.__code__) if is_function else names
+            if is_function:
+                yield from words_in(obj.__code__)
             if isinstance(obj, types.MethodType) and isinstance(obj.__func__, types.FunctionType):
                 inner = names | names_in(obj.__func__.__code__)
+                yield from words_in(obj.__func__.__code__)
             yield from _reached_by(list(_inside(obj, inner)), inner, depth - 1)
 
 
@@ -122,6 +145,16 @@ def _written_by(kind: type) -> frozenset[str]:
     """Return the names in those methods of a class (forward, and what it names) that may write in
     place: they name a function with a trailing underscore, or store to an item or attribute."""
     names: set[str] = set()
+    for method in _methods_of(kind):
+        named = names_in(method.__code__)
+        if any(map(_IN_PLACE.search, named)) or _STORES & set(method.__code__.co_code[::2]):
+            names |= named
+    return frozenset(names)
+
+
+@functools.cache
+def _methods_of(kind: type) -> frozenset[types.FunctionType]:
+    """Return the methods of a class that are not torch's: forward, and those that it names."""
     seen, left = set(), ["forward"]
     while left:
         method = getattr(kind, left.pop(), None)
@@ -129,11 +162,8 @@ def _written_by(kind: type) -> frozenset[str]:
             continue
         if method not in seen:
             seen.add(method)
-            named = names_in(method.__code__)
-            left.extend(named)
-            if any(map(_IN_PLACE.search, named)) or _STORES & set(method.__code__.co_code[::2]):
-                names |= named
-    return frozenset(names)
+            left.extend(names_in(method.__code__))
+    return frozenset(seen)
 
 
 #: The opcodes of `x[i] = y`, `x[i:j] = y` (its own from CPython 3.12 on) and `x.y = z`. `x[i] += y`
@@ -150,6 +180,47 @@ def seems_to_write(module: nn.Module) -> bool:
     return not _written_by(kind).isdisjoint(module._buffers)
 
 
+def draws(words: Iterable[str]) -> bool:
+    """Return whether a function with these words draws, unless it is told not to."""
+    if "dropout_p" in words:
+        return True
+    return any(plain.draws(word) for word in words if word != "scaled_dot_product_attention")
+
+
+def seems_to_draw(module: nn.Module) -> bool:
+    """Return whether a module seems to draw random numbers: one of torch in which dropout is on, or
+    one whose methods name a function that draws."""
+    kind: Any = type(module)
+    if isinstance(module, _DropoutNd | nn.RReLU):
+        return module.training and getattr(module, "p", 1) > 0
+    own = {name: value for name, value in vars(module).items() if isinstance(value, int | float)}
+    rates = [rate for name, rate in own.items() if "drop" in name]
+    if _is_torchs(kind.__module__):
+        return module.training and any(rate > 0 for rate in rates)
+    named = _words_of(kind)
+    is_off = (rates and not any(rates)) or ("training" in named and not module.training)
+    return not is_off and draws(named.difference(own, module._modules))
+
+
+@functools.cache
+def _words_of(kind: type) -> frozenset[str]:
+    """Return the words in the methods of a class that its forward leads to."""
+    return frozenset().union(*(words_in(method.__code__) for method in _methods_of(kind)))
+
+
+@contextlib.contextmanager
+def without_draws() -> Iterator[None]:
+    """Raise at the end of a block that records a checkpoint's function if it drew random
+    numbers."""
+    generators.make_way()  # those before it draw first
+    before = generators.states()
+    yield
+    generators.make_way()
+    after = generators.states()
+    if after.keys() != before.keys() or not all(map(torch.equal, before.values(), after.values())):
+        recomputed.refuse("draws random numbers with preserve_rng_state=False")
+
+
 def why_left(found: Reached, is_preserving: bool) -> str:
     """Return why a checkpoint's function is left to torch, and what to do; empty: it is recorded.
 
@@ -161,7 +232,7 @@ def why_left(found: Reached, is_preserving: bool) -> str:
         is_preserving: whether preserve_rng_state=True.
     """
     hint = "koila needs no checkpoint: call its function directly"
-    if not is_preserving:
+    if not is_preserving and (draws(found.words) or any(map(seems_to_draw, found.modules))):
         return f"preserve_rng_state=False draws other random numbers in backward; {hint}"
     are_known = not any(map(seems_to_write, found.modules)) and all(
         isinstance(module, _BatchNorm)

@@ -5,8 +5,8 @@ whose calls run again before their backward.
 torch runs a body twice, so a body that updates statistics does so twice. Those of batch norms are
 updated once more after the program's backward (norms.Again). A body with other statistics, or with
 a module that seems to write a buffer of its own, is left to torch and runs at once; so is one whose
-second run draws other random numbers (preserve_rng_state=False). If a recorded body turns out to
-write a buffer all the same, it is refused.
+second run would draw other random numbers (preserve_rng_state=False). A recorded body that turns
+out to write a buffer, or to draw these, is refused.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from koila.messages.errors import KoilaError
 from koila.planning import explain, planner
 from koila.reductions import norms
 from koila.running import checkpoint_bodies, recomputed, unwritten
+from koila.running.checkpoint_bodies import Reached
 from koila.staged.facts import Info, Node
 from koila.staged.program import Program
 
@@ -142,13 +143,14 @@ def _note_modes(region: int, found: list[nn.Module]) -> None:
 
 @contextlib.contextmanager
 def _recording(
-    found: checkpoint_bodies.Reached, is_reentrant: bool, given: tuple[Any, ...]
+    found: Reached, is_reentrant: bool, is_preserving: bool, given: tuple[Any, ...]
 ) -> Iterator[None]:
     """Record the body that runs in a block, which torch would run again in backward.
 
     Args:
         found: what the body can reach.
         is_reentrant: whether use_reentrant=True.
+        is_preserving: whether preserve_rng_state=True.
         given: the arguments of the body.
 
     Raises:
@@ -168,13 +170,12 @@ def _recording(
             _state.has_reentrant |= is_reentrant
             lazies = [one for one in given if type(one) is _core.LazyTensor]
             before = [_core.id(one) for one in lazies]
-            yield
+            with contextlib.nullcontext() if is_preserving else checkpoint_bodies.without_draws():
+                yield
             after = map(_core.id, lazies)  # an argument may get a number at its first read
             ids = (b if a is None else a for a, b in zip(before, after, strict=True))
             kept = [value for value in ids if value is not None]
-            plain = {id(one) for one in given if isinstance(one, Tensor)}.difference(
-                map(id, lazies)
-            )
+            plain = {id(one) for one in given if isinstance(one, Tensor)} - set(map(id, lazies))
             _core.memo().setdefault("given", {})[region] = kept, plain
     finally:
         group.index = next(_ends)
@@ -187,13 +188,15 @@ def _recording(
             recomputed.refuse(f"writes {one}")
 
 
-def run(body: Callable[..., Any], args: tuple[Any, ...], begin: Callable[[], None]) -> Any:
+def run(
+    body: Callable[..., Any], is_preserving: bool, *args: Any, begin: Callable[[], None]
+) -> Any:
     """Record the body of a reentrant checkpoint; `begin` is as in `patched`."""
     if not torch.is_grad_enabled():
         with _region(True):
             return body(*args)
     begin()
-    with _recording(checkpoint_bodies.reached_by([body, *args]), True, args):
+    with _recording(checkpoint_bodies.reached_by([body, *args]), True, is_preserving, args):
         return body(*args)
 
 
@@ -471,7 +474,7 @@ def patched(
             begin()
         # torch's hooks stay off, so plain calls in the body keep what they save. To recompute that,
         # torch would have to run all of the body, in the middle of a backward.
-        with _recording(found, False, args) if is_again else _region(False):
+        with _recording(found, False, preserve_rng_state, args) if is_again else _region(False):
             yield
 
     return generator
