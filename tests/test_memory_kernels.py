@@ -431,6 +431,38 @@ def test_plain_layers(kind: type[nn.RNNBase], monkeypatch: pytest.MonkeyPatch) -
     assert 0.98 <= prediction.n_bytes / peak <= 1.05
 
 
+class Tagger(PlainLayer):
+    """Scores of each step, of the results in another layout, which nothing saves."""
+
+    def __init__(self, kind: type[nn.RNNBase], is_both: bool) -> None:
+        super().__init__(kind)
+        self.layer = kind(24, 48, 2, batch_first=True, bidirectional=is_both)
+        self.head = nn.Linear(48 * (1 + is_both), 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0])
+
+
+@pytest.mark.parametrize("is_both", [False, True])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_results_of_recurrent_layers(
+    kind: type[nn.RNNBase], is_both: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer's results and last states are not saved: only its steps are."""
+    program = Program(
+        kind.__name__,
+        lambda: Tagger(kind, is_both),
+        lambda n, g: (randn(g, n, 24, 24),),
+        lambda model, x: model(x).pow(2).mean(),
+    )
+    measure(program, 8, koila.lazy, **single)
+    memory = Allocations()
+    prediction = Prediction(memory, monkeypatch)
+    with split(3):
+        _, peak = measure(program, 192, koila.lazy, memory, **single)
+    assert 0.98 <= prediction.n_bytes / peak <= 1.05
+
+
 def test_parts_of_many_chunks_count() -> None:
     """More chunks are not always less memory: the largest that fits lies between two bounds."""
     estimate = made_up(1000, 100.0, 10.0, 50.0)

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,8 @@ from allocations import Allocations, measure
 from chunked import split
 from koila.basics.rows import grid, largest
 from koila.memory import uneven
-from koila.planning import planner
+from koila.planning import planner, plans
+from koila.staged.schedule import Way
 from limits import there
 from oracle import eager
 from programs_kit import Program
@@ -156,6 +159,71 @@ def test_input_that_has_a_gradient(
     check(lambda: Below(kind, "spread", bidirectional=is_both), monkeypatch)
 
 
+class Tagged(Layer):
+    """Words, and scores of each step: the layer is one of the last, which run in pieces."""
+
+    def __init__(self, kind: str, lengths: str, **options: int) -> None:
+        super().__init__(kind, lengths, n_in=48, n_hidden=64, batch_first=True, **options)
+        self.words = nn.Embedding(100, 48)
+        self.head = nn.Linear(self.head.in_features, 100)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.words(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_both", [False, True])
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize(("lengths", "most"), [("spread", 1.05), ("sorted", 1.12)])
+def test_pieces(
+    kind: str,
+    is_both: bool,
+    chunks: int,
+    lengths: str,
+    most: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In pieces of a chunk. If rows are sorted, the first piece has the most steps; the gradient
+    that all pieces add to is counted with it, though it exists only afterwards."""
+    program = Program(
+        "tagged",
+        lambda: Tagged(kind, lengths, num_layers=2, bidirectional=is_both),
+        lambda n, g: (torch.randint(100, (n, N_STEPS), generator=g),),
+        lambda model, x: model(x).pow(2).mean(),
+    )
+    plan, memory = planner.plan, Allocations()
+
+    def in_pieces(*args: Any) -> plans.Plan:
+        return dataclasses.replace(plan(*args), way=Way(n_pieces=4))
+
+    measure(program, 8, koila.lazy, **SINGLE)
+    with monkeypatch.context() as patch, split(chunks):
+        patch.setattr(planner, "plan", in_pieces)
+        said = Prediction(memory, patch)
+        _, taken = measure(program, 2 * N_ROWS, koila.lazy, memory, **SINGLE)
+        report = str(koila.report())
+    assert "the last layers in 4 pieces" in report
+    assert 0.97 <= said.n_bytes / taken <= most, (said.n_bytes, taken)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shares_of_pieces(seed: int) -> None:
+    """Steps and turns of the worst piece of the worst chunk, by hand."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 9, (53,), generator=generator)
+    for rows, n_pieces in itertools.product((7, 8, 20, 53), (2, 4, 16)):
+        whole = planner._chunks_of(53, rows, planner.AS_IT_IS) if rows < 53 else (1, 1)
+        pieces = [
+            lengths[start + first : start + last]
+            for start, stop in grid(53, *whole)
+            for first, last in grid(stop - start, n_pieces)
+        ]
+        share = (rows / n_pieces + 1) / 53
+        *_, of_steps, of_turns = uneven.parts([lengths], 53, rows, n_pieces)
+        assert of_steps * share * int(lengths.sum()) >= max(int(p.sum()) for p in pieces) - 1e-6
+        assert of_turns * share * turns_by_hand(lengths) >= max(map(turns_by_hand, pieces)) - 1e-6
+
+
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_limit_is_kept(lengths: str) -> None:
     """And with few chunks where each has its share of the steps."""
@@ -187,7 +255,7 @@ def test_shares(seed: int) -> None:
             steps = max(int(lengths[start:stop].sum()) for start, stop in [*bounds])
             turns = max(turns_by_hand(lengths[start:stop]) for start, stop in bounds)
             share = rows / 53 if n_chunks > 1 else 1
-            of_steps, of_turns = uneven.parts([lengths], 53, rows)
+            of_steps, of_turns = uneven.parts([lengths], 53, rows)[:2]
             assert of_steps * share * int(lengths.sum()) >= steps - 1e-6
             assert of_turns * share * turns_by_hand(lengths) >= turns - 1e-6
         assert largest(53, *whole) <= rows
@@ -196,9 +264,9 @@ def test_shares(seed: int) -> None:
 def test_the_worst_share_counts() -> None:
     """Of several layers over the same rows, and of an axis with fewer."""
     even, first = torch.full((16,), 4), torch.tensor([8] * 4 + [1] * 12)
-    assert uneven.parts([even], 16, 4) == (1.0, 0.0)
-    steps, turns = uneven.parts([first, even], 16, 4)
+    assert uneven.parts([even], 16, 4)[:2] == (1.0, 0.0)
+    steps, turns = uneven.parts([first, even], 16, 4)[:2]
     assert steps == 32 / (44 / 4)
     assert turns == 0
-    assert uneven.parts([first[:8]], 16, 8) == (32 / 18, 0.0)
-    assert uneven.parts([first], 16, 16) == (1.0, 1.0)
+    assert uneven.parts([first[:8]], 16, 8)[:2] == (32 / 18, 0.0)
+    assert uneven.parts([first], 16, 16)[:2] == (1.0, 1.0)

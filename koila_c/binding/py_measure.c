@@ -94,7 +94,7 @@ told(const KlMeasured *measured)
 }
 
 /* measure(program, homes, (is_cloned, bytes_noise, region_of, outer: arrays of KlOutside as bytes), (bytes of a generator's
- * state, of those kept), peak_of, (KlKnown's steps, turns)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
+ * state, of those kept), peak_of, (steps and turns of KlKnown's chunks, of its pieces)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
 PyObject *
 kl_measure_program(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -102,15 +102,16 @@ kl_measure_program(PyObject *Py_UNUSED(module), PyObject *args)
     PyObject *cloned = NULL, *noise = NULL, *regions = NULL, *outer = NULL;
     PyObject *peak_of = NULL, *result = NULL;
     KlHomes homes = {0};
-    KlOutside outside = {.known = {.steps = 1, .turns = 1}};
+    KlOutside outside = {.known = {.chunks = {1, 1}, .pieces = {1, 1}}};
     KlMeasured measured = {0};
     KlError error;
     const Tape *tape = kl_tape_open();
     if (tape == NULL ||
-        !PyArg_ParseTuple(args, "O&O&(SSSS)(LL)O|(dd):measure", kl_program_of, &program,
+        !PyArg_ParseTuple(args, "O&O&(SSSS)(LL)O|(dddd):measure", kl_program_of, &program,
                           kl_schedule_homes, &homes, &cloned, &noise, &regions, &outer,
                           &outside.bytes_state, &outside.bytes_drawn, &peak_of,
-                          &outside.known.steps, &outside.known.turns)) {
+                          &outside.known.chunks.steps, &outside.known.chunks.turns,
+                          &outside.known.pieces.steps, &outside.known.pieces.turns)) {
         return NULL;
     }
     const KlStages *stages = &program->stages;

@@ -691,6 +691,7 @@ open_pieces(Step *step, const KlStep *of)
     step->held += step->waiting.fixed;
     step->held_per_row += step->waiting.per_row;
     step->n_pieces = step->homes->n_pieces;
+    step->sweep.is_in_pieces = true;
     hold_handed_gradients(step, &step->program->runs[of->run]);
     hold_gradients_by_row(step, -step->exchange.in_sweep); /* sweeps count only a piece's */
 }
@@ -745,6 +746,7 @@ close_loop(Step *step, const KlStep *of)
 {
     if (--step->depth > 0) {
         step->n_pieces = 1;
+        step->sweep.is_in_pieces = false;
         step->held -= step->waiting.fixed;
         step->held_per_row -= step->waiting.per_row;
         return;

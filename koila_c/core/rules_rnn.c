@@ -260,8 +260,11 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
     int64_t n_kept = n_copied; /* for each direction */
     n_kept += (layer.n_layers - 1) * n_steps * n_cell * (result->is_random ? 2 : 1);
     saves_all(call, result, saves);
-    saves->inputs &= ~(uint64_t)(is_copied);                     /* the copy, not the input */
-    saves->outputs = layer.n_gates == 1 ? 0 : (is_lstm ? 7 : 3); /* without gates: only steps */
+    saves->inputs &= ~(uint64_t)(is_copied); /* the copy, not the input */
+    bool is_fused = is_lstm && dtype == KL_DTYPE_FLOAT32;
+    bool saves_result = (is_fused && layer.n_directions == 1) || layer.input->device != 0;
+    saves->outputs =
+        saves_result ? 1 : 0; /* else only its steps, or the result of each direction */
     if (layer.is_packed) {
         const KlArg *needs = &call->args[word(call, NEEDS)];
         for (uint32_t i = 0; needs->kind == KL_ARG_INTS && i < needs->n && i < KL_N_UNEVEN; i++) {
@@ -275,15 +278,16 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
         saves->is_extra_rows = true;
         return;
     }
-    if (is_lstm && dtype == KL_DTYPE_FLOAT32) {
+    if (is_fused) {
         save_fused(&layer, n_rows, n_steps, saves);
     } else {
-        int64_t n_bytes = n_steps * n_cell * (int64_t)kl_meta_dtype_bytes(dtype);
+        int64_t of_cell = n_cell * (int64_t)kl_meta_dtype_bytes(dtype), n_bytes = n_steps * of_cell;
         bool is_both = layer.n_directions > 1, has_gates = layer.n_gates > 1;
         /* The first step saves less: its states are inputs. */
         int64_t n_of_layer = has_gates ? 7 * n_steps - (is_lstm ? 2 : 1) : n_steps;
         n_kept += layer.n_layers * n_cell * n_of_layer;
-        saves->bytes_workspace = (layer.n_gates + (is_both ? 2 : 0)) * n_bytes;
+        int64_t n_last = layer.n_layers * layer.n_directions * layer.n_states; /* not yet joined */
+        saves->bytes_workspace = (layer.n_gates + (is_both ? 2 : 0)) * n_bytes + n_last * of_cell;
         saves->bytes_backward = is_both && !has_gates ? 2 * n_bytes : 0;
         saves->bytes_steps = (layer.n_layers > 1 ? 2 : 1) * layer.n_directions * n_bytes;
     }

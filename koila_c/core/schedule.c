@@ -86,6 +86,13 @@ is_read(const KlBuild *build, KlValueId value)
     return !build->program->is_unread[value];
 }
 
+/* Whether other units read a value. */
+static bool
+is_read_outside(const KlBuild *build, KlValueId value)
+{
+    return is_read(build, value) && !is_inner(build, value);
+}
+
 static bool
 is_handed(const KlBuild *build, KlValueId value)
 {
@@ -222,12 +229,12 @@ add_at_once(KlBuild *build, const KlUnit *unit)
 }
 
 /* Forward and backward of a chunk whose head, the second segment, runs piece by piece. The graph of the first segment
- * is retained meanwhile. */
+ * and its results are retained meanwhile: pieces of these are cut of the results themselves, so no copy is kept. */
 static void
 add_in_pieces(KlBuild *build, const KlUnit *unit)
 {
     KlSlice body = one(unit->runs.first), head = last_of(unit);
-    add(build, KL_STEP_RUN, KL_GRAPH_NOW, body, exports_of(build, body, is_read));
+    add(build, KL_STEP_RUN, KL_GRAPH_NOW, body, exports_of(build, body, is_read_outside));
     KlSlice handed = exports_of(build, body, is_handed);
     add(build, KL_STEP_LOOP, KL_GRAPH_NOW, head, handed);
     add_last(build, unit);

@@ -179,8 +179,10 @@ by_steps(const KlSweep *sweep, uint32_t at, KlUneven of)
 {
     const KlNode *node = &sweep->tape->nodes[sweep->span.nodes[at]];
     const float *uneven = node->saves.uneven;
-    double steps = uneven[KL_UNEVEN_STEPS] * (sweep->span.is_body ? sweep->known.steps : 1);
-    double turns = uneven[KL_UNEVEN_TURNS] * (sweep->span.is_body ? sweep->known.turns : 1);
+    KlSkew skew = sweep->is_in_pieces ? sweep->known.pieces : sweep->known.chunks;
+    skew = sweep->span.is_body ? skew : (KlSkew){1, 1};
+    double steps = uneven[KL_UNEVEN_STEPS] * skew.steps;
+    double turns = uneven[KL_UNEVEN_TURNS] * skew.turns;
     return by_rows(sweep, node, (int64_t)(uneven[of] * steps + uneven[of + 1] * turns));
 }
 

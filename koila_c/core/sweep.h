@@ -30,12 +30,17 @@ typedef struct KlMoments {
     size_t n, n_max;
 } KlMoments;
 
+/* The steps and turns (KlUneven) of the longest part of the rows, relative to those of average rows. */
+typedef struct KlSkew {
+    double steps, turns;
+} KlSkew;
+
 /* Facts about a program that the binding supplies. */
 typedef struct KlKnown {
     const bool *is_cut_in_place; /* [n_imports] a chunk of it is a view of the whole */
     const bool *has_grad;        /* [n_values] a leaf whose .grad exists already */
     const bool *is_cloned;       /* [n_nodes] instead of its input, it writes a clone of it */
-    double steps, turns;         /* of a chunk, relative to those of average rows (KlUneven) */
+    KlSkew chunks, pieces;       /* of the chunks; of the pieces that the head runs in */
     const uint32_t *region_of;   /* [n_nodes] the region that a node is in, or KL_ID_NONE */
     const uint32_t *outer;       /* [n_regions] the region around it, or KL_ID_NONE */
     size_t n_regions;            /* 0: region_of is not read */
@@ -113,6 +118,7 @@ typedef struct KlSweep {
     KlRegion *regions;        /* [n_regions] in a live run */
     uint32_t region;          /* whose nodes run again now, or KL_ID_NONE */
     KlSpan span;
+    bool is_in_pieces;                /* the open run, the head, runs in pieces of a chunk */
     uint32_t serial;                  /* the number of the open run, from 1 on */
     int64_t rows;                     /* of the body's axis */
     uint32_t n_uneven, n_again;       /* nodes of the span that are uneven; that run again */

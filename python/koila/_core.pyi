@@ -281,7 +281,7 @@ def measure(
     nodes: tuple[bytes, bytes, bytes, bytes],
     states: tuple[int, int],
     peak_of: Callable[[set[torch.Tensor]], float],
-    uneven: tuple[float, float] = ...,
+    uneven: tuple[float, float, float, float] = ...,
     /,
 ) -> tuple[bytes, int, float]: ...
 def peak(moments: bytes, n_rows: int, rows: int, /) -> tuple[float, float, int]: ...

@@ -15,8 +15,8 @@ measure(bool is_held, bool is_graph, size_t n_regions)
     static const bool no_flags[64];
     const KlKnown known = {.is_cut_in_place = no_flags,
                            .has_grad = no_flags,
-                           .steps = 1,
-                           .turns = 1,
+                           .chunks = {1, 1},
+                           .pieces = {1, 1},
                            .region_of = inside,
                            .outer = outer,
                            .n_regions = n_regions};

@@ -128,9 +128,12 @@ def estimate(
     if not lengths or is_live:
         return Estimate(moments, rows, whole)
 
+    n_pieces = 1 if way.n_across else way.n_pieces
+
     @functools.cache
     def again(of_chunk: int) -> bytes:
-        return _core.measure(*arguments, uneven.parts(lengths, rows, of_chunk))[0]
+        shares = uneven.parts(lengths, rows, of_chunk, n_pieces)
+        return _core.measure(*arguments, shares)[0]
 
     return Estimate(moments, rows, whole, again)
 

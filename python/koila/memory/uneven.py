@@ -135,29 +135,47 @@ def _grids(n_rows: int, rows: int, n_chunks: int) -> list[list[tuple[int, int]]]
     return [grid(n_rows, *size) for size in dict.fromkeys(sizes)]
 
 
-def parts(all_lengths: Sequence[Tensor], n_rows: int, rows: int) -> tuple[float, float]:
-    """Return how many times the average steps, and turns, the worst chunk of `rows` rows has.
+def _worst(
+    lengths: Tensor, bounds: Sequence[tuple[int, int]], n_rows: float
+) -> tuple[float, float]:
+    """Return the most steps, and turns, of any range of rows, relative to `n_rows` average rows."""
+    sums = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    starts, stops = torch.tensor(bounds).unbind(1)
+    most, n_turns = int((sums[stops] - sums[starts]).max()), turns(lengths)
+    most_turns = n_turns
+    if n_turns and len(bounds) * int(lengths.max()) <= _MOST:
+        ranges = torch.arange(len(bounds)).repeat_interleave(stops - starts)
+        most_turns = int(_turns(lengths, ranges, len(bounds)))
+    share = n_rows / lengths.numel()
+    return most / (int(sums[-1]) * share), most_turns / (max(n_turns, 1) * share)
+
+
+def parts(
+    all_lengths: Sequence[Tensor], n_rows: int, rows: int, n_pieces: int = 1
+) -> tuple[float, float, float, float]:
+    """Return how many times the average steps, and turns, the worst chunk of `rows` rows has; then
+    the same of the worst piece of these chunks.
 
     Args:
         all_lengths: for each axis, the lengths of its rows (int64).
         n_rows: the rows of the longest axis.
         rows: the rows of a chunk.
+        n_pieces: the pieces of a chunk that its last layers run in.
     """
     n_chunks = -(-n_rows // max(rows, 1))
-    if n_chunks == 1:
-        return 1.0, 1.0
-    steps = of_turns = 0.0
+    of_chunks, of_pieces = [(0.0, 0.0)], [(0.0, 0.0)]
     for lengths in all_lengths:
         n = lengths.numel()
-        own = rows if n == n_rows else largest(n, n_chunks)
-        sums = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        share, n_turns = own / n, turns(lengths)
-        for bounds in _grids(n, own, n_chunks):
-            starts, stops = torch.tensor(bounds).unbind(1)
-            most = int((sums[stops] - sums[starts]).max())
-            steps = max(steps, most / (int(sums[-1]) * share))
-            if n_turns and len(bounds) * int(lengths.max()) <= _MOST:
-                chunks = torch.arange(len(bounds)).repeat_interleave(stops - starts)
-                most = int(_turns(lengths, chunks, len(bounds)))
-            of_turns = max(of_turns, most / (n_turns * share)) if n_turns else of_turns
-    return steps, of_turns
+        own = n if n_chunks == 1 else rows if n == n_rows else largest(n, n_chunks)
+        for bounds in _grids(n, own, n_chunks) if n_chunks > 1 else [[(0, n)]]:
+            of_chunks.append(_worst(lengths, bounds, own))
+            pieces = [
+                (start + first, start + last)
+                for start, stop in bounds
+                for first, last in grid(stop - start, n_pieces)
+            ]
+            # A piece is measured with one row more than its share: see of_piece() in measure.c.
+            own_piece = own / n_pieces + 1 if n_pieces > 1 else own
+            of_pieces.append(_worst(lengths, pieces, own_piece))
+    steps, n_turns = map(max, zip(*of_chunks, strict=True))
+    return steps, n_turns, *map(max, zip(*of_pieces, strict=True))
