@@ -436,7 +436,7 @@ class Tagger(PlainLayer):
 
     def __init__(self, kind: type[nn.RNNBase], is_both: bool) -> None:
         super().__init__(kind)
-        self.layer = kind(24, 48, 2, batch_first=True, bidirectional=is_both)
+        self.layer = kind(24, 48, batch_first=True, bidirectional=is_both)
         self.head = nn.Linear(48 * (1 + is_both), 100)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -460,7 +460,7 @@ def test_results_of_recurrent_layers(
     prediction = Prediction(memory, monkeypatch)
     with split(3):
         _, peak = measure(program, 192, koila.lazy, memory, **single)
-    assert 0.98 <= prediction.n_bytes / peak <= 1.05
+    assert 0.98 <= prediction.n_bytes / peak <= 1.03
 
 
 def test_parts_of_many_chunks_count() -> None:

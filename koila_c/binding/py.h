@@ -233,6 +233,14 @@ Tape *kl_py_find(PyObject *object, bool is_node, uint32_t *id);
 /* Raise the exception that `error` describes. Returns NULL. */
 PyObject *kl_py_raise(const KlError *error);
 
+/* As kl_py_raise, but returns -1. */
+static inline int
+kl_py_raise_int(const KlError *error)
+{
+    (void)kl_py_raise(error);
+    return -1;
+}
+
 /* Drop the answer of a call that asks something. Returns 1 if it is True, else 0, or -1 if the call raised. */
 static inline int
 kl_py_truth(PyObject *answer)

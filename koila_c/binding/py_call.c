@@ -12,8 +12,7 @@ push(Tape *tape, KlSlotKind kind, uint32_t n, PyObject *object)
     KlError error;
     if (kl_alloc_reserve((void **)&tape->slots, &tape->n_slots_max, tape->n_slots + 1,
                          sizeof(*tape->slots), &error) != KL_OK) {
-        (void)kl_py_raise(&error);
-        return -1;
+        return kl_py_raise_int(&error);
     }
     tape->slots[tape->n_slots++] =
         (KlSlot){.kind = kind, .n = n, .object = object != NULL ? Py_NewRef(object) : NULL};
@@ -42,8 +41,7 @@ push_value(Tape *tape, KlValueId value, Inputs *inputs)
     if (inputs->values != NULL) {
         if (kl_alloc_reserve((void **)inputs->values, inputs->n_max, *inputs->n + 1,
                              sizeof(KlValueId), &error) != KL_OK) {
-            (void)kl_py_raise(&error);
-            return -1;
+            return kl_py_raise_int(&error);
         }
         (*inputs->values)[(*inputs->n)++] = value;
     }

@@ -207,8 +207,7 @@ intern(const Context *context)
     }
     if (kl_alloc_reserve((void **)&state.contexts, &state.n_max, state.n + 1, sizeof(*context),
                          &error) != KL_OK) {
-        (void)kl_py_raise(&error);
-        return -1;
+        return kl_py_raise_int(&error);
     }
     state.contexts[state.n] = *context;
     return (int64_t)state.n++;

@@ -123,13 +123,7 @@ static int
 add_id(KlIds *ids, KlValueId id)
 {
     KlError error;
-    if (kl_alloc_reserve((void **)&ids->ids, &ids->n_max, ids->n + 1, sizeof(KlValueId), &error) !=
-        KL_OK) {
-        (void)kl_py_raise(&error);
-        return -1;
-    }
-    ids->ids[ids->n++] = id;
-    return 0;
+    return kl_program_push(ids, id, &error) == KL_OK ? 0 : kl_py_raise_int(&error);
 }
 
 /* How many lazies the user holds of each storage; NULL: there is no memory. */

@@ -229,8 +229,7 @@ kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *c
         return -1;
     }
     if (kl_tape_append(&tape->core, record, id, &error) != KL_OK) {
-        (void)kl_py_raise(&error);
-        return -1;
+        return kl_py_raise_int(&error);
     }
     tape->core.nodes[*id].region = kl_record_region;
     tape->core.has_regions |= kl_record_region != 0;

@@ -9,13 +9,6 @@
 
 #include "alloc.h"
 
-static int
-raise(const KlError *error)
-{
-    (void)kl_py_raise(error);
-    return -1;
-}
-
 /* -- leaves, found by the identity of their tensor ---------------------------------------------------- */
 
 static KlExternal *
@@ -59,22 +52,11 @@ int
 kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values)
 {
     KlError error;
-    size_t nodes_before = tape->n_nodes_max, values_before = tape->n_values_max;
     if (kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->core.n_nodes + n_nodes,
-                         sizeof(*tape->nodes), &error) != KL_OK) {
-        return raise(&error);
-    }
-    if (tape->n_nodes_max > nodes_before) {
-        memset(&tape->nodes[nodes_before], 0,
-               (tape->n_nodes_max - nodes_before) * sizeof(*tape->nodes));
-    }
-    if (kl_alloc_reserve((void **)&tape->values, &tape->n_values_max,
+                         sizeof(*tape->nodes), &error) != KL_OK ||
+        kl_alloc_reserve((void **)&tape->values, &tape->n_values_max,
                          tape->core.n_values + n_values, sizeof(*tape->values), &error) != KL_OK) {
-        return raise(&error);
-    }
-    if (tape->n_values_max > values_before) {
-        memset(&tape->values[values_before], 0,
-               (tape->n_values_max - values_before) * sizeof(*tape->values));
+        return kl_py_raise_int(&error);
     }
     return 0;
 }
@@ -108,7 +90,7 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
         return -1;
     }
     if (kl_tape_leaf(&tape->core, &meta, value, &error) != KL_OK) {
-        return raise(&error);
+        return kl_py_raise_int(&error);
     }
     KlPyValue *entry = &tape->values[*value];
     entry->real = Py_NewRef(tensor);
@@ -170,7 +152,7 @@ add_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
     if (kl_alloc_reserve((void **)&tape->axis_keys, &tape->n_axis_keys_max, tape->core.n_axes + 1,
                          sizeof(*tape->axis_keys), &error) != KL_OK ||
         kl_tape_axis(&tape->core, rows, axis, &error) != KL_OK) {
-        return raise(&error);
+        return kl_py_raise_int(&error);
     }
     tape->axis_keys[*axis] = key;
     return 0;

@@ -19,8 +19,7 @@ copy_call(Tape *tape, KlNodeId node, const KlValueId *now, KlPyNode *call)
     KlError error;
     if (kl_alloc_reserve((void **)&tape->slots, &tape->n_slots_max,
                          tape->n_slots + original.n_slots, sizeof(*tape->slots), &error) != KL_OK) {
-        (void)kl_py_raise(&error);
-        return -1;
+        return kl_py_raise_int(&error);
     }
     *call = original;
     call->first_slot = (uint32_t)tape->n_slots;
@@ -134,8 +133,7 @@ infer_again(Tape *tape, const KlNode *node, const KlValue *old, KlValueId source
 {
     KlError error;
     if (kl_infer_reserve_outs(inferred, node->n_outs, &error) != KL_OK) {
-        (void)kl_py_raise(&error);
-        return -1;
+        return kl_py_raise_int(&error);
     }
     /* A write can give memory without a gradient a graph. A detached view of it still has none. */
     bool is_newly = tape->core.values[source].meta.requires_grad &&

@@ -108,6 +108,7 @@ kl_alloc_reserve(void **block, size_t *n_max, size_t n_needed, size_t size, KlEr
         return kl_error_set(error, KL_ERROR_MEMORY, "no memory for %zu items of %zu bytes", n_grown,
                             size);
     }
+    memset((char *)grown + *n_max * size, 0, (n_grown - *n_max) * size);
     *block = grown;
     *n_max = n_grown;
     return KL_OK;

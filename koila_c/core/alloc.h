@@ -25,7 +25,8 @@ typedef struct KlScratch {
 void *kl_alloc_scratch(KlScratch *scratch, size_t n_items, size_t size);
 void kl_alloc_scratch_free(KlScratch *scratch);
 
-/* Grow `*block`, if necessary, to hold `n_needed` items of `size` bytes. `*n_max`, its capacity, grows geometrically. */
+/* Grow `*block`, if necessary, to hold `n_needed` items of `size` bytes; new ones are zeros. `*n_max`, its capacity, grows
+ * geometrically. */
 KlStatus kl_alloc_reserve(void **block, size_t *n_max, size_t n_needed, size_t size,
                           KlError *error);
 

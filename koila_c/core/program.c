@@ -30,16 +30,21 @@ typedef struct Build {
     KlIds stack;          /* scratch: of nodes, or of values */
 } Build;
 
+KlStatus
+kl_program_push(KlIds *ids, uint32_t id, KlError *error)
+{
+    KlStatus status =
+        kl_alloc_reserve((void **)&ids->ids, &ids->n_max, ids->n + 1, sizeof(uint32_t), error);
+    if (status == KL_OK) {
+        ids->ids[ids->n++] = id;
+    }
+    return status;
+}
+
 static void
 push(Build *build, KlIds *ids, uint32_t id)
 {
-    if (build->status == KL_OK) {
-        build->status = kl_alloc_reserve((void **)&ids->ids, &ids->n_max, ids->n + 1,
-                                         sizeof(uint32_t), build->error);
-    }
-    if (build->status == KL_OK) {
-        ids->ids[ids->n++] = id;
-    }
+    build->status = build->status == KL_OK ? kl_program_push(ids, id, build->error) : build->status;
 }
 
 static KlSlice

@@ -33,6 +33,8 @@ typedef struct KlIds {
     size_t n, n_max;
 } KlIds;
 
+KlStatus kl_program_push(KlIds *ids, uint32_t id, KlError *error);
+
 typedef struct KlProgram {
     KlStages stages;
     KlRun *runs; /* [n_runs] */

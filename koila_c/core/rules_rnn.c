@@ -286,8 +286,10 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
         /* The first step saves less: its states are inputs. */
         int64_t n_of_layer = has_gates ? 7 * n_steps - (is_lstm ? 2 : 1) : n_steps;
         n_kept += layer.n_layers * n_cell * n_of_layer;
-        int64_t n_last = layer.n_layers * layer.n_directions * layer.n_states; /* not yet joined */
-        saves->bytes_workspace = (layer.n_gates + (is_both ? 2 : 0)) * n_bytes + n_last * of_cell;
+        /* The gates of all steps of a layer; later the last states of all layers, before they are joined. */
+        saves->bytes_workspace =
+            kl_larger((layer.n_gates + (is_both ? 2 : 0)) * n_bytes,
+                      layer.n_layers * layer.n_directions * layer.n_states * of_cell);
         saves->bytes_backward = is_both && !has_gates ? 2 * n_bytes : 0;
         saves->bytes_steps = (layer.n_layers > 1 ? 2 : 1) * layer.n_directions * n_bytes;
     }

@@ -85,19 +85,26 @@ broadcast_all(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-/* Numbers count as 0-dim tensors, so TensorIterator does not use its fast path. */
-KlStatus
-shape_broadcast(const KlCall *call, KlInferred *result, KlError *error)
+/* As TensorIterator lays out the result. */
+static KlStatus
+iterate_all(const KlCall *call, KlInferred *result, bool has_number, KlError *error)
 {
     KlStatus status = broadcast_all(call, result, error);
-    bool has_number = false;
-    for (uint32_t i = 0; i < 2 && i < call->n_args; i++) {
-        has_number = has_number || kl_rules_is_number(&call->args[i]);
-    }
     if (status == KL_OK) {
         kl_rules_iterate(&result->outs[0], call->inputs, call->n_inputs, has_number);
     }
     return status;
+}
+
+/* Numbers count as 0-dim tensors, so TensorIterator does not use its fast path. */
+KlStatus
+shape_broadcast(const KlCall *call, KlInferred *result, KlError *error)
+{
+    bool has_number = false;
+    for (uint32_t i = 0; i < 2 && i < call->n_args; i++) {
+        has_number = has_number || kl_rules_is_number(&call->args[i]);
+    }
+    return iterate_all(call, result, has_number, error);
 }
 
 KlStatus
@@ -111,11 +118,7 @@ shape_tensor_pair(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 shape_tensors(const KlCall *call, KlInferred *result, KlError *error)
 {
-    KlStatus status = broadcast_all(call, result, error);
-    if (status == KL_OK) {
-        kl_rules_iterate(&result->outs[0], call->inputs, call->n_inputs, false);
-    }
-    return status;
+    return iterate_all(call, result, false, error);
 }
 
 /* pow(2, x) makes a tensor of its number, pow(x, 2) does not. */
@@ -152,12 +155,8 @@ shape_where(const KlCall *call, KlInferred *result, KlError *error)
     if (!kl_rules_is_given(call, 1) || !kl_rules_is_given(call, 2)) {
         return KL_DECLINED; /* where(condition) is nonzero */
     }
-    KlStatus status = broadcast_all(call, result, error);
     bool has_number = kl_rules_is_number(&call->args[1]) || kl_rules_is_number(&call->args[2]);
-    if (status == KL_OK) {
-        kl_rules_iterate(&result->outs[0], call->inputs, call->n_inputs, has_number);
-    }
-    return status;
+    return iterate_all(call, result, has_number, error);
 }
 
 /* masked_fill(x, mask, value): a row-major copy, filled */

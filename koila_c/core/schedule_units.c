@@ -7,13 +7,8 @@
 void
 kl_units_add_value(KlBuild *build, KlValueId value)
 {
-    KlIds *values = &build->schedule->values;
     if (build->status == KL_OK) {
-        build->status = kl_alloc_reserve((void **)&values->ids, &values->n_max, values->n + 1,
-                                         sizeof(uint32_t), build->error);
-    }
-    if (build->status == KL_OK) {
-        values->ids[values->n++] = value;
+        build->status = kl_program_push(&build->schedule->values, value, build->error);
     }
 }
 

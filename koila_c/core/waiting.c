@@ -15,17 +15,6 @@ enum {
     IS_NEEDED = 32, /* it is in `needs` */
 };
 
-static KlStatus
-append(const KlWaiting *waiting, KlIds *ids, uint32_t id)
-{
-    KlStatus status = kl_alloc_reserve((void **)&ids->ids, &ids->n_max, ids->n + 1,
-                                       sizeof(uint32_t), waiting->error);
-    if (status == KL_OK) {
-        ids->ids[ids->n++] = id;
-    }
-    return status;
-}
-
 static uint32_t
 light_number(const KlWaiting *waiting, KlValueId value)
 {
@@ -38,7 +27,7 @@ need(const KlWaiting *waiting, KlValueId value, KlIds *needs)
 {
     bool is_known = (waiting->known[value] & IS_NEEDED) != 0;
     waiting->known[value] |= IS_NEEDED;
-    return is_known ? KL_OK : append(waiting, needs, value);
+    return is_known ? KL_OK : kl_program_push(needs, value, waiting->error);
 }
 
 /* Sort needs[first:] in the order in which they are made, and clear their bits. Insertion sort: they are few. */
@@ -135,7 +124,7 @@ save(const KlWaiting *waiting, const KlNode *node, uint32_t k, bool is_output, b
         return light_number(waiting, value) != 0 ? need(waiting, value, needs) : KL_OK;
     }
     *known |= IS_LISTED | IS_WALKED;
-    return append(waiting, again, value);
+    return kl_program_push(again, value, waiting->error);
 }
 
 /* Whether the node overwrites an input that its backward needs, so that autograd saves a copy of that input. */
@@ -225,7 +214,8 @@ walk(const KlWaiting *waiting, const KlRun *run, KlIds *needs, KlIds *nodes)
             *known &= (uint8_t)~IS_WALKED;
         }
         if (is_walked && nodes != NULL) {
-            status = append(waiting, nodes, (KlNodeId)(node - waiting->tape->nodes));
+            status =
+                kl_program_push(nodes, (KlNodeId)(node - waiting->tape->nodes), waiting->error);
         }
         for (uint32_t k = 0; k < node->n_inputs && is_walked && status == KL_OK; k++) {
             KlValueId value = input_of(waiting, node, k)->value;
@@ -279,10 +269,10 @@ add_light(const KlWaiting *waiting, uint32_t run, KlValueId value, uint32_t long
         light.needs = (KlSlice){.first = (uint32_t)lights->ids.n, .n = (uint32_t)needs.n};
         light.nodes = (KlSlice){.first = light.needs.first + light.needs.n, .n = (uint32_t)nodes.n};
         for (size_t i = 0; i < needs.n && status == KL_OK; i++) {
-            status = append(waiting, &lights->ids, needs.ids[i]);
+            status = kl_program_push(&lights->ids, needs.ids[i], waiting->error);
         }
         for (size_t i = nodes.n; i-- > 0 && status == KL_OK;) {
-            status = append(waiting, &lights->ids, nodes.ids[i]);
+            status = kl_program_push(&lights->ids, nodes.ids[i], waiting->error);
         }
         if (status == KL_OK) {
             status = kl_alloc_reserve((void **)&lights->lights, &lights->n_max, lights->n + 1,
