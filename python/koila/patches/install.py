@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 from koila import _core
 from koila.basics import engine, lines, surroundings, switches
 from koila.memory import budget, order
-from koila.patches import attributes, patching, tracers, transforms, writes
+from koila.patches import attributes, distributions, patching, tracers, transforms, writes
 from koila.random import generators, plain
 from koila.recording import apart, bridge, flush, handed_out, handlers, replicated, sharded
 from koila.reporting import reports
@@ -319,6 +319,7 @@ def _install() -> None:
     _patch_grad_modes()
     _patch_fast_paths()
     attributes.patch()
+    distributions.patch()
     writes.patch()
     _patch_set()
     _patch_as_subclass()

@@ -15,7 +15,7 @@ from koila import _core
 from koila.basics import devices, enter, surroundings
 from koila.planning import unsplit
 from koila.random import generators
-from koila.recording import apart, composed, handed_out, inplace_views, masks, packed
+from koila.recording import apart, composed, graph_names, handed_out, inplace_views, masks, packed
 from koila.recording.backwards import GRAD_WORDS, backward, is_pending, words_of
 from koila.reductions import batch_softmax, norms, scans
 from koila.reporting import reports
@@ -323,7 +323,17 @@ def repr_lazy(lazy: Any) -> str:
 def str_lazy(lazy: Any) -> str:
     """Return the text that print() shows; it computes the number."""
     with reports.Asking("print()"):
-        return str(_core.read(lazy))
+        number = _core.read(lazy)
+    return str(graph_names.as_in_eager(lazy, number))
+
+
+def format_lazy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Run Tensor.__format__: of a single number as of a float, of others as `str` has it."""
+    if args[0].dim() > 0:
+        return object.__format__(args[0], *args[1:], **kwargs)
+    with reports.Asking("format()"):
+        number = _core.read(args[0])
+    return str(func(number, *args[1:], **kwargs))
 
 
 def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -372,6 +382,7 @@ HANDLERS: dict[str, Handler] = {
     "_is_view": of_memory,
     "detach_": detach_,
     "__repr__": represent,
+    "__format__": format_lazy,
     "backward": backward,
     "grad": grad,
     "mT": matrix_transpose,

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The errors of torch.distributions name the class of a value, and say of a lazy what they say of a
+tensor."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributions import Distribution, Geometric
+
+from koila.patches import patching
+
+
+def _with_torchs_name(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except ValueError as error:
+            said = (str(arg) for arg in error.args)
+            error.args = tuple(arg.replace("(LazyTensor of", "(Tensor of") for arg in said)
+            raise
+
+    return patched
+
+
+def patch() -> None:
+    """Replace the functions that check parameters and values."""
+    base, geometric = Distribution, Geometric
+    for owner, name in (
+        (base, "__init__"),
+        (base, "_validate_sample"),
+        (geometric, "__init__"),
+    ):
+        patching.replace(owner, name, _with_torchs_name(getattr(owner, name)))
