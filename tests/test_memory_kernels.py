@@ -403,6 +403,30 @@ def test_strided_convolutions_in_blocks(case: Any) -> None:
     assert 0.96 <= backward <= 1.2
 
 
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("n_channels", [(8, 16), (16, 1), (4, 2), (32, 16)])
+@pytest.mark.parametrize(
+    ("n_dims", "size", "options"),
+    [
+        (1, 3, {"dilation": 2, "padding": 2}),
+        (2, 3, {"dilation": 2, "padding": 2}),
+        (3, 3, {"dilation": 2, "padding": 2}),
+        (3, 3, {"padding": 1}),
+        (3, 4, {"padding": 1, "stride": 2}),
+    ],
+)
+def test_convolutions_in_patches(
+    n_dims: int, is_transposed: bool, n_channels: tuple[int, int], size: int, options: dict[str, int]
+) -> None:
+    """Up to AVX2, gradients of weights take operands as they lie if the kernel is dilated, or has
+    three dims and padding."""
+    if functions._block_width() > 8:
+        pytest.skip("AVX-512 has kernels in blocks for these")
+    forward, backward = convolved(n_dims, is_transposed, n_channels, size, options)
+    assert 0.95 <= forward <= 1.05
+    assert 0.95 <= backward <= 1.05
+
+
 class PlainLayer(nn.Module):
     """Of steps of rows of one length."""
 

@@ -226,7 +226,8 @@ channels_of(const Sides *sides, const KlMeta *meta)
 static bool
 is_depthwise(const Sides *sides)
 {
-    return sides->conv->groups > 1 && sides->conv->groups == channels_of(sides, sides->from);
+    int64_t n = sides->conv->groups;
+    return n > 1 && n == channels_of(sides, sides->from) && n == channels_of(sides, sides->to);
 }
 
 static int64_t
@@ -321,11 +322,12 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_
     int64_t n_rows = input->n_dims == weight->n_dims && input->shape[0] > 0 ? input->shape[0] : 1;
     int64_t n_in = kl_meta_n_bytes(input), n_out = kl_meta_n_bytes(out), n_stride = 1;
     int64_t n_kernel = 1, n_from = channels_of(&sides, sides.from), n_squared = n_from * n_from;
-    bool is_dilated = false;
+    bool is_dilated = false, is_padded = false;
     for (int32_t i = 0; i < conv->n; i++) {
         n_kernel *= weight->shape[2 + i];
         n_stride *= conv->stride[i];
         is_dilated = is_dilated || conv->dilation[i] > 1;
+        is_padded = is_padded || conv->padding[i] > 0;
     }
     bool is_one = n_kernel == 1 && (n_stride == 1 || (!is_transposed && conv->n < 3));
     if (!kl_meta_is_contiguous(input) && is_taken_as_it_lies(call, true)) {
@@ -347,11 +349,22 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_
     sides.is_back_blocked = n_stride == 1 || conv->groups > 1 || is_large || (is_one && is_dilated);
     int64_t to_input = is_transposed ? pass_forward(&sides) : pass_back(&sides);
     saves->bytes_workspace = (is_transposed ? pass_back(&sides) : pass_forward(&sides)) - n_out;
-    saves->bytes_backward = kl_larger(kl_rules_needs_grad(call, 1) ? pass_to_weight(&sides) : 0,
+    /* Up to AVX2, some gradients of weights are computed patch by patch, from operands as they lie. */
+    bool is_patch = sides.width <= 8 && (is_dilated || (conv->n == 3 && is_padded));
+    bool has_blocks = kl_rules_needs_grad(call, 1) && !is_patch;
+    saves->bytes_backward = kl_larger(has_blocks ? pass_to_weight(&sides) : 0,
                                       kl_rules_needs_grad(call, 0) ? to_input - n_in : 0);
     if (n_stride > 1) { /* what one row is laid out in */
         saves->bytes_row =
             kl_larger(kl_meta_n_bytes(sides.to), kl_meta_n_bytes(sides.from) / n_stride) / n_rows;
+    }
+    if (is_patch &&
+        !kl_rules_needs_grad(call, 0)) { /* patches of a plane, and sums of the weight */
+        int64_t n_plane = n_from * n_kernel / conv->groups * (int64_t)sizeof(float);
+        for (int32_t i = 1; i <= 2 && i <= conv->n; i++) {
+            n_plane *= sides.to->shape[sides.to->n_dims - i];
+        }
+        saves->bytes_row = kl_larger(saves->bytes_row, n_plane + 4 * kl_meta_n_bytes(weight));
     }
 }
 
