@@ -47,12 +47,6 @@ push(Build *build, KlIds *ids, uint32_t id)
     build->status = build->status == KL_OK ? kl_program_push(ids, id, build->error) : build->status;
 }
 
-static KlSlice
-slice_since(const KlIds *ids, uint32_t first)
-{
-    return (KlSlice){.first = first, .n = (uint32_t)ids->n - first};
-}
-
 /* -- questions ---------------------------------------------------------------------------------------- */
 
 /* Return the staged node that makes a value; KL_ID_NONE: the value is a leaf here. */
@@ -372,7 +366,7 @@ finish_run(Build *build, KlRun *run)
     if (build->status != KL_OK) {
         return;
     }
-    run->nodes = slice_since(&program->nodes, run->nodes.first);
+    run->nodes = kl_program_since(&program->nodes, run->nodes.first);
     for (uint32_t i = 0; i < run->nodes.n; i++) {
         KlNodeId id = program->nodes.ids[run->nodes.first + i];
         const KlNode *node = &tape->nodes[id];
@@ -400,11 +394,11 @@ finish_run(Build *build, KlRun *run)
         note_reads(build, run, id, i);
         note_leaving(build, run, id, program->parts.ids[run->nodes.first + i]);
     }
-    run->imports = slice_since(&program->imports, run->imports.first);
-    run->exports = slice_since(&program->exports, run->exports.first);
-    run->inner = slice_since(&program->inner, run->inner.first);
+    run->imports = kl_program_since(&program->imports, run->imports.first);
+    run->exports = kl_program_since(&program->exports, run->exports.first);
+    run->inner = kl_program_since(&program->inner, run->inner.first);
     note_shadows(build, run);
-    run->shadows = slice_since(&program->shadows, run->shadows.first);
+    run->shadows = kl_program_since(&program->shadows, run->shadows.first);
     note_deaths(build, run);
     if (build->status == KL_OK) {
         build->status = kl_alloc_reserve((void **)&program->runs, &program->n_runs_max,
@@ -445,7 +439,7 @@ build_joint(Build *build, uint32_t stage)
             push(build, &program->combined, id);
         }
     }
-    run.combined = slice_since(&program->combined, run.combined.first);
+    run.combined = kl_program_since(&program->combined, run.combined.first);
     for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1]; i++) {
         KlNodeId id = build->at[i];
         if (build->tape->nodes[id].mode == KL_MODE_ONCE && stages->node_stage[id] == stage) {
@@ -843,21 +837,21 @@ kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t ru
             push(&build, &program->combined, id);
         }
     }
-    part.combined = slice_since(&program->combined, part.combined.first);
+    part.combined = kl_program_since(&program->combined, part.combined.first);
     for (uint32_t i = 0; i < joint.nodes.n; i++) {
         KlNodeId id = program->nodes.ids[joint.nodes.first + i];
         add_differentiated(&build, id, is_inside);
     }
-    part.nodes = slice_since(&program->nodes, part.nodes.first);
+    part.nodes = kl_program_since(&program->nodes, part.nodes.first);
     for (uint32_t i = 0; i < joint.exports.n; i++) {
         KlValueId value = program->exports.ids[joint.exports.first + i];
         if (is_inside[value]) {
             push(&build, &program->exports, value);
         }
     }
-    part.exports = slice_since(&program->exports, part.exports.first);
+    part.exports = kl_program_since(&program->exports, part.exports.first);
     add_imports(&build, &part, is_inside, is_given);
-    part.imports = slice_since(&program->imports, part.imports.first);
+    part.imports = kl_program_since(&program->imports, part.imports.first);
     if (build.status == KL_OK) {
         *added = (uint32_t)program->n_runs;
         program->runs[program->n_runs++] = part;

@@ -35,6 +35,13 @@ typedef struct KlIds {
 
 KlStatus kl_program_push(KlIds *ids, uint32_t id, KlError *error);
 
+/* Return the ids from the `first` on. */
+static inline KlSlice
+kl_program_since(const KlIds *ids, size_t first)
+{
+    return (KlSlice){.first = (uint32_t)first, .n = (uint32_t)(ids->n - first)};
+}
+
 typedef struct KlProgram {
     KlStages stages;
     KlRun *runs; /* [n_runs] */

@@ -65,7 +65,7 @@ exports_of(KlBuild *build, KlSlice runs, IsSuch *is_such)
             }
         }
     }
-    return kl_units_values_from(build, first);
+    return kl_program_since(&build->schedule->values, first);
 }
 
 static bool
@@ -174,7 +174,7 @@ release_read(KlBuild *build, uint32_t u)
             }
         }
         add_about(build, is_emptying ? KL_STEP_EMPTY : KL_STEP_FREE,
-                  kl_units_values_from(build, first));
+                  kl_program_since(&build->schedule->values, first));
     }
 }
 
@@ -313,7 +313,8 @@ recompute_segments(KlBuild *build, KlSlice runs)
             }
             facts->is_freed = false;
         }
-        add(build, KL_STEP_RUN, KL_GRAPH_NONE, one(r), kl_units_values_from(build, first));
+        add(build, KL_STEP_RUN, KL_GRAPH_NONE, one(r),
+            kl_program_since(&build->schedule->values, first));
     }
     add_about(build, KL_STEP_FREE, exports_of(build, runs, is_inner));
     add(build, KL_STEP_END, KL_GRAPH_NONE, runs, NONE);
@@ -394,7 +395,7 @@ exports_to_free(KlBuild *build, const KlUnit *unit)
             }
         }
     }
-    return kl_units_values_from(build, first);
+    return kl_program_since(&build->schedule->values, first);
 }
 
 /* List the emptied values that a body reads, to be filled before it runs again, in the order they are made. */
@@ -415,7 +416,7 @@ lights_read_by(KlBuild *build, const KlUnit *unit)
             kl_units_add_value(build, lights->lights[i].value);
         }
     }
-    return kl_units_values_from(build, first);
+    return kl_program_since(&build->schedule->values, first);
 }
 
 /* Run each chunk of a body again, with its graph, and then its backward. */

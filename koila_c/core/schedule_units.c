@@ -12,12 +12,6 @@ kl_units_add_value(KlBuild *build, KlValueId value)
     }
 }
 
-KlSlice
-kl_units_values_from(const KlBuild *build, size_t first)
-{
-    return (KlSlice){.first = (uint32_t)first, .n = (uint32_t)(build->schedule->values.n - first)};
-}
-
 bool
 kl_units_is_parts(const KlBuild *build, KlValueId value)
 {
@@ -253,12 +247,12 @@ choose_waiting(KlBuild *build)
         build->status = kl_waiting_find(&waiting, run, &unit->waits, values, &needs);
         unit->waits = unit->waits && is_worth_waiting(build, run);
         values->n = unit->waits ? values->n : first;
-        unit->to_recompute = kl_units_values_from(build, first);
+        unit->to_recompute = kl_program_since(&build->schedule->values, first);
         first = values->n;
         for (size_t i = 0; i < needs.n && unit->waits; i++) {
             kl_units_add_value(build, needs.ids[i]);
         }
-        unit->needs = kl_units_values_from(build, first);
+        unit->needs = kl_program_since(&build->schedule->values, first);
     }
     kl_alloc_free(needs.ids);
 }

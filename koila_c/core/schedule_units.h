@@ -58,9 +58,6 @@ void kl_units_find(KlBuild *build);
 /* Append `value` to the values of the schedule. */
 void kl_units_add_value(KlBuild *build, KlValueId value);
 
-/* Return the slice of the values that were added since there were `first`. */
-KlSlice kl_units_values_from(const KlBuild *build, size_t first);
-
 /* Whether a value consists of the partial results of a reduction. */
 bool kl_units_is_parts(const KlBuild *build, KlValueId value);
 
