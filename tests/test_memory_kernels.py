@@ -416,7 +416,11 @@ def test_strided_convolutions_in_blocks(case: Any) -> None:
     ],
 )
 def test_convolutions_in_patches(
-    n_dims: int, is_transposed: bool, n_channels: tuple[int, int], size: int, options: dict[str, int]
+    n_dims: int,
+    is_transposed: bool,
+    n_channels: tuple[int, int],
+    size: int,
+    options: dict[str, int],
 ) -> None:
     """Up to AVX2, gradients of weights take operands as they lie if the kernel is dilated, or has
     three dims and padding."""
