@@ -95,6 +95,39 @@ def test_prediction(program: Program, chunks: int, monkeypatch: pytest.MonkeyPat
     assert is_off == (known != 0), f"{text}: it is mended, strike it off"
 
 
+class Halved(torch.nn.Module):
+    """Hooks halve the gradient of each activation: what they return is as large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+        self.head = torch.nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if x.requires_grad:
+                x.register_hook(lambda grad: grad * 0.5)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("chunks", [5, 9])
+def test_gradients_that_hooks_return(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are there beside the gradients that hooks get, of all rows."""
+    program = Program(
+        "halved",
+        Halved,
+        lambda n, g: (torch.randn(n, 64, generator=g),),
+        lambda model, x: model(x).pow(2).mean(),
+    )
+    measure(program, 8, koila.lazy, **kernels.single)
+    memory = Allocations()
+    said = Prediction(memory, monkeypatch)
+    with split(chunks):
+        _, peak = measure(program, 3000, koila.lazy, memory, **kernels.single)
+    assert 0.99 <= said.n_bytes / peak <= 1.03, (said.n_bytes, peak)
+
+
 def set_column(h: Tensor, v: Tensor) -> Tensor:
     h[:, 0] = v
     return h

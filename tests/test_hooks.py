@@ -321,7 +321,8 @@ def test_hooks_take_what_is_predicted(
     chunks: int, hooked: tuple[int, ...], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The chunks add to one gradient of all rows, which the hook reads. It is freed once the value
-    that has the hook has gone back, and what the hook made of it too."""
+    that has the hook has gone back, and what the hook made of it too, which is counted: whether a
+    hook returns something is not known before."""
     want, theirs = hooked_step(as_it_is, hooked, HOOKS[name])
     predicted: list[float] = []
 
@@ -337,8 +338,8 @@ def test_hooks_take_what_is_predicted(
     with koila.config(chunks=chunks):
         took, ours = hooked_step(koila.lazy, hooked, HOOKS[name])
     torch.testing.assert_close(ours, theirs)
-    made = 4 * N_HIDDEN * WIDE * (name == "scaled")  # by the hook itself
-    assert took <= 1.02 * predicted[0] + made + SLACK
+    made = 4 * N_HIDDEN * WIDE  # by the hook itself
+    assert took <= 1.02 * predicted[0] + SLACK
     of_chunk = 4 * N_HIDDEN * WIDE // chunks  # of results, and of their gradients
-    assert predicted[0] <= took + 2 * of_chunk + SLACK
-    assert took <= 1.05 * want + made + SLACK
+    assert predicted[0] <= took + 2 * of_chunk + made * (name == "nothing") + SLACK
+    assert took <= 1.05 * want + made * (name == "scaled") + SLACK

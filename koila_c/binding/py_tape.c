@@ -52,13 +52,12 @@ int
 kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values)
 {
     KlError error;
-    if (kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->core.n_nodes + n_nodes,
-                         sizeof(*tape->nodes), &error) != KL_OK ||
+    bool is_done =
+        kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->core.n_nodes + n_nodes,
+                         sizeof(*tape->nodes), &error) == KL_OK &&
         kl_alloc_reserve((void **)&tape->values, &tape->n_values_max,
-                         tape->core.n_values + n_values, sizeof(*tape->values), &error) != KL_OK) {
-        return kl_py_raise_int(&error);
-    }
-    return 0;
+                         tape->core.n_values + n_values, sizeof(*tape->values), &error) == KL_OK;
+    return is_done ? 0 : kl_py_raise_int(&error);
 }
 
 /* Whether a tensor can have its rows at `place`: t_(), squeeze_() and the like change its dims. */
@@ -258,57 +257,43 @@ detach_handles(Tape *tape)
     }
 }
 
-/* The arrays of a tape while clear_tape() drops the objects in them. */
-typedef struct Arrays {
-    KlPyNode *nodes;
-    KlPyValue *values;
-    KlSlot *slots;
-    size_t n_nodes_max, n_values_max, n_slots_max;
-} Arrays;
-
-/* Give the arrays back for the next program, zeroed: fresh pages would cost more. Free them if the program left
- * them mostly unused, or if code that ran meanwhile has recorded into new ones. */
+/* Give the arrays of the tape as it was `before` back for the next program, zeroed: fresh pages would cost more. Free
+ * them if the program left them mostly unused, or if code that ran meanwhile has recorded into new ones. */
 static void
-give_back_room(Tape *tape, const Arrays *arrays, size_t n_nodes, size_t n_values)
+give_back_room(Tape *tape, const Tape *before)
 {
     bool is_filled = tape->nodes != NULL || tape->values != NULL || tape->slots != NULL;
-    if (is_filled || !KL_IS_REUSED || kl_tape_is_roomy(n_values, arrays->n_values_max)) {
-        kl_alloc_free(arrays->nodes);
-        kl_alloc_free(arrays->values);
-        kl_alloc_free(arrays->slots);
+    if (is_filled || !KL_IS_REUSED ||
+        kl_tape_is_roomy(before->core.n_values, before->n_values_max)) {
+        kl_alloc_free(before->nodes);
+        kl_alloc_free(before->values);
+        kl_alloc_free(before->slots);
         return;
     }
-    if (n_nodes > 0) {
-        memset(arrays->nodes, 0, n_nodes * sizeof(*arrays->nodes));
+    if (before->core.n_nodes > 0) {
+        memset(before->nodes, 0, before->core.n_nodes * sizeof(*before->nodes));
     }
-    if (n_values > 0) {
-        memset(arrays->values, 0, n_values * sizeof(*arrays->values));
+    if (before->core.n_values > 0) {
+        memset(before->values, 0, before->core.n_values * sizeof(*before->values));
     }
-    tape->nodes = arrays->nodes;
-    tape->values = arrays->values;
-    tape->slots = arrays->slots;
-    tape->n_nodes_max = arrays->n_nodes_max;
-    tape->n_values_max = arrays->n_values_max;
-    tape->n_slots_max = arrays->n_slots_max;
+    tape->nodes = before->nodes;
+    tape->values = before->values;
+    tape->slots = before->slots;
+    tape->n_nodes_max = before->n_nodes_max;
+    tape->n_values_max = before->n_values_max;
+    tape->n_slots_max = before->n_slots_max;
 }
 
 /* Dropping an object can run user code that records calls, so the tape is emptied first. */
 static void
 clear_tape(Tape *tape)
 {
-    size_t n_nodes = tape->core.n_nodes, n_values = tape->core.n_values, n_slots = tape->n_slots;
-    const Arrays arrays = {.nodes = tape->nodes,
-                           .values = tape->values,
-                           .slots = tape->slots,
-                           .n_nodes_max = tape->n_nodes_max,
-                           .n_values_max = tape->n_values_max,
-                           .n_slots_max = tape->n_slots_max};
+    const Tape before = *tape;
     tape->nodes = NULL;
     tape->values = NULL;
     tape->slots = NULL;
     tape->n_nodes_max = tape->n_values_max = tape->n_slots = tape->n_slots_max = 0;
-    PyObject *memo = tape->memo; /* it may hold hooks, and they the last LazyTensors */
-    tape->memo = NULL;
+    tape->memo = NULL; /* it may hold hooks, and they the last LazyTensors */
     tape->is_kept = false;
     kl_py.n_aside -= tape->is_aside ? 1 : 0;
     tape->is_aside = false;
@@ -317,17 +302,17 @@ clear_tape(Tape *tape)
         memset(tape->externals, 0, tape->n_externals_max * sizeof(*tape->externals));
     }
     kl_tape_clear(&tape->core);
-    Py_XDECREF(memo);
-    for (size_t i = 0; i < n_nodes; i++) {
-        clear_node(&arrays.nodes[i]);
+    Py_XDECREF(before.memo);
+    for (size_t i = 0; i < before.core.n_nodes; i++) {
+        clear_node(&before.nodes[i]);
     }
-    for (size_t i = 0; i < n_values; i++) {
-        clear_value(&arrays.values[i]);
+    for (size_t i = 0; i < before.core.n_values; i++) {
+        clear_value(&before.values[i]);
     }
-    for (size_t i = 0; i < n_slots; i++) {
-        Py_CLEAR(arrays.slots[i].object);
+    for (size_t i = 0; i < before.n_slots; i++) {
+        Py_CLEAR(before.slots[i].object);
     }
-    give_back_room(tape, &arrays, n_nodes, n_values);
+    give_back_room(tape, &before);
 }
 
 void

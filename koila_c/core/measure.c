@@ -534,12 +534,30 @@ bytes_left(Step *step, const KlRun *run)
     return left;
 }
 
+/* Count what a hook returns, beside the gradient of all rows that it gets. */
+static void
+call_hooks(Step *step, const KlStep *of)
+{
+    for (uint32_t r = of->run; r < of->run + of->n_runs; r++) {
+        const KlRun *run = &step->program->runs[r];
+        for (uint32_t i = 0; i < run->exports.n; i++) {
+            KlValueId value = export_of(step, run, i);
+            KlNodeId of_node = step->tape->values[value].node;
+            if (step->tape->values[value].is_hooked && needs_gradient(step, value)) {
+                double made = gradient(step, value);
+                note(step, (KlMoment){.fixed = made, .gradients = (float)made, .node = of_node});
+            }
+        }
+    }
+}
+
 static void
 go_back_joint(Step *step, const KlStep *of)
 {
     uint32_t i = of->run;
     const KlRun *run = &step->program->runs[i];
     (void)gather_gradients(step, run, UINT32_MAX);
+    call_hooks(step, of);
     /* The gradients of a linear tail are only compared: CHECK. */
     hold_combined(step, run, 0, !(is_joint_after(step, run) && step->stages->is_tail_linear));
     step->held -= step->live[i]; /* the sweep below counts it */
@@ -675,11 +693,6 @@ go_back_chunk(Step *step, const KlStep *of)
     }
 }
 
-static void
-do_nothing(Step *KL_UNUSED(step), const KlStep *KL_UNUSED(of))
-{
-}
-
 /* -- loops -------------------------------------------------------------------------------------------- */
 
 /* A loop over the pieces of a chunk begins. The graph of the segments before the head is held until its end, and so are
@@ -773,7 +786,9 @@ walk(Step *step)
     for (size_t i = 0; i < step->schedule.n_steps && step->status == KL_OK; i++) {
         const KlStep *of = &step->schedule.steps[i];
         step->at = (uint32_t)i;
-        EFFECTS[of->op](step, of);
+        if (EFFECTS[of->op] != NULL) {
+            EFFECTS[of->op](step, of);
+        }
     }
 }
 
