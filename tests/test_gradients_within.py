@@ -146,7 +146,32 @@ def unused(net: Any, x: Tensor) -> Made:
     return [*zeros], z.sum()
 
 
+def weights_changed_since(net: Any, x: Tensor) -> Made:
+    """The calls up to the write run first, as a part: h can not be computed again."""
+    h = net[0](x).tanh()
+    k = h.sin()
+    loss = net[1](k).pow(2).mean() + h.sum()
+    with torch.no_grad():
+        for p in net[0].parameters():
+            p.mul_(0.5)
+    once = grad(loss, h, retain_graph=True)
+    return [*once, *grad(loss, [h, k], retain_graph=True)], net[1](x[:, :4]).sum()
+
+
+def weights_changed_behind_a_cut(net: Any, x: Tensor) -> Made:
+    h = net[0](x).tanh()
+    k = h.sin()
+    inner = net[1](k).pow(2).mean() + h.sum()
+    loss = cut(inner)
+    with torch.no_grad():
+        net[0].bias.add_(0.5)
+    once = grad(loss, h, retain_graph=True)
+    return [*once, *grad(loss, [k, h], retain_graph=True)], net[1](x[:, :4]).sum()
+
+
 PROGRAMS = [
+    weights_changed_since,
+    weights_changed_behind_a_cut,
     within,
     through_all,
     several,
@@ -180,6 +205,31 @@ def test_same_as_eager(program: Any, chunks: int | None) -> None:
         got = step(program, koila.lazy)
     for one, wanted in zip(got, want, strict=True):
         torch.testing.assert_close((one + 0).detach(), wanted, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_a_later_backward_loses_no_gradient(chunks: int | None) -> None:
+    """Of weights that were changed since: it gives eager's gradients, or raises."""
+
+    def step(lazy: Lazy) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+        h = net[:2](lazy(torch.randn(N_ROWS, 6, dtype=torch.float64)))
+        loss = net[2](h).pow(2).mean()
+        with torch.no_grad():
+            net[0].weight.mul_(0.5)
+        grad(loss, h, retain_graph=True)
+        loss.backward()
+        return [p.grad for p in net.parameters() if p.grad is not None]
+
+    want = step(eager)
+    with koila.config(**({} if chunks is None else {"chunks": chunks})):  # type: ignore[arg-type]
+        try:
+            got = step(koila.lazy)
+        except RuntimeError as error:
+            assert "changed in place" in str(error)
+            return
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-14)
 
 
 def of_a_hooked_value(net: Any, x: Tensor) -> None:

@@ -510,3 +510,29 @@ def test_what_was_written_is_kept_for_a_leaf_that_is_not_asked_for(
     for lazy, n in (eager, 1), (koila.lazy, chunks):
         with koila.config(chunks=n), pytest.raises(RuntimeError, match="modified by an inplace"):
             run(lazy, (kept,))
+
+
+@each_count
+def test_two_backwards_of_values_that_are_written_unseen(chunks: int) -> None:
+    """The first runs whole, and its graph is retained: the second goes through that graph."""
+
+    def step(lazy: Any) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(N_ROWS, 3, dtype=D, generator=generator)
+        w = torch.randn(3, 4, dtype=D, generator=generator).requires_grad_()
+        h = lazy(x) @ w
+        clamped = h.data
+        clamped.clamp_(-1, 1)
+        found = square(h)
+        h.detach().data.mul_(0.5)
+        loss = F.mse_loss(found.softmax(-1), clamped)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert w.grad is not None
+        return [w.grad, (h + 0).detach()]
+
+    want = step(eager)
+    with koila.config(chunks=chunks):
+        got = step(koila.lazy)
+    for one, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(one + 0, wanted, rtol=1e-10, atol=1e-14)

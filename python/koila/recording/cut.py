@@ -64,8 +64,7 @@ class Cut:
         self.written: set[int] = set()  # leaves that were written, and replaced by copies
         self.uncounted: set[int] = set()  # those of them that were written through .data
         self.before: dict[int, Callable[[], None]] = {}  # called before the part's backward, by key
-        #: Leaves that were freed (`freed.py`).
-        self.freed: dict[int, Freed] = {}
+        self.freed: dict[int, Freed] = {}  # leaves that were freed (`freed.py`)
         #: What entered the part, with its passes (`leaf_passes`), and the ids of the roots then.
         self.entered: tuple[tuple[int, ...], checkpoints.Passes] = ((), [])
 
@@ -293,7 +292,8 @@ class Cut:
             return id(self.original(leaf)) in wanted
 
         gets = is_wanted if is_some else None
-        if self.written or any(one.how_written() for one in (*self.alive(), *self.others)):
+        is_written = self.written or any(map(Memory.how_written, (*self.alive(), *self.others)))
+        if is_written and self.waiting:  # else it ran whole, and autograd knows what was written
             _core.held(lazies[0], self._check_written, (roots, gets), {})
         found: Any = NotImplemented  # run whole if a mode of the user's observes the backward
         if not surroundings.of_backward():

@@ -19,7 +19,9 @@ from koila import _core
 from koila.recording.cut import Cut
 from koila.recording.freed import forget_numbers
 from koila.recording.handed_out import Root, root_of
+from koila.running.numbers import settle_outdated
 from koila.staged import hooks
+from koila.staged.facts import Info
 from koila.staged.program import Program
 
 #: Returns the gradients that arrive at tensors from outside of the part.
@@ -82,16 +84,25 @@ def _gradient_of(
         return total
     tensor = value.tensor()
     assert tensor is not None  # it was asked for
-    number = tensor.detach()
-    cut.originals[id(number)] = value.lazy
-    _core.held(value.lazy, _core.deliver, (value.value, number, False), {})
+    leaf = _core.held(value.lazy, _as_leaf, (value.value, tensor.detach()), {})
+    cut.originals[id(leaf)] = value.lazy
     try:
         ends, seeds = [root for root, _ in starts], [gradient for _, gradient in starts]
         (found,) = cut.gradients_of(ends, seeds, [value.lazy], True, True)
     finally:
         forget_numbers(cut)
-        del cut.originals[id(number)]
+        del cut.originals[id(leaf)]
     return found if total is None or found is None else total + found
+
+
+def _as_leaf(value: int, number: torch.Tensor) -> torch.Tensor:
+    """Let gradients of the part end at a value. Return the tensor that gets them: the number, or
+    what stands for it since a parameter that it was computed with was changed."""
+    if Info.of(value).real is None:
+        _core.deliver(value, number, False)
+        settle_outdated()
+    real = Info.of(value).real
+    return number if real is None else real
 
 
 def _computed_from(roots: tuple[Any, ...], values: list[int]) -> list[set[int]] | None:
