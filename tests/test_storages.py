@@ -371,3 +371,19 @@ def test_a_refusal_says_what_counts() -> None:
     found = re.search(r"other tensors ([\d.]+) MiB", text)
     assert found is not None and float(found[1]) >= held.nbytes / 2**20
     assert f"the limit is {words.size(before + data.nbytes + 2**10)}, of which" in text
+
+
+def test_gradients_that_nobody_has_read_count() -> None:
+    """Of leaves of earlier steps: torch gives them a gradient that has no Python object."""
+    net = nn.Linear(256, 4)
+    batches = [torch.randn(1024, 256) for _ in range(5)]
+    gc.collect()
+    start, counted = there(), []
+    with koila.config(memory_limit="200MiB"):
+        for batch in batches:
+            x = koila.lazy(batch).requires_grad_()
+            net(x).pow(2).mean().backward()
+            with collector_off():  # and no walk over all objects is due
+                counted.append(budget.taken(torch.device("cpu"), []) - start)
+    want = [(i + 1) * batches[0].nbytes for i in range(len(batches))]
+    assert counted == [pytest.approx(one, abs=2**16) for one in want]

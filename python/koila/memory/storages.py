@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -77,6 +79,8 @@ _walked, _looked, _collected = Clock(), Clock(), Clock()
 #: By storage, the bytes that the last walk found; used only if the core cannot read this torch's
 #: storages.
 _found: dict[int, int] = {}
+#: By id, the leaves of programs that were planned.
+_leaves: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
 def _is_listening() -> bool:
@@ -131,9 +135,20 @@ def n_bytes(held: list[torch.Tensor]) -> int:
     _look()
     if not _core.sees_storages():
         return sum((_found | _sizes(held)).values())
-    _core.note_storages(held)
+    _core.note_storages([*held, *_leaves_again(held)])
     _settle()
     return _core.storage_bytes()
+
+
+def _leaves_again(held: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves that earlier calls held: each may have got a gradient since, of which
+    nobody has made a Python object yet."""
+    earlier = [leaf for leaf in (one() for one in list(_leaves.values())) if leaf is not None]
+    for tensor in held:
+        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in _leaves:
+            forget = functools.partial(_leaves.pop, id(tensor))
+            _leaves[id(tensor)] = weakref.ref(tensor, forget)
+    return earlier
 
 
 def look_again(is_final: bool) -> bool:
@@ -193,6 +208,7 @@ def forget() -> None:
     if _is_listening():
         gc.callbacks.remove(_core.collecting_garbage)
     _core.follow_storages(None)
+    _leaves.clear()
 
 
 atexit.register(forget)
