@@ -20,6 +20,7 @@ from koila.basics import engine, rows
 from koila.basics.holders import is_part, owned
 from koila.basics.rows import Bounds, Place, alias_of
 from koila.memory import offload
+from koila.running import sparse_gradients
 from koila.running.watched import GATHERED, Key
 from koila.staged.facts import Info
 
@@ -59,7 +60,8 @@ def edges_of(left: Any) -> Edges:
 def send_back(edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], fresh: Fresh) -> None:
     """Run the engine from `edges` with gradients `seeds`, then call `own` for `fresh`."""
     if edges:
-        engine.backward(edges, seeds)
+        with sparse_gradients.set_aside(alias for _, _, alias in fresh.values()):
+            engine.backward(edges, seeds)
         own(fresh)
 
 
@@ -68,14 +70,14 @@ def own(fresh: Fresh) -> None:
 
     torch may let a leaf keep a view of a gradient that others still read (a seed, another leaf's
     gradient), and then adds the next chunk's gradient to it in place. A view of a larger storage
-    would keep all of it alive. torch's zero tensors without memory (sgn()) cannot be added to.
+    would keep all of it alive. An alias with a sparse gradient stays in `fresh`.
     """
     for i, (_, _, alias) in list(fresh.items()):
-        grad = alias.grad
-        if grad is None:
-            continue
-        del fresh[i]
-        alias.grad = owned(grad)
+        if sparse_gradients.is_sparse(alias.grad):
+            alias.grad = sparse_gradients.shrink(alias.grad)
+        elif alias.grad is not None:
+            del fresh[i]
+            alias.grad = owned(alias.grad)
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
