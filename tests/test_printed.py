@@ -93,11 +93,12 @@ def test_it_changes_nothing(chunks: int) -> None:
             torch.testing.assert_close(story(koila.lazy, is_printing), want, rtol=1e-10, atol=1e-12)
 
 
+CHECKED = True  # whatever the default is: what other tests import may have changed it
 BAD: list[Callable[[Any], Distribution | Tensor]] = [
-    lambda h: Normal(h, h - 100),
-    lambda h: Normal(h, 1.0).log_prob(h * float("nan")),
-    lambda h: Categorical(probs=torch.stack([h - 100, h + 300], 1)),
-    lambda h: Geometric(probs=h - 100),
+    lambda h: Normal(h, h - 100, CHECKED),
+    lambda h: Normal(h, 1.0, CHECKED).log_prob(h * float("nan")),
+    lambda h: Categorical(torch.stack([h - 100, h + 300], 1), validate_args=CHECKED),
+    lambda h: Geometric(h - 100, validate_args=CHECKED),
 ]
 
 
