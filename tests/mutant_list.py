@@ -874,14 +874,14 @@ MUTANTS = [
         "within: what stands for a value whose parameters were changed is no end of gradients",
         "python/koila/recording/within.py",
         "return number if real is None else real",
-        "return number",
+        "return number if number is not None else real",
         "tests/test_gradients_within.py",
     ),
     Mutant(
         "measure: pieces are of average rows",
         "koila_c/core/sweep.c",
         "sweep->is_in_pieces ? sweep->known.pieces : sweep->known.chunks",
-        "sweep->known.chunks",
+        "sweep->is_in_pieces ? sweep->known.chunks : sweep->known.chunks",
         "tests/test_uneven.py",
     ),
     Mutant(
