@@ -621,7 +621,7 @@ MUTANTS = [
     Mutant(
         "bridge: eager's error about what was written is not raised",
         "python/koila/recording/cut.py",
-        "if is_written and self.waiting:",
+        "if self.written or any(one.how_written() for one in (*self.alive(), *self.others)):",
         "if self.written is None:",
         BRIDGE,
     ),

@@ -292,8 +292,7 @@ class Cut:
             return id(self.original(leaf)) in wanted
 
         gets = is_wanted if is_some else None
-        is_written = self.written or any(map(Memory.how_written, (*self.alive(), *self.others)))
-        if is_written and self.waiting:  # else it ran whole, and autograd knows what was written
+        if self.written or any(one.how_written() for one in (*self.alive(), *self.others)):
             _core.held(lazies[0], self._check_written, (roots, gets), {})
         found: Any = NotImplemented  # run whole if a mode of the user's observes the backward
         if not surroundings.of_backward():
@@ -333,7 +332,7 @@ class Cut:
         moved: dict[str, set[int]] = {"": set(), "counted": set(), "uncounted": set()}
         known = [(root, _core.id(root.lazy)) for root in self.alive()]
         for one, value in [*known, *((other, other.value) for other in self.others)]:
-            if value is not None:
+            if value is not None and value < program.n_values:  # else that tape is gone
                 moved[one.how_written()].add(program.info(value).storage)
         uncounted = self.uncounted | _values_in(program, moved["uncounted"])
         counted = self.written | _values_in(program, moved["counted"])
