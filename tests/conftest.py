@@ -17,6 +17,7 @@ import torch
 
 import koila
 import sanitizers
+from koila.planning.explain import logged
 
 # torch.manual_seed notes for each kind of device that is not there who asked, as a text of the
 # whole stack, to be shown if the device fails later: in a test, 2 ms each time.
@@ -93,6 +94,14 @@ def nothing_pending() -> Iterator[None]:
     """End each test with an empty tape: a failed one must not run again in the next."""
     yield
     koila._core.forget()
+
+
+@pytest.fixture
+def nothing_logged() -> Iterator[None]:
+    """Let koila log again what it logs once in a process."""
+    logged.clear()
+    yield
+    logged.clear()
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import importlib
 import logging
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,12 +24,7 @@ N_ROWS, N_STEPS, WIDE = 512, 8, 128
 Make = Callable[[Any], Any]
 
 
-@pytest.fixture(autouse=True)
-def nothing_logged() -> Iterator[None]:
-    logged: set[str] = importlib.import_module("koila.planning.explain").logged
-    logged.clear()
-    yield
-    logged.clear()
+pytestmark = pytest.mark.usefixtures("nothing_logged")
 
 
 def decode(make: Make, lazy: Lazy) -> tuple[list[Tensor | None], int]:

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call that is not recorded is told with the reason, and with what to do about it."""
+"""koila says why it does not record a call, and what the user can do about it."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,7 @@ from koila.recording import functions, reasons
 PACKAGE = Path(koila.__file__).parent
 
 
-@pytest.fixture(autouse=True)
-def nothing_logged() -> Iterator[None]:
-    logged: set[str] = importlib.import_module("koila.planning.explain").logged
-    logged.clear()
-    yield
-    logged.clear()
+pytestmark = pytest.mark.usefixtures("nothing_logged")
 
 
 class Doubles(torch.autograd.Function):
@@ -95,7 +89,7 @@ def test_a_report_has_the_reason(call: Callable[[Any], Any], why: str) -> None:
 
 
 def test_every_function_has_a_reason() -> None:
-    """Of all that koila knows, and of what it does not."""
+    """This holds for each op that koila has a rule for, and for ops that it has none for."""
     known = [*functions._names(), Doubles.apply, torch.jit.script(_plus_one), len]
     without = [func for func in known if not reasons.why(func, (torch.ones(2),), {})]
     assert without == []

@@ -358,8 +358,8 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_
         saves->bytes_row =
             kl_larger(kl_meta_n_bytes(sides.to), kl_meta_n_bytes(sides.from) / n_stride) / n_rows;
     }
-    if (is_patch &&
-        !kl_rules_needs_grad(call, 0)) { /* patches of a plane, and sums of the weight */
+    /* The patches of a plane, and sums of the weight; the gradient of the input needs more. */
+    if (is_patch && !kl_rules_needs_grad(call, 0)) {
         int64_t n_plane = n_from * n_kernel / conv->groups * (int64_t)sizeof(float);
         for (int32_t i = 1; i <= 2 && i <= conv->n; i++) {
             n_plane *= sides.to->shape[sides.to->n_dims - i];

@@ -263,8 +263,7 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
     saves->inputs &= ~(uint64_t)(is_copied); /* the copy, not the input */
     bool is_fused = is_lstm && dtype == KL_DTYPE_FLOAT32;
     bool saves_result = (is_fused && layer.n_directions == 1) || layer.input->device != 0;
-    saves->outputs =
-        saves_result ? 1 : 0; /* else only its steps, or the result of each direction */
+    saves->outputs = saves_result; /* else only its steps, or the result of each direction */
     if (layer.is_packed) {
         const KlArg *needs = &call->args[word(call, NEEDS)];
         for (uint32_t i = 0; needs->kind == KL_ARG_INTS && i < needs->n && i < KL_N_UNEVEN; i++) {

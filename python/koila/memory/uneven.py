@@ -136,13 +136,13 @@ def _grids(n_rows: int, rows: int, n_chunks: int) -> list[list[tuple[int, int]]]
 
 
 def _worst(
-    lengths: Tensor, bounds: Sequence[tuple[int, int]], n_rows: float
+    lengths: Tensor, n_turns: int, bounds: Sequence[tuple[int, int]], n_rows: float
 ) -> tuple[float, float]:
-    """Return the most steps, and turns, of any range of rows, relative to `n_rows` average rows."""
+    """Return the most steps, and turns, of any range of rows, relative to `n_rows` average rows.
+    All rows have `n_turns` turns."""
     sums = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     starts, stops = torch.tensor(bounds).unbind(1)
-    most, n_turns = int((sums[stops] - sums[starts]).max()), turns(lengths)
-    most_turns = n_turns
+    most, most_turns = int((sums[stops] - sums[starts]).max()), n_turns
     if n_turns and len(bounds) * int(lengths.max()) <= _MOST:
         ranges = torch.arange(len(bounds)).repeat_interleave(stops - starts)
         most_turns = int(_turns(lengths, ranges, len(bounds)))
@@ -163,19 +163,23 @@ def parts(
         n_pieces: the pieces of a chunk that its last layers run in.
     """
     n_chunks = -(-n_rows // max(rows, 1))
+    if n_chunks == n_pieces == 1:
+        return 1.0, 1.0, 1.0, 1.0
     of_chunks, of_pieces = [(0.0, 0.0)], [(0.0, 0.0)]
     for lengths in all_lengths:
-        n = lengths.numel()
+        n, n_turns = lengths.numel(), turns(lengths)
         own = n if n_chunks == 1 else rows if n == n_rows else largest(n, n_chunks)
         for bounds in _grids(n, own, n_chunks) if n_chunks > 1 else [[(0, n)]]:
-            of_chunks.append(_worst(lengths, bounds, own))
+            of_chunks.append(_worst(lengths, n_turns, bounds, own))
+            if n_pieces == 1:
+                continue
             pieces = [
                 (start + first, start + last)
                 for start, stop in bounds
                 for first, last in grid(stop - start, n_pieces)
             ]
             # A piece is measured with one row more than its share: see of_piece() in measure.c.
-            own_piece = own / n_pieces + 1 if n_pieces > 1 else own
-            of_pieces.append(_worst(lengths, pieces, own_piece))
-    steps, n_turns = map(max, zip(*of_chunks, strict=True))
-    return steps, n_turns, *map(max, zip(*of_pieces, strict=True))
+            of_pieces.append(_worst(lengths, n_turns, pieces, own / n_pieces + 1))
+    found = of_chunks, of_pieces if n_pieces > 1 else of_chunks
+    of_chunk, of_piece = (tuple(map(max, zip(*one, strict=True))) for one in found)
+    return *of_chunk, *of_piece

@@ -30,7 +30,8 @@ _LEAST_READ = 2**20  # bytes: reads of fewer are not named
 _MOST_NODES = 10_000
 #: By line of a backward: bytes of results on the whole batch, and where noise may be drawn.
 _known: dict[str, tuple[int, str]] = {}
-#: By line of a backward: the lines of what it may be made of, once they were logged; "": noise.
+#: By the line of a backward call: the lines that its warnings have named as a cause; "" stands for
+#: noise.
 _told: dict[str, set[str]] = {}
 
 

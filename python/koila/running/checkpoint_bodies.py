@@ -181,7 +181,8 @@ def seems_to_write(module: nn.Module) -> bool:
 
 
 def draws(words: Iterable[str]) -> bool:
-    """Return whether a function with these words draws, unless it is told not to."""
+    """Return whether code with these names and texts seems to call a function that draws random
+    numbers; attention draws only with a `dropout_p`."""
     if "dropout_p" in words:
         return True
     return any(plain.draws(word) for word in words if word != "scaled_dot_product_attention")
