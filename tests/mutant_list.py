@@ -483,7 +483,7 @@ MUTANTS = [
         "python/koila/running/cross.py",
         "                grad = add(grad, part)",
         "                grad = part",
-        "tests/test_random_training.py",
+        "tests/test_cross.py",
     ),
     Mutant(
         "cross: a chunk's gradient takes the place of what was there",
@@ -497,7 +497,7 @@ MUTANTS = [
         "python/koila/running/cross.py",
         "            total = add(total, of_rows)",
         "            total = add(of_rows, None) if total is None else total",
-        "tests/test_random_training.py",
+        "tests/test_cross.py",
     ),
     Mutant(
         "cross: each chunk has as many terms as the first",

@@ -34,8 +34,7 @@ _NAMES = {
     fft.ifft fft.ifft2 fft.ifftn fft.ifftshift fft.ihfft fft.ihfft2 fft.ihfftn fft.irfft
     fft.irfft2 fft.irfftn fft.rfft fft.rfft2 fft.rfftn fill float_power frexp geometric geqrf
     gradient grid_sampler_2d grid_sampler_3d hash_tensor heaviside histogram histogramdd
-    igamma igammac index_put index_reduce.amax index_reduce.amin index_reduce.mean
-    index_reduce.prod inner isclose isin isreal jiterator_2inputs_2outputs
+    igamma igammac index_put inner isclose isin isreal jiterator_2inputs_2outputs
     jiterator_4inputs_with_extra_args jiterator_binary jiterator_binary_return_by_ref
     jiterator_unary kron ldexp linalg.cholesky linalg.cholesky_ex linalg.cond
     linalg.det linalg.diagonal linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh
@@ -60,8 +59,7 @@ _NAMES = {
     polygamma.polygamma_n_0 polygamma.polygamma_n_1 polygamma.polygamma_n_2
     polygamma.polygamma_n_3 polygamma.polygamma_n_4 positive put qr quantile rand_like
     randint_like randn_like real renorm resolve_conj resolve_neg rot90
-    scatter_reduce.amax scatter_reduce.amin scatter_reduce.mean scatter_reduce.prod
-    scatter_reduce.sum searchsorted select_scatter slice special.airy_ai special.bessel_j0
+    searchsorted select_scatter slice special.airy_ai special.bessel_j0
     special.bessel_j1 special.bessel_y0 special.bessel_y1 special.chebyshev_polynomial_t
     special.chebyshev_polynomial_u special.chebyshev_polynomial_v special.chebyshev_polynomial_w
     special.erfcx special.hermite_polynomial_h special.hermite_polynomial_he

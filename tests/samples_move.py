@@ -95,6 +95,24 @@ def index_adds() -> list[Sample]:
     ]
 
 
+def scatters_reduced() -> list[Sample]:
+    names = ("sum", "prod", "mean", "amax", "amin")
+    made = [
+        call(*sample.args, **sample.kwargs, reduce=name, include_self=name != "amin")
+        for name in names
+        for sample in scatters()
+    ]
+    return [*made, call(f(4, 5), 1, i(4, 3), f(4, 3), "mean")]
+
+
+def indices_reduced() -> list[Sample]:
+    return [
+        call(*sample.args, **sample.kwargs, reduce=name, include_self=name != "amin")
+        for name in ("prod", "mean", "amax", "amin")
+        for sample in index_adds()
+    ]
+
+
 def index_fills() -> list[Sample]:
     return [call(f(4, 5), 1, i(3), 2.0), call(f(4, 5), 0, i(2), 1), call(f(4, 5), -1, i(3), f())]
 
@@ -430,12 +448,14 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "gather": gathers,
     **each("scatter scatter_", scatters_values),
     **each("scatter_add scatter_add_", scatters),
+    **each("scatter_reduce scatter_reduce_", scatters_reduced),
     "index_select": lambda: [
         call(f(4, 5), 1, i(3)),
         call(f(5, 3), 0, i(4)),
         call(f(4, 5, 2), dim=-2, index=i(6)),
     ],
     **each("index_add index_add_", index_adds),
+    **each("index_reduce index_reduce_", indices_reduced),
     **each(
         "index_copy index_copy_",
         lambda: [

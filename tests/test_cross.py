@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients that cross from stage to stage are added up in memory that nothing else reads."""
+"""Gradients that cross from stage to stage are added up, in memory that nothing else reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import koila
 from chunked import split
 from koila.basics import holders
-from oracle import assert_seen, eager
+from oracle import Lazy, assert_seen, eager
 
 N_ROWS = 6
 
@@ -38,8 +38,19 @@ def view_in_a_body(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.sqrt((whole.view(N_ROWS, 3) + b.view(1, 3)).pow(2).mean()) + whole.sum()
 
 
+def by_rows_of_two_dims(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """One body reads a joint's result by the rows of its first dim and of its second."""
+    h = x * a
+    inverse = torch.linalg.inv(torch.eye(N_ROWS, dtype=x.dtype) + h @ h.T)
+    wide = (x * b).repeat(1, 2).exp()
+    return (inverse * wide).sum(1).sin().sum() + (inverse * wide.T).sum(0).cos().sum()
+
+
 @pytest.mark.parametrize("chunks", [2, 3, 5, N_ROWS])
-@pytest.mark.parametrize("program", [two_readers, two_views, view_in_a_body])
+@pytest.mark.parametrize(
+    "program",
+    [two_readers, two_views, view_in_a_body, by_rows_of_two_dims],
+)
 def test_gradients_are_not_shared(program: object, chunks: int) -> None:
     x = torch.rand(N_ROWS, 3, dtype=torch.float64) + 0.5
     a, b = (torch.rand(3, dtype=torch.float64).requires_grad_() for _ in range(2))
@@ -50,6 +61,25 @@ def test_gradients_are_not_shared(program: object, chunks: int) -> None:
     for parameter, gradient in zip([a, b], wanted, strict=True):
         assert parameter.grad is not None
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 5, N_ROWS])
+def test_a_gradient_that_is_given_beside_those_of_chunks(chunks: int) -> None:
+    """A body's output gets a gradient from the user, and one from the rows that a later body
+    reads."""
+
+    def run(lazy: Lazy) -> list[Tensor | None]:
+        torch.manual_seed(1)
+        wide = torch.randn(64, 3, dtype=torch.float64, requires_grad=True)
+        point = (lazy(torch.rand(N_ROWS, 3, dtype=torch.float64)) @ wide.T).tanh() @ wide
+        ranks = torch.sort(point.sum(1)).values
+        given = torch.rand(N_ROWS, 3, dtype=torch.float64)
+        torch.autograd.backward([point, (point.sin() * ranks[:, None]).sum()], [given, None])
+        return [wide.grad]
+
+    with split(chunks):
+        got = run(koila.lazy)
+    torch.testing.assert_close(got, run(eager), rtol=1e-10, atol=1e-13)
 
 
 # Layouts ------------------------------------------------------------------------------------------

@@ -65,11 +65,16 @@ def left() -> list[str]:
 
 
 def test_a_plain_tensor_that_rows_are_written_into(caplog: pytest.LogCaptureFixture) -> None:
-    shape = N_ROWS, N_STEPS, WIDE
-    wanted, _ = decode(lambda x: torch.zeros(shape), eager)
+    kept: list[Tensor] = []  # a tensor that only one name holds would become lazy
+
+    def make(x: Any) -> Tensor:
+        kept[:] = [torch.zeros(N_ROWS, N_STEPS, WIDE)]
+        return kept[0]
+
+    wanted, _ = decode(make, eager)
     with koila.config(memory_limit="64MiB"), caplog.at_level(logging.INFO, "koila"):
         for _ in range(2):
-            got, _ = decode(lambda x: torch.zeros(shape), koila.lazy)
+            got, _ = decode(make, koila.lazy)
     torch.testing.assert_close(got, wanted)
     assert len(left()) == 1
     assert "writes lazy values into a plain tensor of 2.0 MiB" in left()[0]

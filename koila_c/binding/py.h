@@ -278,17 +278,6 @@ kl_lazy_value(PyObject *lazy)
 {
     return *(Value **)((char *)lazy + kl_py.slot_offset);
 }
-/* Exchange the Values of two LazyTensors whose placeholders are of one kind. */
-static inline void
-kl_lazy_swap(PyObject *left, PyObject *right)
-{
-    Value *of_left = kl_lazy_value(left), *of_right = kl_lazy_value(right);
-    bool is_touched = of_left->is_touched; /* describes the object, not its Value */
-    of_left->is_touched = of_right->is_touched;
-    of_right->is_touched = is_touched;
-    *(Value **)((char *)left + kl_py.slot_offset) = of_right;
-    *(Value **)((char *)right + kl_py.slot_offset) = of_left;
-}
 /* Borrowed: the Value of a LazyTensor. NULL with an exception if it has none, or its call failed. */
 Value *kl_lazy_checked(PyObject *lazy);
 /* A new LazyTensor for value `id`, which the user can reach from now on. */

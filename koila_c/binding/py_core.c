@@ -391,7 +391,11 @@ core_swap(PyObject *Py_UNUSED(module), PyObject *args)
         PyErr_SetString(PyExc_ValueError, "swap: torch would see another kind of placeholder");
         return NULL;
     }
-    kl_lazy_swap(left, right);
+    bool is_touched = of_left->is_touched; /* describes the object, not its Value */
+    of_left->is_touched = of_right->is_touched;
+    of_right->is_touched = is_touched;
+    *(Value **)((char *)left + kl_py.slot_offset) = of_right;
+    *(Value **)((char *)right + kl_py.slot_offset) = of_left;
     return Py_NewRef(Py_None);
 }
 

@@ -64,6 +64,7 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define saves_output KEEPS(.outputs = 1)
 #define saves_remainder KEEPS(.for_grad = {[1] = W0 | W1})
 #define saves_scatter_add KEEPS(.for_grad = {[3] = W2})
+#define saves_scatter_reduce saves_scatter_reduce, .keeps = {.words = W0 | W2 | W3, .outputs = 1}
 #define saves_word1 KEEPS(.words = W1)
 #define saves_word2 KEEPS(.words = W2)
 
@@ -71,7 +72,7 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define shape_adaptive_pool(n_, outs_) shape_adaptive_pool, .n_spatial = n_, .n_outs = outs_
 #define shape_avg_pool(n_) shape_avg_pool, .n_spatial = n_, .n_outs = 1
 #define shape_conv(n_) shape_conv, .n_spatial = n_
-#define shape_conv_transpose(n_) shape_conv_transpose, .n_spatial = n_
+#define shape_conv_transpose(n_) shape_conv, .n_spatial = n_, .is_transposed = true
 #define shape_cumulate(outs_) shape_cumulate, .n_outs = outs_
 #define shape_linear_between(n_) shape_linear_between, .n_spatial = n_
 #define shape_max_pool(n_, outs_) shape_max_pool, .n_spatial = n_, .n_outs = outs_

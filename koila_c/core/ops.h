@@ -308,11 +308,12 @@ struct KlRow {
     KlKeeps keeps;
     KlEffects effects;
     /* Parameters of cells, as the 2 of conv(2): */
-    uint8_t n_spatial; /* spatial dims, at the end */
-    uint8_t n_outs;    /* outputs, if a shape rule can make one or two */
-    uint8_t n_gates;   /* of a recurrent layer or cell */
-    bool is_packed;    /* a recurrent layer over sequences of several lengths */
-    uint8_t n_mixed;   /* dims at the end whose entries the op mixes: they cannot hold the rows */
+    uint8_t n_spatial;  /* spatial dims, at the end */
+    bool is_transposed; /* a convolution */
+    uint8_t n_outs;     /* outputs, if a shape rule can make one or two */
+    uint8_t n_gates;    /* of a recurrent layer or cell */
+    bool is_packed;     /* a recurrent layer over sequences of several lengths */
+    uint8_t n_mixed;    /* dims at the end whose entries the op mixes: they cannot hold the rows */
     KlDtype dtype_to;
     KlKinds kinds; /* of dtypes that a dtype rule accepts */
     KlReduce reduce;

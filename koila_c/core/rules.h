@@ -337,6 +337,7 @@ KL_PLACE(vector_norm);
 /* rules_saves.c: cells `saves` that are functions; the others are macros in ops.c */
 void kl_rules_keep(const KlCall *call, const KlInferred *result, KlSaves *saves);
 KL_SAVES(index);
+KL_SAVES(scatter_reduce);
 KL_SAVES(select_masked);
 KL_SAVES(setitem);
 KL_SAVES(log_sigmoid);

@@ -5,6 +5,7 @@
 #include <string.h>
 
 enum { SPATIAL_MAX = 3 };
+static const int64_t zeros[SPATIAL_MAX] = {0};
 
 KlStatus
 kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fallback,
@@ -42,7 +43,7 @@ kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *valu
 /* The parameters of a convolution; arrays have an entry for each spatial dim. */
 typedef struct {
     int32_t n; /* spatial dims */
-    bool is_same;
+    bool is_transposed, is_same;
     int64_t stride[SPATIAL_MAX];
     int64_t padding[SPATIAL_MAX];
     int64_t dilation[SPATIAL_MAX];
@@ -53,7 +54,6 @@ typedef struct {
 static KlStatus
 read_padding(const KlCall *call, Conv *conv)
 {
-    static const int64_t zeros[SPATIAL_MAX] = {0};
     const char *text = NULL;
     if (kl_rules_text(call, 4, NULL, &text) != KL_OK || text == NULL) {
         return kl_rules_spatial(call, 4, conv->n, zeros, conv->padding);
@@ -66,11 +66,12 @@ read_padding(const KlCall *call, Conv *conv)
 /* conv: input, weight, bias, stride, padding, dilation, groups
  * transposed: input, weight, bias, stride, padding, output_padding, groups, dilation */
 static KlStatus
-read_conv(const KlCall *call, bool is_transposed, int32_t n, Conv *conv)
+read_conv(const KlCall *call, Conv *conv)
 {
     static const int64_t ones[SPATIAL_MAX] = {1, 1, 1};
-    static const int64_t zeros[SPATIAL_MAX] = {0};
-    *conv = (Conv){.n = n};
+    const int32_t n = call->row->n_spatial;
+    const bool is_transposed = call->row->is_transposed;
+    *conv = (Conv){.n = n, .is_transposed = is_transposed};
     KlStatus status = kl_rules_spatial(call, 3, n, ones, conv->stride);
     if (status == KL_OK) {
         status = is_transposed ? kl_rules_spatial(call, 4, n, zeros, conv->padding)
@@ -94,10 +95,9 @@ read_conv(const KlCall *call, bool is_transposed, int32_t n, Conv *conv)
 }
 
 static KlStatus
-check_operands(const KlCall *call, bool is_transposed, const Conv *conv, KlError *error)
+check_operands(const KlCall *call, const Conv *conv, KlError *error)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
-    const KlMeta *weight = kl_rules_input(call, 1);
+    const KlMeta *input = kl_rules_input(call, 0), *weight = kl_rules_input(call, 1);
     const KlMeta *bias = kl_rules_input(call, 2);
     if (input == NULL || weight == NULL || (kl_rules_is_given(call, 2) && bias == NULL)) {
         return KL_DECLINED;
@@ -108,22 +108,22 @@ check_operands(const KlCall *call, bool is_transposed, const Conv *conv, KlError
                             (int)input->n_dims, (int)weight->n_dims);
     }
     int64_t channels = input->shape[input->n_dims - n - 1];
-    int64_t expected = is_transposed ? weight->shape[0] : weight->shape[1] * conv->groups;
+    int64_t expected = conv->is_transposed ? weight->shape[0] : weight->shape[1] * conv->groups;
     if (channels != expected) {
         return kl_error_set(error, KL_ERROR_SHAPE, "the input has %lld channels, the weight %lld",
                             (long long)channels, (long long)expected);
     }
-    int64_t channels_out = is_transposed ? weight->shape[1] * conv->groups : weight->shape[0];
+    int64_t channels_out = conv->is_transposed ? weight->shape[1] * conv->groups : weight->shape[0];
     bool is_declined = weight->shape[0] % conv->groups != 0 || channels == 0 || channels_out == 0 ||
                        (bias != NULL && (bias->n_dims != 1 || bias->shape[0] != channels_out));
     return is_declined ? KL_DECLINED : KL_OK;
 }
 
 static int64_t
-size_out(const Conv *conv, bool is_transposed, int32_t i, int64_t size, int64_t kernel)
+size_out(const Conv *conv, int32_t i, int64_t size, int64_t kernel)
 {
     int64_t reach = conv->dilation[i] * (kernel - 1);
-    if (is_transposed) {
+    if (conv->is_transposed) {
         return (size - 1) * conv->stride[i] - 2 * conv->padding[i] + reach +
                conv->output_padding[i] + 1;
     }
@@ -134,27 +134,26 @@ size_out(const Conv *conv, bool is_transposed, int32_t i, int64_t size, int64_t 
     return free < 0 ? 0 : free / conv->stride[i] + 1;
 }
 
-static KlStatus
-convolve(const KlCall *call, bool is_transposed, KlInferred *result, KlError *error)
+KlStatus
+shape_conv(const KlCall *call, KlInferred *result, KlError *error)
 {
     Conv conv;
     const int32_t n = call->row->n_spatial;
-    KlStatus status = read_conv(call, is_transposed, n, &conv);
-    status = status == KL_OK ? check_operands(call, is_transposed, &conv, error) : status;
+    KlStatus status = read_conv(call, &conv);
+    status = status == KL_OK ? check_operands(call, &conv, error) : status;
     if (status != KL_OK) {
         return status;
     }
-    const KlMeta *input = kl_rules_input(call, 0);
-    const KlMeta *weight = kl_rules_input(call, 1);
+    const KlMeta *input = kl_rules_input(call, 0), *weight = kl_rules_input(call, 1);
     KlMeta out = *input;
     out.shape[input->n_dims - n - 1] =
-        is_transposed ? weight->shape[1] * conv.groups : weight->shape[0];
+        conv.is_transposed ? weight->shape[1] * conv.groups : weight->shape[0];
     for (int32_t i = 0; i < n; i++) {
         int32_t dim = input->n_dims - n + i;
         if (input->shape[dim] == 0 || weight->shape[2 + i] == 0) {
             return KL_DECLINED;
         }
-        out.shape[dim] = size_out(&conv, is_transposed, i, input->shape[dim], weight->shape[2 + i]);
+        out.shape[dim] = size_out(&conv, i, input->shape[dim], weight->shape[2 + i]);
         if (out.shape[dim] <= 0) {
             return kl_error_set(error, KL_ERROR_SHAPE, "a kernel of %lld does not fit into %lld",
                                 (long long)weight->shape[2 + i], (long long)input->shape[dim]);
@@ -171,26 +170,11 @@ convolve(const KlCall *call, bool is_transposed, KlInferred *result, KlError *er
 }
 
 KlStatus
-shape_conv(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return convolve(call, false, result, error);
-}
-
-KlStatus
-shape_conv_transpose(const KlCall *call, KlInferred *result, KlError *error)
-{
-    return convolve(call, true, result, error);
-}
-
-KlStatus
 place_conv(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
     bool is_batched = call->inputs[0]->n_dims == call->inputs[1]->n_dims;
     KlWiring wiring = {.reason = "the batch is in channels, positions or weights of a convolution"};
-    if (is_batched) {
-        wiring.inputs[0].of[0] = 1;
-        wiring.outs[0].of[0] = 1;
-    }
+    wiring.inputs[0].of[0] = wiring.outs[0].of[0] = is_batched;
     return kl_rules_wire(call, result, &wiring);
 }
 
@@ -310,9 +294,9 @@ work_in_tiles(const KlCall *call, const Sides *sides, int64_t n_in, int64_t n_ou
 }
 
 static void
-work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_transposed,
-               KlSaves *saves)
+work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves *saves)
 {
+    const bool is_transposed = conv->is_transposed;
     const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
     Sides sides = {.from = is_transposed ? out : input,
                    .to = is_transposed ? input : out,
@@ -371,9 +355,9 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_
 /* The other kernels write patches as columns (im2col), for all rows at once or row by row. They copy the groups, compute
  * one after the other, and join the results. */
 static void
-work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, bool is_transposed,
-                KlSaves *saves)
+work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves *saves)
 {
+    const bool is_transposed = conv->is_transposed;
     const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
     const KlMeta *wide = is_transposed ? input : out; /* it has a patch for each position */
     const bool is_volume = conv->n == 3, is_batched = input->n_dims == weight->n_dims;
@@ -409,23 +393,22 @@ work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, bool is
 }
 
 static void
-work(const KlCall *call, const KlInferred *result, const Conv *conv, bool is_transposed,
-     KlSaves *saves)
+work(const KlCall *call, const KlInferred *result, const Conv *conv, KlSaves *saves)
 {
-    const KlMeta *input = call->inputs[0], *out = &result->outs[0];
+    const KlMeta *out = &result->outs[0];
     bool is_in_blocks =
         out->dtype == KL_DTYPE_FLOAT32 || (call->blocked_halves >> out->dtype & 1) != 0;
     if (out->device != 0) {
         return;
     }
     if (is_in_blocks) {
-        work_in_blocks(call, out, conv, is_transposed, saves);
+        work_in_blocks(call, out, conv, saves);
     } else {
-        work_in_patches(call, out, conv, is_transposed, saves);
+        work_in_patches(call, out, conv, saves);
     }
     if (!is_taken_as_it_lies(call, is_in_blocks)) {
-        saves->bytes_workspace += kl_meta_n_bytes(input);
-        saves->bytes_backward += kl_meta_n_bytes(input);
+        saves->bytes_workspace += kl_meta_n_bytes(call->inputs[0]);
+        saves->bytes_backward += kl_meta_n_bytes(call->inputs[0]);
     }
 }
 
@@ -434,40 +417,24 @@ void
 saves_conv(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     Conv conv;
-    const KlMeta *input = call->inputs[0];
-    const KlMeta *weight = call->inputs[1];
-    int32_t n = weight->n_dims - 2;
+    const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
     int64_t n_padded = 1;
     bool is_padded = false;
     kl_rules_save(call, saves, 0);
     kl_rules_save(call, saves, 1);
-    if (read_conv(call, false, n, &conv) != KL_OK) {
+    if (read_conv(call, &conv) != KL_OK) {
         return;
     }
-    work(call, result, &conv, false, saves);
-    if (!conv.is_same) {
-        return;
-    }
+    work(call, result, &conv, saves);
     for (int32_t dim = 0; dim < input->n_dims; dim++) {
-        int32_t i = dim - (input->n_dims - n);
+        int32_t i = dim - (input->n_dims - conv.n);
         bool is_uneven = i >= 0 && conv.dilation[i] * (weight->shape[2 + i] - 1) % 2 != 0;
         n_padded *= input->shape[dim] + (is_uneven ? 1 : 0);
         is_padded = is_padded || is_uneven;
     }
-    if (is_padded) {
+    if (conv.is_same && is_padded) {
         saves->inputs = 0;
         kl_rules_save(call, saves, 1);
         kl_rules_save_new(result, saves, n_padded, input->dtype);
-    }
-}
-
-void
-saves_conv_transpose(const KlCall *call, const KlInferred *result, KlSaves *saves)
-{
-    Conv conv;
-    kl_rules_save(call, saves, 0);
-    kl_rules_save(call, saves, 1);
-    if (read_conv(call, true, call->inputs[1]->n_dims - 2, &conv) == KL_OK) {
-        work(call, result, &conv, true, saves);
     }
 }

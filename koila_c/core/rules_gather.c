@@ -4,7 +4,25 @@
  * rows' dim must have all rows. */
 #include "rules.h"
 
+#include <string.h>
+
 static const char index_couples[] = "an index reaches across the samples";
+
+/* Return how many tensors of the result's and of the source's size the backward of scatter_reduce or index_reduce makes,
+ * as measured; -1 if the op has no such reduction. */
+static int64_t
+count_made(const KlCall *call)
+{
+    const char *name = "";
+    bool has_sum = call->row->shape == shape_scatter; /* index_reduce has not */
+    (void)kl_rules_text(call, 4, "", &name);
+    bool is_extreme = strcmp(name, "amax") == 0 || strcmp(name, "amin") == 0;
+    return is_extreme                            ? 4
+           : strcmp(name, "mean") == 0           ? 2
+           : strcmp(name, "prod") == 0           ? 6
+           : has_sum && strcmp(name, "sum") == 0 ? 0
+                                                 : -1;
+}
 
 /* Get the dim in args[1] and the index in args[2]. Decline a value without dims. */
 static KlStatus
@@ -12,7 +30,8 @@ get_index(const KlCall *call, int32_t *dim, const KlMeta **index, KlError *error
 {
     *index = kl_rules_input(call, 2);
     if (!kl_rules_is_given(call, 1) || *index == NULL || call->inputs[0]->n_dims == 0 ||
-        ((*index)->dtype != KL_DTYPE_INT64 && (*index)->dtype != KL_DTYPE_INT32)) {
+        ((*index)->dtype != KL_DTYPE_INT64 && (*index)->dtype != KL_DTYPE_INT32) ||
+        (call->row->saves == saves_scatter_reduce && count_made(call) < 0)) {
         return KL_DECLINED;
     }
     return kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims, dim, error);
@@ -255,6 +274,14 @@ place_index_fill(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(erro
     }
     result->outs[0].place = *place;
     return KL_OK;
+}
+
+void
+saves_scatter_reduce(const KlCall *call, const KlInferred *result, KlSaves *saves)
+{
+    kl_rules_keep(call, result, saves);
+    saves->bytes_backward = count_made(call) * (kl_meta_n_bytes(&result->outs[0]) +
+                                                kl_meta_n_bytes(kl_rules_input(call, 3)));
 }
 
 /* take_along_dim(x, indices, dim): as gather, with the other dims broadcast */

@@ -107,7 +107,6 @@ KL_SHAPE(channel_shuffle);
 KL_SHAPE(col2im);
 KL_SHAPE(constant_pad);
 KL_SHAPE(conv);
-KL_SHAPE(conv_transpose);
 KL_SHAPE(grid_sampler);
 KL_SHAPE(im2col);
 KL_SHAPE(linear_between); /* linear, bilinear, bicubic */
@@ -127,7 +126,6 @@ KL_PLACE(pad);
 KL_PLACE(spatial); /* all dims but the last n_mixed may hold the rows */
 KL_SAVES(adaptive_avg_pool);
 KL_SAVES(conv);
-KL_SAVES(conv_transpose);
 KL_SAVES(max_pool);
 KL_SAVES(pad);
 

@@ -1,24 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """Record an in-place write to a tensor that has its number already:
 `out = torch.zeros_like(h); ...nonzero(); out.index_add_(0, index, h)`, or
-`total = torch.zeros(n); total += h.sum(1)`.
+`outputs = torch.zeros(n, 8, 4); outputs[:, 0] = h`.
 
 If no other tensor has its memory, a recorded call copies the number, and the write goes to the
 copy. So the values that are written stay recorded; if the write ran at once, they would be computed
-for the whole batch.
+for the whole batch. If the tensor is plain and only one name of the script holds it, that name gets
+the lazy copy: nobody can tell that it is another tensor.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dis
 import functools
 import sys
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch.utils import _pytree as pytree
 
 from koila import _core
 from koila.basics import holders, lines
@@ -26,9 +29,29 @@ from koila.planning import planner
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-#: References to the tensor of `name += ...` while koila asks for their number: of the name, of the
-#: arguments, of the question, and of the interpreter, unless it borrows that of the name.
-_N_OWN = 4 if sys.version_info >= (3, 14) else 5
+#: References to an argument while koila asks for their number: of the arguments, and two of the
+#: question.
+_N_ASKED = 3
+
+_LOADS = "LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME"
+_METHODS = "LOAD_METHOD", "LOAD_ATTR"
+_CALLS = "CALL", "CALL_KW"
+
+
+class _Target(NamedTuple):
+    """How an instruction gets the tensor that it writes.
+
+    Attributes:
+        load: the instruction that loads it from a name; "" if a call has just returned it.
+        names: the names that this loads.
+        method: the method that writes it; "" for an operator or an index.
+        is_whole: whether `name += ...` writes all of it.
+    """
+
+    load: str
+    names: tuple[str, ...]
+    method: str
+    is_whole: bool
 
 
 def _is_private(real: torch.Tensor) -> bool:
@@ -47,44 +70,53 @@ def _is_own(lazy: Any) -> bool:
     return _core.is_held_by(lazy, 0)
 
 
-def _assigned(op: dis.Instruction) -> tuple[str, ...]:
-    """Return the names that an instruction assigns."""
-    names = op.argval if op.opname.startswith("STORE") else ()  # or also one that it loads
-    return (names,) if isinstance(names, str) else names
-
-
-def _lines(op: dis.Instruction) -> range:
-    """Return the lines of an instruction; none if the interpreter does not know them."""
-    first, last = (op.positions.lineno, op.positions.end_lineno) if op.positions else (None, None)
-    return range(0) if first is None or last is None else range(first, last + 1)
+def _begin(op: dis.Instruction) -> tuple[int | None, int | None]:
+    """Return the line and the column at which the expression of an instruction begins."""
+    return (op.positions.lineno, op.positions.col_offset) if op.positions else (None, None)
 
 
 @functools.lru_cache(1024)
-def _name_written(code: types.CodeType, offset: int) -> tuple[str, str]:
-    """If `name += ...` runs at an instruction, return how its result is stored, and the name; ""
-    if not, or if the same lines assign that name once more."""
-    ops = [op for op in dis.get_instructions(code) if op.opname != "EXTENDED_ARG"]
+def _target(code: types.CodeType, offset: int) -> _Target | None:
+    """Return how the instruction at an offset gets what it writes; None if that is not known.
+
+    What an operator, an index or a method writes is the expression at its beginning: `out` in
+    `out += h`, in `out[:, t] = h` and in `out.add_(h)`.
+    """
+    ops = list(dis.get_instructions(code))
     at = next(i for i, op in enumerate(ops) if op.offset == offset)
-    if ops[at].opname != "BINARY_OP" or not ops[at].argrepr.endswith("="):
-        return "", ""
-    how, (name, *_) = ops[at + 1].opname, _assigned(ops[at + 1]) or ("",)
-    lines = _lines(ops[at])
-    n_times = sum(not {*lines}.isdisjoint(_lines(op)) for op in ops if name in _assigned(op))
-    return (how, name) if n_times == 1 else ("", "")
+    last, begin, method = ops[at], _begin(ops[at]), ""
+    is_whole = last.opname == "BINARY_OP" and last.argrepr.endswith("=")
+    known = *_LOADS, *_METHODS, *_CALLS, "BINARY_SUBSCR"
+    same = [op for op in ops[:at] if _begin(op) == begin and op.opname.startswith(known)]
+    if None in begin or not same:
+        return None
+    if last.opname in ("PRECALL", *_CALLS):
+        if same[-1].opname not in _METHODS:
+            return None
+        method = same.pop().argval
+    elif not is_whole and last.opname not in ("STORE_SUBSCR", "STORE_SLICE"):
+        return None
+    if same and same[-1].opname in _CALLS:
+        return _Target("", (), method, is_whole)
+    if not same or not same[-1].opname.startswith(_LOADS):
+        return None
+    names = same[-1].argval
+    names = (names,) if isinstance(names, str) else names  # or the instruction loads two names
+    return _Target(same[-1].opname, names, method, is_whole)
 
 
-def _is_replaced(args: tuple[Any, ...], frame: types.FrameType) -> bool:
-    """Return whether `frame` runs `name += ...` on a plain tensor that only the name holds. Then
-    nobody can tell whether the name gets the same tensor or another."""
-    if frame.f_code.co_filename.startswith(lines.INSIDE) or not _core.is_held_by(args[0], _N_OWN):
-        return False
-    x, (how, name) = args[0], _name_written(frame.f_code, frame.f_lasti)
-    is_global = how == "STORE_GLOBAL" or (
-        how == "STORE_NAME" and frame.f_locals is frame.f_globals  # of a module
+def _takes_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a gradient flows through what a call writes."""
+    given = pytree.tree_leaves((args, kwargs))
+    return torch.is_grad_enabled() and any(
+        type(one) is _core.LazyTensor and one.requires_grad for one in given
     )
+
+
+def _is_replaceable(x: Any) -> bool:
+    """Return whether a lazy copy of a plain tensor is as good, where nobody else holds it."""
     return (
-        (frame.f_globals.get(name) is x if is_global else how.startswith("STORE_FAST"))
-        and _is_private(x)
+        _is_private(x)
         and x._use_count() == 1  # no graph has saved it
         and x.untyped_storage().resizable()  # the memory of an array is not
         and not (x.device.type == "cpu" and x.is_shared())  # with other processes
@@ -94,18 +126,94 @@ def _is_replaced(args: tuple[Any, ...], frame: types.FrameType) -> bool:
     )
 
 
+def _may_replace(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    frame: types.FrameType,
+) -> _Target | None:
+    """Return how `frame` gets the plain tensor that its call writes, if one name at most holds it,
+    and a lazy copy may take its place."""
+    if frame.f_code.co_filename.startswith(lines.INSIDE):
+        return None
+    target = _target(frame.f_code, frame.f_lasti)
+    if target is None or target.method not in ("", func.__name__):
+        return None
+    # The interpreter holds what an instruction reads, or borrows it from the name.
+    n_held = (target.load != "") + ("BORROW" not in target.load)
+    if not _core.is_held_by(args[0], _N_ASKED + n_held) or not _is_replaceable(args[0]):
+        return None
+    # A write to a part of a plain tensor that takes no gradient costs less than a copy of it.
+    is_worth_it = target.is_whole or target.load == "" or _takes_gradient(args[1:], kwargs)
+    return target if is_worth_it else None
+
+
+class _Names:
+    """The names that a frame's instructions load."""
+
+    def __init__(self, frame: types.FrameType, load: str) -> None:
+        self._frame, self._is_fast = frame, load.startswith("LOAD_FAST")
+        is_module = load.startswith("LOAD_NAME") and frame.f_locals is frame.f_globals
+        is_global = is_module or load.startswith("LOAD_GLOBAL")
+        self._values = frame.f_locals if self._is_fast else frame.f_globals if is_global else {}
+
+    def of(self, x: torch.Tensor, names: tuple[str, ...]) -> str | None:
+        """Return the one of `names` that holds x."""
+        return next((name for name in names if self._values.get(name) is x), None)
+
+    def give(self, name: str, value: torch.Tensor) -> None:
+        """Let a name hold a value."""
+        self._values[name] = value
+        if self._is_fast and sys.version_info < (3, 13):  # f_locals is a copy
+            to_fast = ctypes.pythonapi.PyFrame_LocalsToFast
+            to_fast(ctypes.py_object(self._frame), ctypes.c_int(0))
+
+    def close(self) -> None:
+        """Release the values that a copy holds, unless the script has asked for it by locals()."""
+        is_copy = self._is_fast and sys.version_info < (3, 13)
+        if is_copy and sys.getrefcount(self._values) <= 3:  # of the frame, of this, of the question
+            self._values.clear()
+
+
+def _write_copy(
+    func: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    frame: types.FrameType,
+    target: _Target,
+) -> Any:
+    """Write a lazy copy of the first argument, and give it to the name that holds the argument."""
+    names = _Names(frame, target.load)
+    try:
+        name = names.of(args[0], target.names)
+        if target.load and name is None:
+            return NotImplemented
+        x = _core.input(args[0], -1, 0, 0).clone()
+        result = func(x, *args[1:], **kwargs)
+        if name is not None:
+            names.give(name, x)
+        return result
+    finally:
+        names.close()
+
+
 def instead(handler: Handler | None) -> Handler:
     """Return what is tried if a call that writes its first argument cannot be recorded."""
 
     def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kind = type(args[0]) if args and not planner.is_whole() else None
-        if kind is torch.Tensor and _is_replaced(args, sys._getframe(1)):
-            x = _core.input(args[0], -1, 0, 0).clone()
+        result = NotImplemented
+        if kind is torch.Tensor:
+            frame = sys._getframe(1)
+            target = _may_replace(func, args, kwargs, frame)
+            if target is not None:
+                result = _write_copy(func, args, kwargs, frame, target)
         elif kind is _core.LazyTensor and _is_own(args[0]):
             x, real = args[0], cast(torch.Tensor, _core.real(args[0]))
             _core.swap(x, _core.like(real, x).clone())
-        else:
-            return NotImplemented if handler is None else handler(func, args, kwargs)
-        return func(x, *args[1:], **kwargs)
+            result = func(x, *args[1:], **kwargs)
+        if result is NotImplemented and handler is not None:
+            return handler(func, args, kwargs)
+        return result
 
     return record
