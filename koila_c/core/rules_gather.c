@@ -8,20 +8,21 @@
 
 static const char index_couples[] = "an index reaches across the samples";
 
-/* Return how many tensors of the result's and of the source's size the backward of scatter_reduce or index_reduce makes,
- * as measured; -1 if the op has no such reduction. */
+/* Return how many tensors of the source's size the backward of scatter_reduce or index_reduce makes, as measured; -1 if
+ * the op has no such reduction. */
 static int64_t
 count_made(const KlCall *call)
 {
     const char *name = "";
-    bool has_sum = call->row->shape == shape_scatter; /* index_reduce has not */
+    bool is_scatter = call->row->shape == shape_scatter;
     (void)kl_rules_text(call, 4, "", &name);
     bool is_extreme = strcmp(name, "amax") == 0 || strcmp(name, "amin") == 0;
-    return is_extreme                            ? 4
-           : strcmp(name, "mean") == 0           ? 2
-           : strcmp(name, "prod") == 0           ? 6
-           : has_sum && strcmp(name, "sum") == 0 ? 0
-                                                 : -1;
+    bool is_sum = is_scatter && strcmp(name, "sum") == 0; /* index_reduce has no sum */
+    return is_extreme                  ? (is_scatter ? 4 : 3)
+           : strcmp(name, "mean") == 0 ? 2
+           : strcmp(name, "prod") == 0 ? 6
+           : is_sum                    ? 0
+                                       : -1;
 }
 
 /* Get the dim in args[1] and the index in args[2]. Decline a value without dims. */
@@ -280,8 +281,9 @@ void
 saves_scatter_reduce(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     kl_rules_keep(call, result, saves);
-    saves->bytes_backward = count_made(call) * (kl_meta_n_bytes(&result->outs[0]) +
-                                                kl_meta_n_bytes(kl_rules_input(call, 3)));
+    int64_t n = count_made(call), n_of_result = n == 3 || n == 4 ? n + 1 : n;
+    saves->bytes_backward = n_of_result * kl_meta_n_bytes(&result->outs[0]) +
+                            n * kl_meta_n_bytes(kl_rules_input(call, 3));
 }
 
 /* take_along_dim(x, indices, dim): as gather, with the other dims broadcast */
