@@ -340,14 +340,15 @@ def convolved(
     is_transposed: bool,
     n_channels: tuple[int, int],
     size: int,
-    options: dict[str, int],
+    options: dict[str, Any],
     has_weight_grad: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[float, float]:
     """What is said of a convolution in parts of what it takes, forward and back."""
     name = f"conv_transpose{n_dims}d" if is_transposed else f"conv{n_dims}d"
     n_in, n_out = n_channels
-    shape = (n_in, n_out) if is_transposed else (n_out, n_in)
+    n_groups = options.get("groups", 1)
+    shape = (n_in, n_out // n_groups) if is_transposed else (n_out, n_in // n_groups)
     x = torch.randn(32, n_in, *([0, 300, 18, 7][n_dims],) * n_dims).to(dtype).requires_grad_()
     weight = torch.randn(*shape, *(size,) * n_dims).to(dtype).requires_grad_(has_weight_grad)
     wanted = (x, weight) if has_weight_grad else (x,)
@@ -429,6 +430,42 @@ def test_convolutions_in_patches(
     forward, backward = convolved(n_dims, is_transposed, n_channels, size, options)
     assert 0.95 <= forward <= 1.05
     assert 0.95 <= backward <= 1.05
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("n_channels", [(16, 16), (32, 16), (16, 32), (64, 64)])
+@pytest.mark.parametrize("n_groups", [1, 2, 4, 16])
+@pytest.mark.parametrize(
+    ("n_dims", "size", "options"),
+    [
+        (1, 3, {"padding": 1}),
+        (2, 1, {}),
+        (2, 3, {"padding": 1}),
+        (2, 3, {"padding": 1, "stride": 2}),
+        (3, 3, {"padding": 1}),
+    ],
+)
+def test_convolutions_in_groups(
+    n_dims: int,
+    size: int,
+    options: dict[str, int],
+    n_groups: int,
+    n_channels: tuple[int, int],
+    is_transposed: bool,
+    has_bias: bool,
+) -> None:
+    """Up to AVX2, groups that fill no blocks stay as they lie; a transposed convolution in blocks
+    adds its bias in another tensor."""
+    if functions._block_width() > 8:
+        pytest.skip("AVX-512 has other kernels for groups")
+    words: dict[str, Any] = {**options, "groups": n_groups}
+    if has_bias:
+        words["bias"] = torch.randn(n_channels[1])
+    forward, backward = convolved(n_dims, is_transposed, n_channels, size, words)
+    is_depthwise = n_groups == n_channels[0] == n_channels[1]
+    assert 0.95 <= forward <= (1.35 if is_depthwise and n_dims == 3 else 1.06)
+    assert 0.95 <= backward <= (1.25 if is_depthwise or n_dims == 3 else 1.06)
 
 
 class PlainLayer(nn.Module):

@@ -465,10 +465,8 @@ mark_wanted(Run *run, KlSlice nodes, PyObject *asked)
 static int
 settle_saved(const Run *run, KlNodeId id)
 {
-    if (run->saved == NULL || PyList_GET_SIZE(run->saved) == 0) {
-        return 0;
-    }
-    return kl_py_done(PyObject_CallFunction(run->settle, "I", id));
+    bool is_any_saved = run->saved != NULL && PyList_GET_SIZE(run->saved) > 0;
+    return is_any_saved ? kl_py_done(PyObject_CallFunction(run->settle, "I", id)) : 0;
 }
 
 /* Run nodes in order; without a program, the node `alone`. New reference to None, or NULL. */

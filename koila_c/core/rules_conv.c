@@ -49,6 +49,8 @@ typedef struct {
     int64_t dilation[SPATIAL_MAX];
     int64_t output_padding[SPATIAL_MAX];
     int64_t groups;
+    int64_t n_kernel, n_stride, n_rows; /* positions of the kernel, product of strides, samples */
+    bool is_dilated, is_padded;         /* in some dim */
 } Conv;
 
 static KlStatus
@@ -59,7 +61,6 @@ read_padding(const KlCall *call, Conv *conv)
         return kl_rules_spatial(call, 4, conv->n, zeros, conv->padding);
     }
     conv->is_same = strcmp(text, "same") == 0;
-    memset(conv->padding, 0, sizeof(conv->padding));
     return conv->is_same || strcmp(text, "valid") == 0 ? KL_OK : KL_DECLINED;
 }
 
@@ -198,6 +199,7 @@ typedef struct {
     const Conv *conv;
     int64_t width;                    /* channels that lie side by side */
     bool is_strided, is_back_blocked; /* a stride is not 1; the gradient has a blocked layout */
+    bool has_bias;                    /* a transposed convolution adds one, in the blocked layout */
     bool is_few; /* so few channels that only the backward may lay them in blocks */
 } Sides;
 
@@ -249,6 +251,7 @@ pass_forward(const Sides *sides)
     int64_t n_from = sides->is_few ? 0 : count_blocked(sides, sides->from, sides->width);
     int64_t n_to = count_blocked(sides, sides->to, sides->width);
     int64_t n_weight = count_weight(sides, sides->width, !sides->is_few);
+    n_to += is_depthwise(sides) && sides->conv->n == 3 && sides->width <= 8 ? n_to : 0;
     return n_to + kl_larger(n_from + n_weight, kl_meta_n_bytes(sides->to));
 }
 
@@ -264,6 +267,7 @@ pass_back(const Sides *sides)
         most =
             kl_larger(n_given + n_weight + n, channels_of(sides, sides->from) > 1 ? 3 * n : 2 * n);
     }
+    most = sides->has_bias ? kl_larger(most, n_from + n_to + n_weight + n) : most;
     return sides->is_back_blocked ? kl_larger(most, n_from + kl_larger(n_to + n_weight, n)) : most;
 }
 
@@ -280,75 +284,82 @@ pass_to_weight(const Sides *sides)
 /* 16-bit kernels that need channels last (with AMX, or float16 arithmetic) copy the operands to that layout, and copy the
  * result back twice. They also hold, as measured, a row and the weight, padded, for any chunk size. */
 static void
-work_in_tiles(const KlCall *call, const Sides *sides, int64_t n_in, int64_t n_out, int64_t n_rows,
-              KlSaves *saves)
+work_in_tiles(const KlCall *call, const Sides *sides, int64_t n_in, int64_t n_out, KlSaves *saves)
 {
     int64_t n = channels_of(sides, sides->from),
             n_groups = is_depthwise(sides) ? n : sides->conv->groups;
     int64_t n_sides = count_blocked(sides, sides->from, 32) + count_blocked(sides, sides->to, 32);
     n_sides *= n_groups > 1 && n_groups < n ? fill(n / n_groups, 32) * n_groups / n : 1;
-    saves->bytes_row = 2 * n_sides / n_rows + 3 * count_weight(sides, 32, true);
+    saves->bytes_row = 2 * n_sides / sides->conv->n_rows + 3 * count_weight(sides, 32, true);
     saves->bytes_workspace = kl_larger(n_in, 2 * n_out);
     int64_t to_input = kl_rules_needs_grad(call, 0) ? kl_larger(n_out, 2 * n_in) : 0;
     saves->bytes_backward = kl_larger(kl_rules_needs_grad(call, 1) ? n_in + n_out : 0, to_input);
+}
+
+/* Up to AVX2, some gradients of weights are computed patch by patch, from operands as they lie. Return the patches of a
+ * plane, and sums of the weight. */
+static int64_t
+count_plane(const Sides *sides)
+{
+    const Conv *conv = sides->conv;
+    int64_t n = channels_of(sides, sides->from) * conv->n_kernel / conv->groups;
+    for (int32_t i = 1; i <= 2 && i <= conv->n; i++) {
+        n *= sides->to->shape[sides->to->n_dims - i];
+    }
+    return n * (int64_t)sizeof(float) + 4 * kl_meta_n_bytes(sides->weight);
 }
 
 static void
 work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves *saves)
 {
     const bool is_transposed = conv->is_transposed;
+    const bool is_input = kl_rules_needs_grad(call, 0), is_weight = kl_rules_needs_grad(call, 1);
     const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
     Sides sides = {.from = is_transposed ? out : input,
                    .to = is_transposed ? input : out,
                    .conv = conv,
                    .weight = weight,
+                   .has_bias = is_transposed && kl_rules_is_given(call, 2),
                    .width = kl_larger(call->block_width, 1)};
-    int64_t n_rows = input->n_dims == weight->n_dims && input->shape[0] > 0 ? input->shape[0] : 1;
-    int64_t n_in = kl_meta_n_bytes(input), n_out = kl_meta_n_bytes(out), n_stride = 1;
-    int64_t n_kernel = 1, n_from = channels_of(&sides, sides.from), n_squared = n_from * n_from;
-    bool is_dilated = false, is_padded = false;
-    for (int32_t i = 0; i < conv->n; i++) {
-        n_kernel *= weight->shape[2 + i];
-        n_stride *= conv->stride[i];
-        is_dilated = is_dilated || conv->dilation[i] > 1;
-        is_padded = is_padded || conv->padding[i] > 0;
-    }
+    int64_t n_in = kl_meta_n_bytes(input), n_out = kl_meta_n_bytes(out), width = sides.width;
+    int64_t n_kernel = conv->n_kernel, n_stride = conv->n_stride, n_groups = conv->groups;
+    int64_t n_from = channels_of(&sides, sides.from), n_squared = n_from * n_from;
+    int64_t n_to = channels_of(&sides, sides.to) / n_groups;
     bool is_one = n_kernel == 1 && (n_stride == 1 || (!is_transposed && conv->n < 3));
     if (!kl_meta_is_contiguous(input) && is_taken_as_it_lies(call, true)) {
-        saves->bytes_workspace = saves->bytes_backward =
-            kl_meta_n_bytes(weight); /* copies in the kernel's layout */
+        saves->bytes_workspace = saves->bytes_backward = kl_meta_n_bytes(weight); /* a copy */
         return;
     }
     bool is_own = is_depthwise(&sides) && out->dtype == KL_DTYPE_BFLOAT16; /* a kernel in blocks */
     if ((call->tiled_halves >> out->dtype & 1) != 0 && !is_own) {
-        work_in_tiles(call, &sides, n_in, n_out, n_rows, saves);
+        work_in_tiles(call, &sides, n_in, n_out, saves);
         return;
     }
-    sides.is_strided = n_stride > 1;
-    sides.is_few = conv->groups == 1 && !is_one && n_from < sides.width;
+    bool is_odd = n_from / n_groups % width != 0 || n_to % width != 0;
+    if (width <= 8 && n_groups > 1 && is_odd && !is_depthwise(&sides)) {
+        saves->bytes_workspace = n_out; /* groups that fill no blocks: each result is copied */
+        saves->bytes_backward = is_input ? n_in : kl_meta_n_bytes(weight);
+        return;
+    }
+    sides.is_strided = n_stride > 1 && (n_groups == 1 || n_to > 8 || width > 8);
+    sides.is_few = n_groups == 1 && !is_one && n_from < width;
     /* With strides the gradient has blocks only with groups, a large kernel on AVX-512, or a dilated 1x1 kernel. */
-    int64_t n_least = channels_of(&sides, sides.to) < 8 ? 56 : 72;
-    bool is_large = sides.width > 8 && n_kernel >= n_least * n_squared &&
+    bool is_large = width > 8 && n_kernel >= (n_to * n_groups < 8 ? 56 : 72) * n_squared &&
                     (124 - n_kernel / n_squared) * sides.from->shape[sides.from->n_dims - 1] <= 720;
-    sides.is_back_blocked = n_stride == 1 || conv->groups > 1 || is_large || (is_one && is_dilated);
+    sides.is_back_blocked =
+        n_stride == 1 || n_groups > 1 || is_large || (is_one && conv->is_dilated);
     int64_t to_input = is_transposed ? pass_forward(&sides) : pass_back(&sides);
     saves->bytes_workspace = (is_transposed ? pass_back(&sides) : pass_forward(&sides)) - n_out;
-    /* Up to AVX2, some gradients of weights are computed patch by patch, from operands as they lie. */
-    bool is_patch = sides.width <= 8 && (is_dilated || (conv->n == 3 && is_padded));
-    bool has_blocks = kl_rules_needs_grad(call, 1) && !is_patch;
-    saves->bytes_backward = kl_larger(has_blocks ? pass_to_weight(&sides) : 0,
-                                      kl_rules_needs_grad(call, 0) ? to_input - n_in : 0);
+    bool is_patch = width <= 8 && (conv->is_dilated || (conv->n == 3 && conv->is_padded));
+    saves->bytes_backward = kl_larger(is_weight && !is_patch ? pass_to_weight(&sides) : 0,
+                                      is_input ? to_input - n_in : 0);
     if (n_stride > 1) { /* what one row is laid out in */
         saves->bytes_row =
-            kl_larger(kl_meta_n_bytes(sides.to), kl_meta_n_bytes(sides.from) / n_stride) / n_rows;
+            kl_larger(kl_meta_n_bytes(sides.to), kl_meta_n_bytes(sides.from) / n_stride) /
+            conv->n_rows;
     }
-    /* The patches of a plane, and sums of the weight; the gradient of the input needs more. */
-    if (is_patch && !kl_rules_needs_grad(call, 0)) {
-        int64_t n_plane = n_from * n_kernel / conv->groups * (int64_t)sizeof(float);
-        for (int32_t i = 1; i <= 2 && i <= conv->n; i++) {
-            n_plane *= sides.to->shape[sides.to->n_dims - i];
-        }
-        saves->bytes_row = kl_larger(saves->bytes_row, n_plane + 4 * kl_meta_n_bytes(weight));
+    if (is_patch && !is_input) { /* the gradient of the input needs more */
+        saves->bytes_row = kl_larger(saves->bytes_row, count_plane(&sides));
     }
 }
 
@@ -357,47 +368,49 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves 
 static void
 work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves *saves)
 {
-    const bool is_transposed = conv->is_transposed;
+    const bool is_transposed = conv->is_transposed, is_dilated = conv->is_dilated;
     const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
     const KlMeta *wide = is_transposed ? input : out; /* it has a patch for each position */
-    const bool is_volume = conv->n == 3, is_batched = input->n_dims == weight->n_dims;
-    bool is_plain = true, is_dilated = false; /* a 1x1 kernel with stride 1; dilation over 1 */
-    int64_t n_places = 1, n_patch = weight->shape[1];
-    for (int32_t dim = 0; dim < wide->n_dims; dim++) {
-        n_places *= dim == wide->n_dims - conv->n - 1 ? 1 : wide->shape[dim];
-    }
-    for (int32_t i = 0; i < conv->n; i++) {
-        n_patch *= weight->shape[2 + i];
-        is_plain = is_plain && weight->shape[2 + i] == 1 && conv->stride[i] == 1;
-        is_dilated = is_dilated || conv->dilation[i] > 1;
-    }
+    const bool is_volume = conv->n == 3, is_plain = conv->n_kernel == 1 && conv->n_stride == 1;
+    int64_t n_patch = weight->shape[1] * conv->n_kernel;
+    int64_t n_places = kl_meta_n_elements(wide) / wide->shape[wide->n_dims - conv->n - 1];
     const bool has_copies = conv->groups > 1 && (is_transposed || is_dilated || !is_volume);
-    int64_t n_rows = is_batched && wide->shape[0] > 0 ? wide->shape[0] : 1;
     int64_t n_in = kl_meta_n_bytes(input), n_out = kl_meta_n_bytes(out);
     int64_t n_all = n_places * n_patch * (int64_t)kl_meta_dtype_bytes(out->dtype);
     n_all *= is_plain ? 0 : conv->groups > 1 && !has_copies ? conv->groups : 1;
     if (is_dilated || is_transposed) {
-        saves->bytes_row = n_all / n_rows;
+        saves->bytes_row = n_all / conv->n_rows;
         n_all = is_dilated || is_volume ? 0 : n_all;
     }
+    /* The result of a transposed volume begins as large as the input; so stays its memory, but for groups. */
+    int64_t n_made = is_transposed && is_volume ? kl_larger(n_in, n_out) : n_out;
     saves->bytes_workspace = n_all;
     saves->bytes_backward = is_transposed ? 0 : n_all;
     if (has_copies) {
         int64_t of_group = n_in / conv->groups, in_all = kl_rules_needs_grad(call, 0) ? n_in : 0;
-        saves->bytes_workspace = kl_larger(n_all + of_group, n_out);
+        saves->bytes_workspace = n_made - n_out + kl_larger(n_all + of_group, n_out);
         saves->bytes_backward =
             kl_larger(saves->bytes_backward + of_group + n_out / conv->groups, in_all);
-    } else if (is_transposed && is_volume) {
-        saves->bytes_workspace = n_in; /* the result begins as large as the input */
+    } else {
+        saves->bytes_extra = n_made - n_out;
+        saves->is_extra_rows = true;
     }
 }
 
 static void
-work(const KlCall *call, const KlInferred *result, const Conv *conv, KlSaves *saves)
+work(const KlCall *call, const KlInferred *result, Conv *conv, KlSaves *saves)
 {
-    const KlMeta *out = &result->outs[0];
-    bool is_in_blocks =
-        out->dtype == KL_DTYPE_FLOAT32 || (call->blocked_halves >> out->dtype & 1) != 0;
+    const KlMeta *input = call->inputs[0], *weight = call->inputs[1], *out = &result->outs[0];
+    conv->n_rows = input->n_dims == weight->n_dims ? kl_larger(input->shape[0], 1) : 1;
+    conv->n_kernel = conv->n_stride = 1;
+    for (int32_t i = 0; i < conv->n; i++) {
+        conv->n_kernel *= weight->shape[2 + i];
+        conv->n_stride *= conv->stride[i];
+        conv->is_dilated = conv->is_dilated || conv->dilation[i] > 1;
+        conv->is_padded = conv->is_padded || conv->padding[i] > 0;
+    }
+    bool is_half = (call->blocked_halves >> out->dtype & 1) != 0;
+    bool is_in_blocks = out->dtype == KL_DTYPE_FLOAT32 || is_half;
     if (out->device != 0) {
         return;
     }
@@ -407,8 +420,8 @@ work(const KlCall *call, const KlInferred *result, const Conv *conv, KlSaves *sa
         work_in_patches(call, out, conv, saves);
     }
     if (!is_taken_as_it_lies(call, is_in_blocks)) {
-        saves->bytes_workspace += kl_meta_n_bytes(call->inputs[0]);
-        saves->bytes_backward += kl_meta_n_bytes(call->inputs[0]);
+        saves->bytes_workspace += kl_meta_n_bytes(input);
+        saves->bytes_backward += kl_meta_n_bytes(input);
     }
 }
 

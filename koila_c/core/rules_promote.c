@@ -28,13 +28,9 @@ kl_rules_promote(KlDtype left, KlDtype right)
 bool
 kl_rules_can_cast(KlDtype from, KlDtype to)
 {
-    if (kl_meta_dtype_is_complex(from) && !kl_meta_dtype_is_complex(to)) {
-        return false;
-    }
-    if (kl_meta_dtype_is_float(from) && kl_rules_is_integral(to)) {
-        return false;
-    }
-    return !(from != KL_DTYPE_BOOL && to == KL_DTYPE_BOOL);
+    bool is_part_lost = kl_meta_dtype_is_complex(from) && !kl_meta_dtype_is_complex(to);
+    bool is_fraction_lost = kl_meta_dtype_is_float(from) && kl_rules_is_integral(to);
+    return !is_part_lost && !is_fraction_lost && (from == KL_DTYPE_BOOL || to != KL_DTYPE_BOOL);
 }
 
 /* Find the dtype of a number for promotion; false: it has none. */
