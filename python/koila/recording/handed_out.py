@@ -282,6 +282,9 @@ def _is_only_output(root: Root) -> bool:
     backward none arrives any more."""
 
     def is_one() -> bool:
+        number = _core.real(root.lazy)
+        if number is not None and number.grad_fn is not None:  # the part has run whole
+            return len(number.grad_fn._input_metadata) == 1
         node = Program([root.lazy]).node_of(root.value)
         return node is not None and len(node.outs) == 1
 
