@@ -525,32 +525,3 @@ def test_a_tensor_given_twice_is_one_lazy() -> None:
     first, second = koila.lazy([square, square], batch=[0, 1])
     assert first is not second
     assert first is not a, "another batch"
-
-
-@pytest.mark.parametrize("chunks", [None, 1, 2, 3, 7])
-def test_a_failure_can_be_seen_and_tried_again(chunks: int | None) -> None:
-    """As limits.md says: the call is read in the `try`."""
-
-    def story(lazy: Any) -> list[Tensor]:
-        torch.manual_seed(0)
-        scale = torch.ones(2, dtype=torch.float64, requires_grad=True)
-        z = lazy(torch.randn(7, 2, dtype=torch.float64)) * scale
-        kernel, n_tries = z @ z.T, 0
-        for jitter in (0.0, 1e-3, 1e-1):
-            n_tries += 1
-            try:
-                root = torch.linalg.cholesky(kernel + (jitter - 1e-6) * torch.eye(7).double())
-                root.sum().item()
-                break
-            except torch.linalg.LinAlgError:
-                continue
-        assert n_tries == 2
-        root.diagonal().log().sum().backward()
-        assert scale.grad is not None
-        return [root.detach() + 0, scale.grad]
-
-    want = story(eager)
-    with koila.config(**({} if chunks is None else {"chunks": chunks})):  # type: ignore[arg-type]
-        got = story(koila.lazy)
-    for one, wanted in zip(got, want, strict=True):
-        torch.testing.assert_close(one, wanted, rtol=1e-10, atol=1e-12)

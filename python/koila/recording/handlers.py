@@ -15,7 +15,16 @@ from koila import _core
 from koila.basics import devices, enter, surroundings
 from koila.planning import unsplit
 from koila.random import generators
-from koila.recording import apart, composed, graph_names, handed_out, inplace_views, masks, packed
+from koila.recording import (
+    apart,
+    caught,
+    composed,
+    graph_names,
+    handed_out,
+    inplace_views,
+    masks,
+    packed,
+)
 from koila.recording.backwards import GRAD_WORDS, backward, is_pending, words_of
 from koila.reductions import batch_softmax, norms, scans
 from koila.reporting import reports
@@ -421,5 +430,6 @@ DECLINED: dict[str, Handler] = {
     **dict.fromkeys(packed.LAYERS, packed.layer),
     "type": type_of,
     **composed.HANDLERS,
+    **dict.fromkeys(caught.OPS, caught.record),
     **dict.fromkeys(inplace_views.NAMES, inplace_views.record),
 }
