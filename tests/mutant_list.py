@@ -933,4 +933,11 @@ MUTANTS = [
         "if number is not None and number.grad_fn is None:",
         "tests/test_hooks_of_nodes.py",
     ),
+    Mutant(
+        "stale: numbers of versions that were written over are kept",
+        "koila_c/binding/py_stale.c",
+        "(is_old ? DIFFERENTIATED : UCHAR_MAX)",
+        "(is_old ? UCHAR_MAX : UCHAR_MAX)",
+        "tests/test_written_number.py::test_a_plain_tensor_that_steps_are_written_into",
+    ),
 ]

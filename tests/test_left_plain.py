@@ -84,6 +84,16 @@ def test_a_plain_tensor_that_rows_are_written_into(caplog: pytest.LogCaptureFixt
     assert "test_left_plain.py:" in messages[0].getMessage()
 
 
+def test_without_gradients_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
+    """An evaluation that writes its predictions into a plain tensor is no reason to warn."""
+    found = torch.zeros(N_ROWS, N_STEPS * WIDE)
+    with koila.config(memory_limit="64MiB"), caplog.at_level(logging.INFO, "koila"):
+        with torch.no_grad():
+            found[:] = koila.lazy(torch.ones(N_ROWS, N_STEPS * WIDE)) * 2
+    messages = [r for r in caplog.records if "into a plain tensor" in r.getMessage()]
+    assert [r.levelname for r in messages] == ["INFO"]
+
+
 @pytest.mark.parametrize("make", [torch.zeros_like, lambda x: x.new_zeros(x.shape)])
 def test_what_is_advised_is_recorded(make: Make) -> None:
     wanted, _ = decode(make, eager)

@@ -259,8 +259,10 @@ kl_stale_forget_left(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     }
     for (size_t i = 0; i < n_values; i++) {
         KlValue *value = &tape->core.values[i];
-        bool is_left = value->state == KL_STATE_KNOWN && value->node != KL_ID_NONE &&
-                       storages[value->storage] == DIFFERENTIATED;
+        bool is_old = kl_tape_is_stale(&tape->core, (KlValueId)i) && !value->is_wanted;
+        unsigned char marks = storages[value->storage] & (is_old ? DIFFERENTIATED : UCHAR_MAX);
+        bool is_left =
+            value->state == KL_STATE_KNOWN && value->node != KL_ID_NONE && marks == DIFFERENTIATED;
         if (is_left && !tape->core.nodes[value->node].is_done) {
             value->state = KL_STATE_PENDING;
             Py_CLEAR(tape->values[i].result);
@@ -289,10 +291,9 @@ kl_stale_is_enough(const Tape *tape, KlValueId value)
            kl_stale_version(entry->result) == entry->version;
 }
 
-/* List the values that no run can compute again since a leaf of theirs was changed, or (is_over) that a step before
- * the one that now ends has left. Without `is_cutting`: those that LazyTensors point at; returns 0 if one of them
- * has no number. With it: those whose number is enough for their readers, and stop there. 1: done; -1 on failure.
- * `lost`: scratch, [n_values]. */
+/* List the values that no run can compute again since a leaf of theirs was changed, or (is_over) left by an earlier step.
+ * Without `is_cutting`: those that LazyTensors point at; returns 0 if one of them has no number. With it: those whose
+ * number is enough for their readers. 1: done; -1 on failure. `lost`: scratch, [n_values]. */
 static int
 find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject *list, bool is_cutting)
 {

@@ -42,15 +42,14 @@ kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *valu
 
 /* The parameters of a convolution; arrays have an entry for each spatial dim. */
 typedef struct {
-    int32_t n; /* spatial dims */
-    bool is_transposed, is_same;
+    int32_t n;                                          /* spatial dims */
+    bool is_transposed, is_same, is_dilated, is_padded; /* the last two in some dim */
     int64_t stride[SPATIAL_MAX];
     int64_t padding[SPATIAL_MAX];
     int64_t dilation[SPATIAL_MAX];
     int64_t output_padding[SPATIAL_MAX];
     int64_t groups;
     int64_t n_kernel, n_stride, n_rows; /* positions of the kernel, product of strides, samples */
-    bool is_dilated, is_padded;         /* in some dim */
 } Conv;
 
 static KlStatus

@@ -86,6 +86,7 @@ def note_left(func: Callable[..., Any], tensor: torch.Tensor, is_written: bool |
         )
     reports.note_left(name, line, made)
     if not planner.is_whole():
+        is_written = is_written and torch.is_grad_enabled()  # else there is no graph to lose
         level = logging.WARNING if is_written or tensor.requires_grad else logging.INFO
         explain.log_once(line, "%s (%s) %s", name, line, made, level=level)
 
