@@ -87,9 +87,12 @@ def test_a_plain_tensor_that_rows_are_written_into(caplog: pytest.LogCaptureFixt
 def test_without_gradients_nothing_is_lost(caplog: pytest.LogCaptureFixture) -> None:
     """An evaluation that writes its predictions into a plain tensor is no reason to warn."""
     found = torch.zeros(N_ROWS, N_STEPS * WIDE)
-    with koila.config(memory_limit="64MiB"), caplog.at_level(logging.INFO, "koila"):
-        with torch.no_grad():
-            found[:] = koila.lazy(torch.ones(N_ROWS, N_STEPS * WIDE)) * 2
+    with (
+        koila.config(memory_limit="64MiB"),
+        caplog.at_level(logging.INFO, "koila"),
+        torch.no_grad(),
+    ):
+        found[:] = koila.lazy(torch.ones(N_ROWS, N_STEPS * WIDE)) * 2
     messages = [r for r in caplog.records if "into a plain tensor" in r.getMessage()]
     assert [r.levelname for r in messages] == ["INFO"]
 

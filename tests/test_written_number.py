@@ -351,3 +351,31 @@ def test_names_of_generators(chunks: int) -> None:
         got = run(koila.lazy)
         assert koila.report().n_chunks == chunks
     torch.testing.assert_close(got, run(eager), rtol=1e-10, atol=1e-12)
+
+
+def test_names_that_the_call_changes() -> None:
+    """User code that runs in the call may give names of the function other values. They stay."""
+    n_calls = 0
+
+    class Index:
+        def __index__(self) -> int:
+            nonlocal n_calls
+            n_calls += 1
+            return 0
+
+    def run(h: Tensor) -> None:
+        n_here = 0
+
+        class Within(Index):
+            def __index__(self) -> int:
+                nonlocal n_here
+                n_here += 1
+                return super().__index__()
+
+        out = torch.zeros(N_ROWS, 4)
+        out[Within()] = h[0]  # type: ignore[index]
+        assert type(out) is koila.LazyTensor
+        assert n_here == n_calls > 0
+
+    with koila.config(chunks=2):
+        run(koila.lazy(torch.randn(N_ROWS, 4)) @ torch.randn(4, 4, requires_grad=True))

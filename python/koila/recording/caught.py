@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from koila import _core
 from koila.basics import lines
 from koila.reporting import reports
+from koila.staged import meta
 
 #: Ops by name: those that raise a LinAlgError, which depends on numbers.
 OPS = frozenset(
@@ -38,7 +38,7 @@ _linalg: Any = torch.linalg
 _ERROR: type[Exception] = _linalg.LinAlgError
 
 _LOADS = ("LOAD_GLOBAL", "LOAD_NAME")
-_NOTHING = frozenset(("PUSH_EXC_INFO", "BUILD_TUPLE", "PUSH_NULL", "CACHE", "NOT_TAKEN", "COPY"))
+_NOTHING = frozenset(("PUSH_EXC_INFO", "BUILD_TUPLE", "EXTENDED_ARG", "NOP", "NOT_TAKEN"))
 _Names = tuple[tuple[str, ...], ...]
 
 
@@ -130,7 +130,7 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     finally:
         _state.is_recording = False
     with reports.Asking(reports.call_of(func)):
-        for tensor in pytree.tree_leaves(result):
+        for tensor in meta.leaves(result):
             if type(tensor) is _core.LazyTensor:
                 _core.read(tensor)
     return result

@@ -21,11 +21,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.utils import _pytree as pytree
 
 from koila import _core
 from koila.basics import holders, lines
 from koila.planning import planner
+from koila.staged import meta
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -107,9 +107,8 @@ def _target(code: types.CodeType, offset: int) -> _Target | None:
 
 def _takes_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a gradient flows through what a call writes."""
-    given = pytree.tree_leaves((args, kwargs))
     return torch.is_grad_enabled() and any(
-        type(one) is _core.LazyTensor and one.requires_grad for one in given
+        type(one) is _core.LazyTensor and one.requires_grad for one in meta.leaves((args, kwargs))
     )
 
 
@@ -149,13 +148,27 @@ def _may_replace(
 
 
 class _Names:
-    """The names that a frame's instructions load."""
+    """The names that a frame's instructions load, while it is entered.
+
+    Before CPython 3.13 they are a copy, which Python keeps until the frame ends. It is emptied, so
+    that it holds no tensor, unless the script has it from locals().
+    """
 
     def __init__(self, frame: types.FrameType, load: str) -> None:
         self._frame, self._is_fast = frame, load.startswith("LOAD_FAST")
         is_module = load.startswith("LOAD_NAME") and frame.f_locals is frame.f_globals
-        is_global = is_module or load.startswith("LOAD_GLOBAL")
-        self._values = frame.f_locals if self._is_fast else frame.f_globals if is_global else {}
+        self._is_global = is_module or load.startswith("LOAD_GLOBAL")
+
+    def __enter__(self) -> _Names:
+        self._values = self._frame.f_globals if self._is_global else {}
+        if self._is_fast:
+            self._values = self._frame.f_locals
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        is_copy = self._is_fast and sys.version_info < (3, 13)
+        if is_copy and sys.getrefcount(self._values) <= 3:  # of the frame, of this, of the question
+            self._values.clear()
 
     def of(self, x: torch.Tensor, names: tuple[str, ...]) -> str | None:
         """Return the one of `names` that holds x."""
@@ -164,15 +177,9 @@ class _Names:
     def give(self, name: str, value: torch.Tensor) -> None:
         """Let a name hold a value."""
         self._values[name] = value
-        if self._is_fast and sys.version_info < (3, 13):  # f_locals is a copy
+        if self._is_fast and sys.version_info < (3, 13):
             to_fast = ctypes.pythonapi.PyFrame_LocalsToFast
             to_fast(ctypes.py_object(self._frame), ctypes.c_int(0))
-
-    def close(self) -> None:
-        """Release the values that a copy holds, unless the script has asked for it by locals()."""
-        is_copy = self._is_fast and sys.version_info < (3, 13)
-        if is_copy and sys.getrefcount(self._values) <= 3:  # of the frame, of this, of the question
-            self._values.clear()
 
 
 def _write_copy(
@@ -184,17 +191,16 @@ def _write_copy(
 ) -> Any:
     """Write a lazy copy of the first argument, and give it to the name that holds the argument."""
     names = _Names(frame, target.load)
-    try:
+    with names:
         name = names.of(args[0], target.names)
-        if target.load and name is None:
-            return NotImplemented
-        x = _core.input(args[0], -1, 0, 0).clone()
-        result = func(x, *args[1:], **kwargs)
-        if name is not None:
+    if target.load and name is None:
+        return NotImplemented
+    x = _core.input(args[0], -1, 0, 0).clone()
+    result = func(x, *args[1:], **kwargs)
+    if name is not None:
+        with names:  # once more: the call may have run hooks that gave names other values
             names.give(name, x)
-        return result
-    finally:
-        names.close()
+    return result
 
 
 def instead(handler: Handler | None) -> Handler:
