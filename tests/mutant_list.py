@@ -895,7 +895,7 @@ MUTANTS = [
         "written: a lazy copy takes the place of what others hold",
         "python/koila/recording/written.py",
         "if not _core.is_held_by(args[0], _N_ASKED + n_held) or not",
-        "if not",
+        "if n_held < 0 or not",
         "tests/test_written_number.py::test_plain_tensors_that_only_a_name_holds",
     ),
     Mutant(

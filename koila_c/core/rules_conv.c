@@ -295,8 +295,7 @@ work_in_tiles(const KlCall *call, const Sides *sides, int64_t n_in, int64_t n_ou
     saves->bytes_backward = kl_larger(kl_rules_needs_grad(call, 1) ? n_in + n_out : 0, to_input);
 }
 
-/* Up to AVX2, some gradients of weights are computed patch by patch, from operands as they lie. Return the patches of a
- * plane, and sums of the weight. */
+/* Return the patches of a plane, and sums of the weight, where its gradient is computed patch by patch (up to AVX2). */
 static int64_t
 count_plane(const Sides *sides)
 {
@@ -381,7 +380,7 @@ work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves
         saves->bytes_row = n_all / conv->n_rows;
         n_all = is_dilated || is_volume ? 0 : n_all;
     }
-    /* The result of a transposed volume begins as large as the input; so stays its memory, but for groups. */
+    /* The result of a transposed volume begins as large as the input, and grows if it must; joined groups are exact. */
     int64_t n_made = is_transposed && is_volume ? kl_larger(n_in, n_out) : n_out;
     saves->bytes_workspace = n_all;
     saves->bytes_backward = is_transposed ? 0 : n_all;
@@ -391,6 +390,7 @@ work_in_patches(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves
         saves->bytes_backward =
             kl_larger(saves->bytes_backward + of_group + n_out / conv->groups, in_all);
     } else {
+        saves->bytes_workspace += is_transposed && is_volume && n_in < n_out ? n_in : 0;
         saves->bytes_extra = n_made - n_out;
         saves->is_extra_rows = true;
     }

@@ -8,8 +8,7 @@
 
 static const char index_couples[] = "an index reaches across the samples";
 
-/* Return how many tensors of the source's size the backward of scatter_reduce or index_reduce makes, as measured; -1 if
- * the op has no such reduction. */
+/* Return how many tensors of the source's size the backward of a reduction makes, as measured; -1: there is none such. */
 static int64_t
 count_made(const KlCall *call)
 {
@@ -282,8 +281,9 @@ saves_scatter_reduce(const KlCall *call, const KlInferred *result, KlSaves *save
 {
     kl_rules_keep(call, result, saves);
     int64_t n = count_made(call), n_of_result = n == 3 || n == 4 ? n + 1 : n;
-    saves->bytes_backward = n_of_result * kl_meta_n_bytes(&result->outs[0]) +
-                            n * kl_meta_n_bytes(kl_rules_input(call, 3));
+    int64_t n_out = kl_meta_n_bytes(&result->outs[0]), n_src = kl_meta_n_bytes(call->inputs[2]);
+    saves->bytes_workspace = n == 2 ? n_out + n_src + kl_meta_n_elements(&result->outs[0]) : 0;
+    saves->bytes_backward = n_of_result * n_out + n * n_src;
 }
 
 /* take_along_dim(x, indices, dim): as gather, with the other dims broadcast */
