@@ -936,8 +936,8 @@ MUTANTS = [
     Mutant(
         "stale: numbers of versions that were written over are kept",
         "koila_c/binding/py_stale.c",
-        "(is_old ? DIFFERENTIATED : UCHAR_MAX)",
-        "(is_old ? UCHAR_MAX : UCHAR_MAX)",
+        "bool is_reached = !is_old && (storages",
+        "bool is_reached = (is_old || !is_old) && (storages",
         "tests/test_written_number.py::test_a_plain_tensor_that_steps_are_written_into",
     ),
 ]

@@ -260,9 +260,9 @@ kl_stale_forget_left(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     for (size_t i = 0; i < n_values; i++) {
         KlValue *value = &tape->core.values[i];
         bool is_old = kl_tape_is_stale(&tape->core, (KlValueId)i) && !value->is_wanted;
-        unsigned char marks = storages[value->storage] & (is_old ? DIFFERENTIATED : UCHAR_MAX);
-        bool is_left =
-            value->state == KL_STATE_KNOWN && value->node != KL_ID_NONE && marks == DIFFERENTIATED;
+        bool is_reached = !is_old && (storages[value->storage] & REACHED) != 0;
+        bool is_left = value->state == KL_STATE_KNOWN && value->node != KL_ID_NONE && !is_reached &&
+                       (storages[value->storage] & DIFFERENTIATED) != 0;
         if (is_left && !tape->core.nodes[value->node].is_done) {
             value->state = KL_STATE_PENDING;
             Py_CLEAR(tape->values[i].result);

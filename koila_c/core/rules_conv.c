@@ -400,6 +400,9 @@ static void
 work(const KlCall *call, const KlInferred *result, Conv *conv, KlSaves *saves)
 {
     const KlMeta *input = call->inputs[0], *weight = call->inputs[1], *out = &result->outs[0];
+    if (out->device != 0) {
+        return;
+    }
     conv->n_rows = input->n_dims == weight->n_dims ? kl_larger(input->shape[0], 1) : 1;
     conv->n_kernel = conv->n_stride = 1;
     for (int32_t i = 0; i < conv->n; i++) {
@@ -410,9 +413,6 @@ work(const KlCall *call, const KlInferred *result, Conv *conv, KlSaves *saves)
     }
     bool is_half = (call->blocked_halves >> out->dtype & 1) != 0;
     bool is_in_blocks = out->dtype == KL_DTYPE_FLOAT32 || is_half;
-    if (out->device != 0) {
-        return;
-    }
     if (is_in_blocks) {
         work_in_blocks(call, out, conv, saves);
     } else {
@@ -438,13 +438,13 @@ saves_conv(const KlCall *call, const KlInferred *result, KlSaves *saves)
         return;
     }
     work(call, result, &conv, saves);
-    for (int32_t dim = 0; dim < input->n_dims; dim++) {
+    for (int32_t dim = 0; conv.is_same && dim < input->n_dims; dim++) {
         int32_t i = dim - (input->n_dims - conv.n);
         bool is_uneven = i >= 0 && conv.dilation[i] * (weight->shape[2 + i] - 1) % 2 != 0;
         n_padded *= input->shape[dim] + (is_uneven ? 1 : 0);
         is_padded = is_padded || is_uneven;
     }
-    if (conv.is_same && is_padded) {
+    if (is_padded) {
         saves->inputs = 0;
         kl_rules_save(call, saves, 1);
         kl_rules_save_new(result, saves, n_padded, input->dtype);

@@ -280,7 +280,7 @@ void
 saves_scatter_reduce(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     kl_rules_keep(call, result, saves);
-    int64_t n = count_made(call), n_of_result = n == 3 || n == 4 ? n + 1 : n;
+    int64_t n = count_made(call), n_of_result = n == 3 || n == 4 ? n + 1 : n; /* amax, amin */
     int64_t n_out = kl_meta_n_bytes(&result->outs[0]), n_src = kl_meta_n_bytes(call->inputs[2]);
     saves->bytes_workspace = n == 2 ? n_out + n_src + kl_meta_n_elements(&result->outs[0]) : 0;
     saves->bytes_backward = n_of_result * n_out + n * n_src;

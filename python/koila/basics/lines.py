@@ -8,6 +8,7 @@ import copy
 import functools
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -37,12 +38,18 @@ def name_of_file(path: str) -> str:
     return " ".join(named) if named is not None else path
 
 
+def user_frames() -> Iterator[FrameType]:
+    """Yield the frames that belong neither to koila nor to torch, from the innermost out."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(INSIDE):
+            yield frame
+        frame = frame.f_back
+
+
 def user_frame() -> FrameType | None:
     """Return the innermost frame that belongs neither to koila nor to torch."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
-        frame = frame.f_back
-    return frame
+    return next(user_frames(), None)
 
 
 def user_line() -> str:

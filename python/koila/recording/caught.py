@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import itertools
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -102,15 +103,11 @@ def _catches(names: _Names | None, frame: types.FrameType) -> bool:
 
 def _is_caught() -> bool:
     """Return whether the script catches the error of the call that it is making."""
-    frame, n_left = lines.user_frame(), _N_FRAMES
-    while frame is not None and n_left > 0:
-        if not frame.f_code.co_filename.startswith(lines.INSIDE):
-            n_left -= 1
-            clauses = _caught_at(frame.f_code, frame.f_lasti)
-            if any(_catches(names, frame) for names in clauses):
-                return True
-        frame = frame.f_back
-    return False
+    return any(
+        _catches(names, frame)
+        for frame in itertools.islice(lines.user_frames(), _N_FRAMES)
+        for names in _caught_at(frame.f_code, frame.f_lasti)
+    )
 
 
 class _State(threading.local):
