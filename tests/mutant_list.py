@@ -940,4 +940,25 @@ MUTANTS = [
         "bool is_reached = (is_old || !is_old) && (storages",
         "tests/test_written_number.py::test_a_plain_tensor_that_steps_are_written_into",
     ),
+    Mutant(
+        "program: a known value that is made again counts as made here",
+        "koila_c/core/program.c",
+        "build->made_in[out] = is_part || program->stages.is_leaf[out] ? 0 : serial;",
+        "build->made_in[out] = is_part ? 0 : serial;",
+        "tests/test_known_and_made_again.py",
+    ),
+    Mutant(
+        "stage: a known value is read as the chunk made it again",
+        "koila_c/binding/py_stage.c",
+        "made == Py_None || stages->is_leaf[value] ||",
+        "made == Py_None ||",
+        "tests/test_known_and_made_again.py",
+    ),
+    Mutant(
+        "conv: groups with a stride have channels last in any case",
+        "koila_c/core/rules_conv.c",
+        "(n_groups == 1 || of_to > most);",
+        "(n_groups == 1 || of_to > 0 * most);",
+        "tests/test_memory_kernels.py::test_convolutions_in_groups",
+    ),
 ]

@@ -404,11 +404,8 @@ core_storage(PyObject *Py_UNUSED(module), PyObject *object)
 {
     const Tape *tape = kl_tape_open_or_null();
     const Value *value = value_argument(object);
-    if (value == NULL) {
-        return NULL;
-    }
-    if (tape == NULL || value->tape != tape) {
-        return Py_NewRef(Py_None);
+    if (value == NULL || tape == NULL || value->tape != tape) {
+        return value == NULL ? NULL : Py_NewRef(Py_None);
     }
     KlStorageId id = tape->core.values[value->id].storage;
     const KlStorage *storage = &tape->core.storages[id];

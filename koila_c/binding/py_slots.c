@@ -162,12 +162,6 @@ static struct {
     PyObject *forward, *reflected; /* str */
 } operators[N_OPERATORS];
 
-static bool
-is_number(PyObject *object)
-{
-    return PyFloat_CheckExact(object) || PyLong_CheckExact(object) || PyBool_Check(object);
-}
-
 /* A plain tensor, which overrides nothing; or a Parameter, which disables overriding for itself. */
 static bool
 is_plain(PyObject *object)
@@ -188,9 +182,9 @@ ask_torch(Operator which, PyObject *left, PyObject *right)
 static PyObject *
 operate(Operator which, PyObject *left, PyObject *right)
 {
-    bool is_left = kl_lazy_check(left);
-    bool is_ours = is_left ? kl_lazy_check(right) || is_plain(right) || is_number(right)
-                           : is_plain(left) && kl_lazy_check(right);
+    bool is_number = PyFloat_CheckExact(right) || PyLong_CheckExact(right) || PyBool_Check(right);
+    bool is_ours = kl_lazy_check(left) ? kl_lazy_check(right) || is_plain(right) || is_number
+                                       : is_plain(left) && kl_lazy_check(right);
     if (!is_ours || !is_direct()) {
         return ask_torch(which, left, right);
     }

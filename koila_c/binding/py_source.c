@@ -24,13 +24,6 @@ kl_source_init(PyObject *given)
 }
 
 static bool
-starts_with(PyObject *name, PyObject *folder)
-{
-    return PyUnicode_Check(folder) &&
-           PyUnicode_Tailmatch(name, folder, 0, PyUnicode_GET_LENGTH(name), -1) == 1;
-}
-
-static bool
 is_inside(PyObject *name)
 {
     size_t slot = ((size_t)name >> 4) % KL_N_FILES;
@@ -39,7 +32,10 @@ is_inside(PyObject *name)
     }
     bool result = false;
     for (Py_ssize_t i = 0; folders != NULL && i < PyTuple_GET_SIZE(folders); i++) {
-        result = result || starts_with(name, PyTuple_GET_ITEM(folders, i));
+        PyObject *folder = PyTuple_GET_ITEM(folders, i);
+        result =
+            result || (PyUnicode_Check(folder) &&
+                       PyUnicode_Tailmatch(name, folder, 0, PyUnicode_GET_LENGTH(name), -1) == 1);
     }
     PyErr_Clear();
     Py_XSETREF(files[slot].name, Py_NewRef(name));

@@ -54,10 +54,11 @@ run_value(void *env, KlValueId value)
         if (run->program == NULL) {
             break;
         }
-        uint32_t integer = run->program->stages.import_of[run->node->first_input + k];
-        bool is_gathered =
-            kl_stage_is_gathered(&run->tape->core, &run->program->stages, run->node, k);
-        if (made == Py_None || is_gathered) {
+        const KlStages *stages = &run->program->stages;
+        uint32_t integer = stages->import_of[run->node->first_input + k];
+        /* A value that has its number is read as planned, also if its call runs again for another value. */
+        if (made == Py_None || stages->is_leaf[value] ||
+            kl_stage_is_gathered(&run->tape->core, stages, run->node, k)) {
             PyObject *given = PyList_GET_ITEM(run->imports, integer);
             return given != Py_None ? given : NULL;
         }
@@ -461,14 +462,6 @@ mark_wanted(Run *run, KlSlice nodes, PyObject *asked)
     return 0;
 }
 
-/* Let Python decide what it keeps of the tensors that autograd saved for the node that ran. 0 or -1. */
-static int
-settle_saved(const Run *run, KlNodeId id)
-{
-    bool is_any_saved = run->saved != NULL && PyList_GET_SIZE(run->saved) > 0;
-    return is_any_saved ? kl_py_done(PyObject_CallFunction(run->settle, "I", id)) : 0;
-}
-
 /* Run nodes in order; without a program, the node `alone`. New reference to None, or NULL. */
 static PyObject *
 run_nodes(Run *run, KlSlice nodes, KlNodeId alone, bool is_grad_off)
@@ -489,7 +482,10 @@ run_nodes(Run *run, KlSlice nodes, KlNodeId alone, bool is_grad_off)
             status = run_one(run, id, &context);
             run->tape->raised = status < 0 ? id : KL_ID_NONE;
         }
-        status = status == 0 ? settle_saved(run, id) : status;
+        if (status == 0 && run->saved != NULL && PyList_GET_SIZE(run->saved) > 0) {
+            status =
+                kl_py_done(PyObject_CallFunction(run->settle, "I", id)); /* what to keep of them */
+        }
         if (status == 0 && run->program != NULL) {
             status = drop_dead(run, i);
         }

@@ -23,9 +23,10 @@ typedef struct Build {
     bool *is_root;          /* [n_values] */
     uint32_t *last_use;  /* [n_values] the position of the last reader in this run, or UINT32_MAX */
     uint32_t *next_dead; /* [n_values] scratch: the next value that dies after the same node */
-    uint32_t *made_in;   /* [n_values] serial_of the last run that makes it */
-    uint32_t *given_in;  /* [n_imports] serial_of the last run that imports it */
-    uint32_t *taken_in;  /* [n_nodes] serial_of the last run that contains it */
+    uint32_t *
+        made_in; /* [n_values] serial_of the last run that makes it; 0 if it has its number already */
+    uint32_t *given_in;   /* [n_imports] serial_of the last run that imports it */
+    uint32_t *taken_in;   /* [n_nodes] serial_of the last run that contains it */
     uint32_t *written_in; /* [n_storages] serial_of the last run that writes it in place */
     KlIds stack;          /* scratch: of nodes, or of values */
 } Build;
@@ -373,7 +374,8 @@ finish_run(Build *build, KlRun *run)
         for (uint32_t k = 0; k < node->n_outs; k++) {
             KlValueId out = node->first_out + k;
             build->last_use[out] = i;
-            build->made_in[out] = program->parts.ids[run->nodes.first + i] == 0 ? serial : 0;
+            const bool is_part = program->parts.ids[run->nodes.first + i] != 0;
+            build->made_in[out] = is_part || program->stages.is_leaf[out] ? 0 : serial;
         }
         if (node->writes != 0) {
             build->written_in[tape->values[node->first_out].storage] = serial;
@@ -382,7 +384,8 @@ finish_run(Build *build, KlRun *run)
     for (uint32_t i = 0; i < run->combined.n; i++) {
         const KlNode *node = &tape->nodes[program->combined.ids[run->combined.first + i]];
         for (uint32_t k = 0; k < node->n_outs; k++) {
-            build->made_in[node->first_out + k] = serial;
+            KlValueId out = node->first_out + k;
+            build->made_in[out] = program->stages.is_leaf[out] ? 0 : serial;
         }
     }
     run->imports.first = (uint32_t)program->imports.n;
@@ -785,7 +788,7 @@ add_differentiated(Build *build, KlNodeId id, bool *is_inside)
     push(build, &program->parts, 0);
     push(build, &program->drops, (uint32_t)program->dropped.n);
     for (uint32_t k = 0; k < node->n_outs; k++) {
-        is_inside[node->first_out + k] = true;
+        is_inside[node->first_out + k] = !program->stages.is_leaf[node->first_out + k];
     }
 }
 

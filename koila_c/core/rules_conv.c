@@ -17,15 +17,11 @@ kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fal
     if (status != KL_OK) {
         return status;
     }
-    if (n_given == 0) {
-        ints = fallback;
-        n_given = (uint32_t)n;
-    }
-    if (n_given != 1 && n_given != (uint32_t)n) {
+    if (n_given > 1 && n_given != (uint32_t)n) {
         return KL_DECLINED;
     }
     for (int32_t i = 0; i < n; i++) {
-        values[i] = ints[n_given == 1 ? 0 : i];
+        values[i] = n_given == 0 ? fallback[i] : ints[n_given == 1 ? 0 : i];
     }
     return KL_OK;
 }
@@ -196,24 +192,16 @@ is_taken_as_it_lies(const KlCall *call, bool is_in_blocks)
 typedef struct {
     const KlMeta *from, *to, *weight;
     const Conv *conv;
+    int64_t n_from, n_to;             /* channels */
     int64_t width;                    /* channels that lie side by side */
-    bool is_strided, is_back_blocked; /* a stride is not 1; the gradient has a blocked layout */
+    bool is_strided, is_back_blocked; /* the gradient has channels last; a blocked layout */
     bool has_bias;                    /* a transposed convolution adds one, in the blocked layout */
     bool is_few; /* so few channels that only the backward may lay them in blocks */
+    bool
+        is_odd; /* groups that fill no blocks: operands stay as they lie, and each result is copied */
+    bool is_filled; /* blocks are filled up with channels of zeros */
+    bool is_plain;  /* depthwise, of volumes or dilated: a kernel for any layout */
 } Sides;
-
-static int64_t
-channels_of(const Sides *sides, const KlMeta *meta)
-{
-    return meta->shape[meta->n_dims - sides->conv->n - 1];
-}
-
-static bool
-is_depthwise(const Sides *sides)
-{
-    int64_t n = sides->conv->groups;
-    return n > 1 && n == channels_of(sides, sides->from) && n == channels_of(sides, sides->to);
-}
 
 static int64_t
 fill(int64_t n, int64_t width)
@@ -221,25 +209,24 @@ fill(int64_t n, int64_t width)
     return (n + width - 1) / width * width;
 }
 
-/* Return the bytes of one side in oneDNN's blocked layout, which pads the channels unless there are groups. */
+/* Return the bytes of a side of n channels in oneDNN's blocked layout. */
 static int64_t
-count_blocked(const Sides *sides, const KlMeta *meta, int64_t width)
+count_blocked(const Sides *sides, const KlMeta *meta, int64_t n, int64_t width)
 {
-    int64_t n = channels_of(sides, meta), n_bytes = kl_meta_n_bytes(meta);
-    bool is_filled = n > 0 && (sides->conv->groups == 1 || is_depthwise(sides));
-    return is_filled ? n_bytes / n * fill(n, width) : n_bytes;
+    int64_t n_bytes = kl_meta_n_bytes(meta);
+    return sides->is_filled && n > 0 ? n_bytes / n * fill(n, width) : n_bytes;
 }
 
 /* Return the bytes of the weight with one or both of its channel dims in blocks. */
 static int64_t
 count_weight(const Sides *sides, int64_t width, bool is_from_filled)
 {
-    int64_t n_from = channels_of(sides, sides->from), n_to = channels_of(sides, sides->to);
+    int64_t n_from = sides->n_from, n = n_from * sides->n_to;
     int64_t n_bytes = kl_meta_n_bytes(sides->weight);
-    return sides->conv->groups > 1 || n_from * n_to == 0
+    return sides->conv->groups > 1 || n == 0
                ? n_bytes
-               : n_bytes / (n_from * n_to) * (is_from_filled ? fill(n_from, width) : n_from) *
-                     fill(n_to, width);
+               : n_bytes / n * (is_from_filled ? fill(n_from, width) : n_from) *
+                     fill(sides->n_to, width);
 }
 
 /* Return the temporary bytes of a pass, including its result, as measured: operands are copied into blocks, and the
@@ -247,37 +234,41 @@ count_weight(const Sides *sides, int64_t width, bool is_from_filled)
 static int64_t
 pass_forward(const Sides *sides)
 {
-    int64_t n_from = sides->is_few ? 0 : count_blocked(sides, sides->from, sides->width);
-    int64_t n_to = count_blocked(sides, sides->to, sides->width);
-    int64_t n_weight = count_weight(sides, sides->width, !sides->is_few);
-    n_to += is_depthwise(sides) && sides->conv->n == 3 && sides->width <= 8 ? n_to : 0;
-    return n_to + kl_larger(n_from + n_weight, kl_meta_n_bytes(sides->to));
+    int64_t width = sides->width, n_copied = kl_meta_n_bytes(sides->to);
+    int64_t n_from = sides->is_few ? 0 : count_blocked(sides, sides->from, sides->n_from, width);
+    n_from += count_weight(sides, width, !sides->is_few);
+    n_copied *= sides->is_plain && !sides->conv->is_dilated ? 2 : 1;
+    return count_blocked(sides, sides->to, sides->n_to, width) +
+           kl_larger(sides->is_odd ? 0 : n_from, n_copied);
 }
 
 /* With strides, the gradient has channels last, is copied in that layout, and then made contiguous. */
 static int64_t
 pass_back(const Sides *sides)
 {
-    int64_t n_from = count_blocked(sides, sides->from, sides->width), most = 0;
-    int64_t n_to = count_blocked(sides, sides->to, sides->width), n = kl_meta_n_bytes(sides->from);
-    int64_t n_weight = count_weight(sides, sides->width, true);
-    if (sides->is_strided && !is_depthwise(sides)) {
-        int64_t n_given = channels_of(sides, sides->to) > 1 ? kl_meta_n_bytes(sides->to) : 0;
-        most =
-            kl_larger(n_given + n_weight + n, channels_of(sides, sides->from) > 1 ? 3 * n : 2 * n);
+    int64_t width = sides->width, n = kl_meta_n_bytes(sides->from), most = 0;
+    int64_t n_from = count_blocked(sides, sides->from, sides->n_from, width);
+    int64_t n_weight = count_weight(sides, width, true);
+    int64_t n_to = count_blocked(sides, sides->to, sides->n_to, width) + n_weight;
+    if (sides->is_strided) {
+        int64_t n_given = sides->n_to > 1 ? kl_meta_n_bytes(sides->to) : 0;
+        most = kl_larger(n_given + n_weight + n, sides->n_from > 1 ? 3 * n : 2 * n);
+    } else if (sides->is_odd) {
+        return 2 * n;
     }
-    most = sides->has_bias ? kl_larger(most, n_from + n_to + n_weight + n) : most;
-    return sides->is_back_blocked ? kl_larger(most, n_from + kl_larger(n_to + n_weight, n)) : most;
+    most = sides->has_bias ? kl_larger(most, n_from + n_to + n) : most;
+    return sides->is_back_blocked ? kl_larger(most, n_from + kl_larger(n_to, n)) : most;
 }
 
 static int64_t
 pass_to_weight(const Sides *sides)
 {
-    int64_t n = channels_of(sides, sides->from), width = sides->width;
+    int64_t n = sides->n_from, width = sides->width;
     bool is_taken = sides->is_few && (width > 8 ? n < 4 : n == 3);
     width = sides->is_few && !is_taken ? 8 : width;
-    return (is_taken ? 0 : count_blocked(sides, sides->from, width)) +
-           count_blocked(sides, sides->to, width) + count_weight(sides, width, !is_taken);
+    return (is_taken ? 0 : count_blocked(sides, sides->from, n, width)) +
+           count_blocked(sides, sides->to, sides->n_to, width) +
+           count_weight(sides, width, !is_taken);
 }
 
 /* 16-bit kernels that need channels last (with AMX, or float16 arithmetic) copy the operands to that layout, and copy the
@@ -285,9 +276,9 @@ pass_to_weight(const Sides *sides)
 static void
 work_in_tiles(const KlCall *call, const Sides *sides, int64_t n_in, int64_t n_out, KlSaves *saves)
 {
-    int64_t n = channels_of(sides, sides->from),
-            n_groups = is_depthwise(sides) ? n : sides->conv->groups;
-    int64_t n_sides = count_blocked(sides, sides->from, 32) + count_blocked(sides, sides->to, 32);
+    int64_t n = sides->n_from, n_groups = sides->conv->groups;
+    int64_t n_sides =
+        count_blocked(sides, sides->from, n, 32) + count_blocked(sides, sides->to, sides->n_to, 32);
     n_sides *= n_groups > 1 && n_groups < n ? fill(n / n_groups, 32) * n_groups / n : 1;
     saves->bytes_row = 2 * n_sides / sides->conv->n_rows + 3 * count_weight(sides, 32, true);
     saves->bytes_workspace = kl_larger(n_in, 2 * n_out);
@@ -295,13 +286,28 @@ work_in_tiles(const KlCall *call, const Sides *sides, int64_t n_in, int64_t n_ou
     saves->bytes_backward = kl_larger(kl_rules_needs_grad(call, 1) ? n_in + n_out : 0, to_input);
 }
 
-/* Return the patches of a plane, and sums of the weight, where its gradient is computed patch by patch (up to AVX2). */
+/* Say whether the weight's gradient takes operands as they lie, patch by patch, as measured. */
+static bool
+is_weight_in_patches(const Sides *sides)
+{
+    const Conv *conv = sides->conv;
+    const bool is_volume = conv->n == 3, is_any = sides->is_odd || sides->is_plain;
+    if (is_any || sides->width <= 8) {
+        return is_any || conv->is_dilated || (is_volume && conv->is_padded);
+    }
+    int64_t n_block = is_volume || conv->is_dilated ? 16 : 8;
+    int64_t n_from = sides->n_from / conv->groups, n_to = sides->n_to / conv->groups;
+    bool is_part = sides->is_filled ? sides->is_few && n_from >= 4 && n_block > 8
+                                    : n_from % n_block != 0 || n_to % n_block != 0;
+    return is_part || (is_volume && conv->is_dilated);
+}
+
+/* Return the patches of a plane, and sums of the weight, where its gradient is computed patch by patch. */
 static int64_t
 count_plane(const Sides *sides)
 {
-    const Conv *conv = sides->conv;
-    int64_t n = channels_of(sides, sides->from) * conv->n_kernel / conv->groups;
-    for (int32_t i = 1; i <= 2 && i <= conv->n; i++) {
+    int64_t n = sides->n_from * sides->conv->n_kernel / sides->conv->groups;
+    for (int32_t i = 1; i <= 2 && i <= sides->conv->n; i++) {
         n *= sides->to->shape[sides->to->n_dims - i];
     }
     return n * (int64_t)sizeof(float) + 4 * kl_meta_n_bytes(sides->weight);
@@ -312,49 +318,56 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves 
 {
     const bool is_transposed = conv->is_transposed;
     const bool is_input = kl_rules_needs_grad(call, 0), is_weight = kl_rules_needs_grad(call, 1);
+    const bool is_single =
+        out->dtype == KL_DTYPE_FLOAT32; /* kernels of 16 bits were not measured */
     const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
-    Sides sides = {.from = is_transposed ? out : input,
-                   .to = is_transposed ? input : out,
-                   .conv = conv,
-                   .weight = weight,
-                   .has_bias = is_transposed && kl_rules_is_given(call, 2),
-                   .width = kl_larger(call->block_width, 1)};
-    int64_t n_in = kl_meta_n_bytes(input), n_out = kl_meta_n_bytes(out), width = sides.width;
-    int64_t n_kernel = conv->n_kernel, n_stride = conv->n_stride, n_groups = conv->groups;
-    int64_t n_from = channels_of(&sides, sides.from), n_squared = n_from * n_from;
-    int64_t n_to = channels_of(&sides, sides.to) / n_groups;
+    const KlMeta *from = is_transposed ? out : input, *to = is_transposed ? input : out;
+    int64_t n_in = kl_meta_n_bytes(input), n_out = kl_meta_n_bytes(out), n_groups = conv->groups;
+    int64_t n_kernel = conv->n_kernel, n_stride = conv->n_stride;
+    int64_t n_from = from->shape[from->n_dims - conv->n - 1], n_squared = n_from * n_from;
+    int64_t n_to = to->shape[to->n_dims - conv->n - 1];
+    int64_t of_to = n_to / n_groups, width = kl_larger(call->block_width, 1);
     bool is_one = n_kernel == 1 && (n_stride == 1 || (!is_transposed && conv->n < 3));
     if (!kl_meta_is_contiguous(input) && is_taken_as_it_lies(call, true)) {
         saves->bytes_workspace = saves->bytes_backward = kl_meta_n_bytes(weight); /* a copy */
         return;
     }
-    bool is_own = is_depthwise(&sides) && out->dtype == KL_DTYPE_BFLOAT16; /* a kernel in blocks */
+    const bool is_depthwise = n_groups > 1 && n_groups == n_from && n_groups == n_to;
+    const bool is_plain = is_depthwise && is_single && (conv->n == 3 || conv->is_dilated);
+    Sides sides = {.from = from,
+                   .to = to,
+                   .conv = conv,
+                   .weight = weight,
+                   .n_from = n_from,
+                   .n_to = n_to,
+                   .width = width,
+                   .is_plain = is_plain,
+                   .has_bias = is_transposed && !is_plain && kl_rules_is_given(call, 2),
+                   .is_filled = n_groups == 1 || (is_depthwise && !is_plain),
+                   .is_few = n_groups == 1 && !is_one && n_from < width};
+    bool is_own = is_depthwise && out->dtype == KL_DTYPE_BFLOAT16; /* a kernel in blocks */
     if ((call->tiled_halves >> out->dtype & 1) != 0 && !is_own) {
         work_in_tiles(call, &sides, n_in, n_out, saves);
         return;
     }
-    bool is_odd = n_from / n_groups % width != 0 || n_to % width != 0;
-    if (width <= 8 && n_groups > 1 && is_odd && !is_depthwise(&sides)) {
-        saves->bytes_workspace = n_out; /* groups that fill no blocks: each result is copied */
-        saves->bytes_backward = is_input ? n_in : kl_meta_n_bytes(weight);
-        return;
-    }
-    sides.is_strided = n_stride > 1 && (n_groups == 1 || n_to > 8 || width > 8);
-    sides.is_few = n_groups == 1 && !is_one && n_from < width;
+    int64_t n_least = width > 8 ? 4 : 8; /* AVX-512 has kernels for groups in blocks of 4, too */
+    sides.is_odd = is_single && n_groups > 1 && !is_depthwise &&
+                   (n_from / n_groups % n_least != 0 || of_to % n_least != 0);
+    int64_t most = sides.is_odd ? 8 : is_single ? width : 0; /* channels, for kernels with blocks */
+    sides.is_strided = n_stride > 1 && !is_depthwise && (n_groups == 1 || of_to > most);
     /* With strides the gradient has blocks only with groups, a large kernel on AVX-512, or a dilated 1x1 kernel. */
-    bool is_large = width > 8 && n_kernel >= (n_to * n_groups < 8 ? 56 : 72) * n_squared &&
-                    (124 - n_kernel / n_squared) * sides.from->shape[sides.from->n_dims - 1] <= 720;
+    bool is_large = width > 8 && n_kernel >= (n_to < 8 ? 56 : 72) * n_squared &&
+                    (124 - n_kernel / n_squared) * from->shape[from->n_dims - 1] <= 720;
     sides.is_back_blocked =
         n_stride == 1 || n_groups > 1 || is_large || (is_one && conv->is_dilated);
     int64_t to_input = is_transposed ? pass_forward(&sides) : pass_back(&sides);
     saves->bytes_workspace = (is_transposed ? pass_back(&sides) : pass_forward(&sides)) - n_out;
-    bool is_patch = width <= 8 && (conv->is_dilated || (conv->n == 3 && conv->is_padded));
+    bool is_patch = is_single && is_weight_in_patches(&sides);
     saves->bytes_backward = kl_larger(is_weight && !is_patch ? pass_to_weight(&sides) : 0,
                                       is_input ? to_input - n_in : 0);
     if (n_stride > 1) { /* what one row is laid out in */
         saves->bytes_row =
-            kl_larger(kl_meta_n_bytes(sides.to), kl_meta_n_bytes(sides.from) / n_stride) /
-            conv->n_rows;
+            kl_larger(kl_meta_n_bytes(to), kl_meta_n_bytes(from) / n_stride) / conv->n_rows;
     }
     if (is_patch && !is_input) { /* the gradient of the input needs more */
         saves->bytes_row = kl_larger(saves->bytes_row, count_plane(&sides));
@@ -411,8 +424,8 @@ work(const KlCall *call, const KlInferred *result, Conv *conv, KlSaves *saves)
         conv->is_dilated = conv->is_dilated || conv->dilation[i] > 1;
         conv->is_padded = conv->is_padded || conv->padding[i] > 0;
     }
-    bool is_half = (call->blocked_halves >> out->dtype & 1) != 0;
-    bool is_in_blocks = out->dtype == KL_DTYPE_FLOAT32 || is_half;
+    bool is_in_blocks =
+        out->dtype == KL_DTYPE_FLOAT32 || (call->blocked_halves >> out->dtype & 1) != 0;
     if (is_in_blocks) {
         work_in_blocks(call, out, conv, saves);
     } else {
