@@ -431,6 +431,12 @@ KINDS: dict[str, list[str]] = {
         "{name} = {f}.new_zeros({f}.shape) + {g}",
         "{name} = {f}.T.contiguous().T",
         "{name} = {head}({head}({f}))",
+        "{name} = {head}({f}[{g}.argmax(1)])",
+        "{name} = {f}.gather(0, {g}.argmax(1)[:, None].expand_as({f}))",
+        "{name} = {f}.flip(0) @ ({f}.T @ {g})",
+        "{name} = {f}[(y < 3).nonzero().squeeze(-1)].mean(0) + {g}",
+        "{name} = {f}.data\n{name}.clamp_(-1, 1)",
+        "{name} = {f}[:, :2].detach()\n{name}.mul_(0.9)\n{name} = torch.cat([{name}, {name}], 1)",
     ],
     "context": [
         "with torch.no_grad():\n    {name} = {head}({f})",
