@@ -88,7 +88,9 @@ def note_left(func: Callable[..., Any], tensor: torch.Tensor, is_written: bool |
     if not planner.is_whole():
         is_written = is_written and torch.is_grad_enabled()  # else there is no graph to lose
         level = logging.WARNING if is_written or tensor.requires_grad else logging.INFO
-        explain.log_once(line, "%s (%s) %s", name, line, made, level=level)
+        # It says what to do, also where the line was told that its pending calls ran whole.
+        explain.log_once(f"left {line}", "%s (%s) %s", name, line, made, level=level)
+        explain.logged.add(line)
 
 
 def note(roots: Iterable[Any]) -> None:
