@@ -951,7 +951,7 @@ MUTANTS = [
         "stage: a known value is read as the chunk made it again",
         "koila_c/binding/py_stage.c",
         "made == Py_None || stages->is_leaf[value] ||",
-        "made == Py_None ||",
+        "made == Py_None || value == KL_ID_NONE ||",
         "tests/test_known_and_made_again.py",
     ),
     Mutant(
