@@ -269,6 +269,7 @@ LAYERS: dict[str, Make] = {
             call(i(4, 3), f(5, 2)),
             call(i(4, 3), f(5, 2), mode="sum", padding_idx=1),
             call(i(4, 3), f(5, 2), mode="max"),
+            call(i(4, 3), f(5, 2), mode="sum", sparse=True),
             call(i(4, 3), f(5, 2), mode="sum", per_sample_weights=f(4, 3)),
             call(i(3, 4).t(), f(5, 2), None, None, 2.0, False, "mean", False, None, True),
         ]

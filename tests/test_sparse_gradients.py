@@ -92,3 +92,68 @@ def test_a_limit_is_kept(share: float) -> None:
     with koila.config(memory_limit=there() + limit):
         assert peak(koila.lazy) <= 1.05 * limit
         assert koila.report().n_chunks > 1
+
+
+BAGS: dict[str, dict[str, Any]] = {
+    "mean": {"mode": "mean"},
+    "sum": {"mode": "sum"},
+    "sum without an entry": {"mode": "sum", "padding_idx": 1},
+    "mean without an entry": {"mode": "mean", "padding_idx": 1},
+}
+
+
+def bags(lazy: Any, n_entries: int, has_weights: bool, options: dict[str, Any]) -> list[Tensor]:
+    """Return the table after two steps, its last gradient, and the gradient of the weights."""
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(n_entries, 6, sparse=True, dtype=torch.float64, **options)
+    optimizer = torch.optim.SparseAdam(table.parameters(), 0.1)
+    scale = torch.ones(LENGTH, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        ids, of_each = torch.randint(0, n_entries, (N_ROWS, LENGTH)), torch.rand(N_ROWS, LENGTH)
+        ids, of_each = lazy(ids, of_each.double())
+        optimizer.zero_grad()
+        each = {"per_sample_weights": of_each * scale} if has_weights else {}
+        table(ids, **each).sin().pow(2).mean().backward()
+        optimizer.step()
+    assert table.weight.grad is not None and table.weight.grad.is_sparse
+    found = [table.weight.detach(), table.weight.grad.to_dense()]
+    return found if scale.grad is None else [*found, scale.grad]
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("n_entries", [3, 1000])
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("options", BAGS)
+def test_bags(options: str, has_weights: bool, n_entries: int, chunks: int) -> None:
+    if has_weights and "sum" not in options:
+        pytest.skip("torch weighs the entries of sums alone")
+    want = bags(eager, n_entries, has_weights, BAGS[options])
+    with koila.config(chunks=chunks):
+        got = bags(koila.lazy, n_entries, has_weights, BAGS[options])
+        assert koila.report().n_chunks == chunks
+    for one, wanted in zip(got, want, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.5, 0.3])
+@pytest.mark.parametrize("options", BAGS)
+def test_bags_under_a_limit(options: str, share: float) -> None:
+    """A bag's gradient has a row for each index: many times the result."""
+    table = nn.EmbeddingBag(300, 64, sparse=True, **BAGS[options])
+    head, ids = nn.Linear(64, 10), torch.randint(0, 300, (3000, 40))
+
+    def peak(lazy: Any) -> int:
+        table.weight.grad = head.weight.grad = None
+        memory = Allocations()
+        with memory:
+            pass
+        with memory:
+            head(table(lazy(ids))).pow(2).mean().backward()
+        return memory.peak
+
+    peak(koila.lazy)
+    limit = int(share * peak(eager))
+    table.weight.grad = head.weight.grad = None
+    with koila.config(memory_limit=there() + limit):
+        assert peak(koila.lazy) <= limit
+        assert koila.report().n_chunks > 1

@@ -418,17 +418,14 @@ core_has_views(PyObject *Py_UNUSED(module), PyObject *object)
 {
     const Tape *tape = kl_tape_open_or_null();
     const Value *value = value_argument(object);
-    if (value == NULL) {
-        return NULL;
-    }
-    bool has_views = false, is_on_tape = tape != NULL && value->tape == tape;
+    bool has_views = false, is_on_tape = value != NULL && tape != NULL && value->tape == tape;
     const KlValue *own = is_on_tape ? &tape->core.values[value->id] : NULL;
     for (size_t i = 0; own != NULL && own->view_of == KL_ID_NONE && i < tape->core.n_values; i++) {
         const KlValue *other = &tape->core.values[i];
         bool is_view = other->storage == own->storage && other->view_of != KL_ID_NONE;
         has_views = has_views || (is_view && other->meta.requires_grad);
     }
-    return PyBool_FromLong(has_views);
+    return value != NULL ? PyBool_FromLong(has_views) : NULL;
 }
 
 PyObject *

@@ -36,9 +36,8 @@ place_embedding(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error
     int32_t n = call->inputs[1]->n_dims;
     KlStatus status = kl_rules_bool(call, 3, false, &is_scaled);
     if (status != KL_OK || is_scaled) {
-        return status == KL_OK
-                   ? kl_rules_once(result, "the gradient is scaled by frequency in the batch")
-                   : status;
+        const char *reason = "the gradient is scaled by frequency in the batch";
+        return status != KL_OK ? status : kl_rules_once(result, reason);
     }
     KlWiring wiring = {.inputs = {{{0, LETTER_FEATURE}}, kl_rules_letters(n)},
                        .outs = {kl_rules_letters(n)},
@@ -89,16 +88,10 @@ place_one_hot(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 }
 
 /* --- embedding_bag: input (n, l), weight (v, d), ..., per_sample_weights (n, l) -> (n, d). Bags of several lengths
- * (one dim, and offsets), sparse gradients and what shrinks the table are not described. ---------------------- */
+ * (one dim, and offsets), and what shrinks the table, are not described. ---------------------------------------- */
 
-enum {
-    BAG_OFFSETS = 2,
-    BAG_MAX_NORM = 3,
-    BAG_SCALE = 5,
-    BAG_MODE = 6,
-    BAG_SPARSE = 7,
-    BAG_WEIGHTS = 8
-};
+/* The numbers of its arguments. */
+enum { BAG_OFFSETS = 2, BAG_NORM, BAG_SCALE = 5, BAG_MODE, BAG_SPARSE, BAG_WEIGHTS, BAG_PAD = 10 };
 
 /* Return the mode: 's'um, 'm'ean, or ma'x'; 0: the call is declined. */
 static char
@@ -109,18 +102,17 @@ read_bag(const KlCall *call)
     const char *mode = NULL;
     bool is_scaled = false, is_sparse = false;
     if (input == NULL || weight == NULL || kl_rules_is_given(call, BAG_OFFSETS) ||
-        kl_rules_is_given(call, BAG_MAX_NORM) ||
+        kl_rules_is_given(call, BAG_NORM) ||
         kl_rules_bool(call, BAG_SCALE, false, &is_scaled) != KL_OK || is_scaled ||
-        kl_rules_bool(call, BAG_SPARSE, false, &is_sparse) != KL_OK || is_sparse ||
+        kl_rules_bool(call, BAG_SPARSE, false, &is_sparse) != KL_OK ||
         kl_rules_text(call, BAG_MODE, "mean", &mode) != KL_OK) {
         return 0;
     }
-    bool is_mode =
-        strcmp(mode, "sum") == 0 || strcmp(mode, "mean") == 0 || strcmp(mode, "max") == 0;
-    bool is_given = kl_rules_is_given(call, BAG_WEIGHTS);
+    bool is_mode = strcmp(mode, "sum") == 0 || strcmp(mode, "mean") == 0 ||
+                   (strcmp(mode, "max") == 0 && !is_sparse);
     bool is_fit = is_mode && is_index(input) && input->n_dims == 2 && weight->n_dims == 2 &&
                   kl_meta_n_elements(input) > 0 && kl_meta_dtype_is_float(weight->dtype);
-    if (is_fit && is_given) {
+    if (is_fit && kl_rules_is_given(call, BAG_WEIGHTS)) {
         is_fit = each != NULL && mode[0] == 's' && each->n_dims == 2 &&
                  each->dtype == weight->dtype && each->shape[0] == input->shape[0] &&
                  each->shape[1] == input->shape[1];
@@ -167,12 +159,18 @@ saves_embedding_bag(const KlCall *call, const KlInferred *result, KlSaves *saves
     const int64_t n_all = kl_meta_n_bytes(input), n_bags = n_all / input->shape[1];
     const int64_t n_out = kl_meta_n_bytes(&result->outs[0]);
     const bool is_fast = mode == 's' && weight->dtype == KL_DTYPE_FLOAT32;
+    bool is_sparse = false;
+    (void)kl_rules_bool(call, BAG_SPARSE, false, &is_sparse);
     saves_all(call, result, saves);
     saves->inputs &= ~(kl_rules_needs_grad(call, BAG_WEIGHTS) ? 0 : UINT64_C(2));
     int64_t n_kept = (is_fast ? 0 : n_all) + 3 * n_bags;
     if (mode == 'x') {
         n_kept += kl_meta_n_elements(&result->outs[0]) * (n_bags / input->shape[0]) - n_bags;
         saves->bytes_backward = n_kept - n_all + n_out;
+    } else if (is_sparse) { /* a row for each index, twice if those of the padding are left out */
+        const int64_t n_rows = (kl_rules_is_given(call, BAG_PAD) ? 2 : 1) * input->shape[1];
+        const int64_t n_copies = input->dtype == KL_DTYPE_INT32 ? 3 : 1; /* two are of 64 bits */
+        saves->bytes_backward = n_rows * n_out + n_copies * n_all + (is_fast ? 0 : n_out);
     } else {
         saves->bytes_backward =
             (is_fast ? 4 : 3) * n_all + (each != NULL ? kl_meta_n_bytes(each) : 0);
