@@ -67,6 +67,45 @@ def two_heads(m: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(scores, y) + m["second"](h + 1).square().mean()
 
 
+class Doubled(torch.autograd.Function):
+    """A custom function, which runs on all rows of what is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 2
+
+
+def masked(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = m["first"](x)
+    chosen = h[:, 0] > 0
+    return F.cross_entropy(m["second"](h[chosen]), y[chosen])
+
+
+def chosen_by_number(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = m["first"](x)
+    at = (h[:, 0] > 0).nonzero().squeeze(1)
+    return F.cross_entropy(m["second"](h[at]), y[at])
+
+
+def custom(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(m["second"](Doubled.apply(m["first"](x))), y)
+
+
+def hooked(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    h = m["first"](x)
+    h.register_hook(lambda gradient: gradient * 2)
+    return F.cross_entropy(m["second"](h), y)
+
+
+def compiled(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    block = torch.compile(lambda h: h.sin(), backend="eager")
+    return F.cross_entropy(m["second"](block(m["first"](x))), y)
+
+
 MODELS: list[Model] = [
     compared,
     compared_twice,
@@ -77,10 +116,14 @@ MODELS: list[Model] = [
 ]
 
 
-def make() -> nn.ModuleDict:
+#: What cuts the program: both sides of the cut need all rows of it.
+CUTS: list[Model] = [masked, chosen_by_number, custom, hooked, compiled]
+
+
+def make(n_layers: int = 3) -> nn.ModuleDict:
     torch.manual_seed(0)
-    layers = [layer for _ in range(3) for layer in (nn.Linear(WIDE, WIDE), nn.Tanh())]
-    second = [layer for _ in range(3) for layer in (nn.Linear(WIDE, WIDE), nn.Tanh())]
+    layers = [layer for _ in range(n_layers) for layer in (nn.Linear(WIDE, WIDE), nn.Tanh())]
+    second = [layer for _ in range(n_layers) for layer in (nn.Linear(WIDE, WIDE), nn.Tanh())]
     return nn.ModuleDict(
         {"first": nn.Sequential(*layers), "second": nn.Sequential(*second, nn.Linear(WIDE, 3))}
     )
@@ -100,12 +143,26 @@ def step(model: Model, m: Any, lazy: Lazy) -> tuple[int, list[Tensor | None]]:
 @pytest.mark.parametrize("share", [0.5, 0.4])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_first_step_is_as_the_second(model: Model, share: float) -> None:
-    most, wanted = step(model, make(), eager)
-    m = make()
+    compare(model, share, 3)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch.compile, in eager too
+@pytest.mark.parametrize("share", [0.7, 0.6])
+@pytest.mark.parametrize("model", CUTS)
+def test_the_first_step_of_what_is_cut(model: Model, share: float) -> None:
+    compare(model, share, 6)
+
+
+def compare(model: Model, share: float, n_layers: int) -> None:
+    """Two steps under a share of eager's peak: both keep it, with eager's gradients."""
+    if model is compiled:
+        step(model, make(n_layers), eager)  # what the compiler makes once
+    most, wanted = step(model, make(n_layers), eager)
+    m = make(n_layers)
     gc.collect()
     steps._known.clear()
     plans.lasting.clear()
-    make()  # seeded: the same batch
+    make(n_layers)  # seeded: the same batch
     with koila.config(memory_limit=there() + BATCH + int(share * most)):
         first, gradients = step(model, m, koila.lazy)
         m.zero_grad()

@@ -47,6 +47,13 @@ def two_losses(m: nn.Module, x: Tensor) -> None:
     head(h.detach()).sum().backward()
 
 
+def two_backwards(m: nn.Module, x: Tensor) -> None:
+    first, second = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
+    h = m(x)
+    first(h.detach()).sum().backward()
+    second(h).sum().backward()
+
+
 def unused(m: nn.Module, x: Tensor) -> None:
     m(x).sum()
 
@@ -118,6 +125,7 @@ def written(m: nn.Module, x: Tensor) -> None:
 
 USES: list[Callable[[nn.Module, Tensor], None]] = [
     two_losses,
+    two_backwards,
     unused,
     read,
     printed,

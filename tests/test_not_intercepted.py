@@ -424,6 +424,26 @@ def test_nested_tensors(chunks: int | None) -> None:
     assert_same_story(story, chunks, partly="a backward" if (chunks or 1) > 1 else "")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("chunks", [None, 1, 2, 3, 7])
+@pytest.mark.parametrize("kind", ["parts", "rows", "offsets"])
+def test_jagged_tensors(kind: str, chunks: int | None) -> None:
+    def story(lazy: Lazy) -> Any:
+        model = linear()
+        h = model(lazy(torch.linspace(-1, 1, 21, dtype=torch.float64).view(7, 3)))
+        if kind == "parts":
+            nested = torch.nested.as_nested_tensor([h[:3], h[3:]], layout=torch.jagged)
+        elif kind == "rows":
+            nested = torch.nested.as_nested_tensor(h.view(7, 1, -1), layout=torch.jagged)
+        else:
+            nested = torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 3, 7]))
+        out = (nested * 2).values()
+        out.sin().sum().backward()
+        return out, [p.grad for p in model.parameters()]
+
+    assert_same_story(story, chunks)
+
+
 def test_transformer_in_eval_takes_eagers_path() -> None:
     """torch's own fast path, which another kind of tensor switches off, gives other numbers."""
     torch.manual_seed(0)

@@ -429,6 +429,34 @@ def test_bytes(put: Put, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert abs(said.n_bytes - found.peak) <= max(0.01 * found.peak, 2**14)
 
 
+@pytest.mark.parametrize("put", PUTS[:3])
+@pytest.mark.parametrize("n_segments", [4, 8])
+@pytest.mark.parametrize("n_pieces", [1, 2])
+@pytest.mark.parametrize("chunks", [2, 8])
+def test_bytes_in_segments(
+    put: Put, n_segments: int, n_pieces: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sorted rows stay rows where a body runs in segments, or its last layers in pieces."""
+    torch.manual_seed(0)
+    model = Model(put=put, dtype=torch.float32)
+    x, plan = torch.randn(64, 64, WIDTH), planner.plan
+    step(model, x, chunks)
+    way = Way(n_segments, n_pieces=n_pieces)
+    monkeypatch.setattr(
+        planner, "plan", lambda *a, **k: dataclasses.replace(plan(*a, **k), way=way)
+    )
+    found = Allocations()
+    said = Prediction(found, monkeypatch)
+    model.zero_grad(set_to_none=True)
+    with koila.config(chunks=chunks):
+        with found:
+            loss = model(koila.lazy(x)).pow(2).mean()
+        with found:
+            loss.backward()
+    assert n_whole() == 0
+    assert 0.97 <= said.n_bytes / found.peak <= 1.08, (said.n_bytes, found.peak)
+
+
 # Experts that run one after the other, each on its segment ----------------------------------------
 
 

@@ -45,6 +45,48 @@ def loss_of(m: nn.Module, x: Any) -> Any:
     return (m(x) ** 2).mean()
 
 
+def by_an_optimizer(m: nn.Module) -> None:
+    for weight in m.parameters():
+        weight.grad = torch.ones_like(weight)
+    torch.optim.SGD(m.parameters(), 0.1).step()
+
+
+def by_a_fused_optimizer(m: nn.Module) -> None:
+    for weight in m.parameters():
+        weight.grad = torch.ones_like(weight)
+    torch.optim.Adam(m.parameters(), 0.1, fused=True).step()
+
+
+def unseen(m: nn.Module) -> None:
+    torch.ops.aten.mul_(next(m.parameters()).detach(), 2)
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 3])
+@pytest.mark.parametrize("write", [by_an_optimizer, by_a_fused_optimizer, unseen])
+def test_a_value_that_is_kept_and_not_read(
+    write: Callable[[nn.Module], None], chunks: int | None
+) -> None:
+    """Its weights are written: backwards of other values, in the same batch and in a new one, and
+    of the same model, do not see it; a stale value is told of where it is asked for."""
+    m, other, data = nn.Linear(4, 3).double(), nn.Linear(4, 3).double(), batch()
+    other(data).sum().backward()
+    wanted, other.weight.grad = other.weight.grad, None
+    with koila.config(chunks=chunks):
+        x = koila.lazy(data)
+        kept, value = m(x).tanh(), m(data).tanh().sum().item()
+        write(m)
+        for again in (x, koila.lazy(data)):
+            other.zero_grad()
+            other(again).sum().backward()
+            torch.testing.assert_close(other.weight.grad, wanted, rtol=1e-10, atol=0)
+        m(koila.lazy(data)).sum().backward()
+        if write is unseen:
+            with pytest.raises(koila.StaleError):
+                kept.sum().item()
+        else:
+            assert kept.sum().item() == pytest.approx(value, rel=1e-12)
+
+
 def error_of(loss: Any) -> BaseException:
     try:  # what pytest.raises gives is in a cycle with its own frame
         loss.backward()

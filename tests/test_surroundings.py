@@ -314,6 +314,17 @@ def dual_batch(model: Model, x: Tensor, y: Tensor) -> Any:
 
 
 @story(DUAL)
+def dual_input(model: Model, x: Tensor, y: Tensor) -> Any:
+    """The batch itself, before anything is made of it."""
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones(x.shape, dtype=torch.float64))
+        made = forward_ad.unpack_dual(model.tail(model.body(dual)).sum(1))
+        assert made.tangent is not None
+        made.primal.sum().backward()
+        return made.primal, made.tangent
+
+
+@story(DUAL)
 def dual_weight(model: Model, x: Tensor, y: Tensor) -> Any:
     h = model.body(x)
     with forward_ad.dual_level():
