@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -80,3 +83,26 @@ def test_the_table_has_a_line_for_each_run() -> None:
     assert lines[1].split()[:6] == ["a", "run", "none", "700", "2.0", "1"]
     assert "died in step 2" in lines[2]
     assert lines[4].split()[2:6] == ["384", "320", "2.0", "3"]
+
+
+@pytest.mark.rotated
+def test_a_small_demo_shows_it(tmp_path: Path) -> None:
+    """As a user runs it: without variables for the allocator, in as many chunks in each step."""
+    unset = {key: text for key, text in os.environ.items() if not key.startswith("MALLOC_")}
+    words = "--rows", "32", "--steps", "3", "--memory-limit", "320MiB"
+    done = subprocess.run(
+        [sys.executable, str(_DEMO), *words],
+        env={**unset, "PYTHONPATH": str(_DEMO.parent.parent / "python")},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Shown: under 320 MiB, where the plain script dies" in done.stdout
+    _, _, limit, peak, _, chunks, *_ = re.search(r"koila, limited +\d.*", done.stdout)[0].split()  # type: ignore[index]
+    assert int(peak) <= int(limit) == 320
+    assert chunks.isdecimal() and int(chunks) > 1, "the same chunks in equal steps"
+    source = "".join(path.read_text() for path in _DEMO.parent.glob("*.py"))
+    assert "environ" not in source and "MALLOC" not in source
