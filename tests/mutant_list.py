@@ -961,4 +961,11 @@ MUTANTS = [
         "(n_groups == 1 || of_to > 0 * most);",
         "tests/test_memory_kernels.py::test_convolutions_in_groups",
     ),
+    Mutant(
+        "tracked: what runs on all rows updates statistics at once",
+        "python/koila/running/tracked.py",
+        "return is_shared and not is_by_rows",
+        "return is_shared and not is_by_rows and is_alone",
+        "tests/test_statistics_in_order.py",
+    ),
 ]

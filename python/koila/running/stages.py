@@ -275,13 +275,13 @@ class Stages:
             if func is norms.batch_norm and isinstance(args[6], norms.Again):
                 args = self.tracked.note_again(node, args)
             is_alone = run.is_body and self.is_forward and len(self.grid_of(run)) == 1
+            if self.tracked.waits(node, func, is_alone):
+                return self.tracked.norm(node, run.stage, chunk, func, args, kwargs)
             if node.mode == ROWS and func in batch_softmax.N_OWN:
                 if is_alone:  # torch's own call can reduce over the only chunk itself
                     return batch_softmax.run_alone(func, args, kwargs)
                 self.tracked.note(node, func, args)
                 return func(*args, **kwargs)
-            if node.mode == ROWS and func is torch.instance_norm and not is_alone:
-                return self.tracked.instance_norm(node, run.stage, chunk, args, kwargs)
             if i in run.parts:
                 memo = self.memos.setdefault((i, chunk), {})
                 words = self.program, node, func, args, kwargs, bounds[0] if bounds else 0, memo

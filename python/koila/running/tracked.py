@@ -7,6 +7,7 @@ Until the commit the calls of a program write copies of the statistics.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,6 +77,8 @@ def of_whole(args: tuple[Any, ...]) -> Statistics:
 _WORDS = (
     "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled".split()
 )
+#: Calls that update running statistics themselves.
+_NORMS = torch.batch_norm, torch.instance_norm, norms.batch_norm
 
 
 class Tracked:
@@ -86,6 +89,10 @@ class Tracked:
         self.moves: dict[int, Statistics] = {}
         self.agains: dict[int, norms.Again] = {}  # of calls in the functions of checkpoints
         self.of_whole: dict[int, Statistics] = {}  # of calls in checkpoints that run once
+        #: Leaves that several calls update: at the commit, in the order of the calls.
+        nodes = program.nodes.values() if program.has_effects else ()
+        moved = Counter(value for node in nodes for value in program.moved_by(node))
+        self._shared = {value for value, n in moved.items() if n > 1}
 
     def note(self, node: Node, func: Any, args: tuple[Any, ...]) -> None:
         """Note the statistics of a call that gets statistics of all rows, if it is a batch_norm."""
@@ -104,20 +111,39 @@ class Tracked:
         self.agains[node.id] = args[6]
         return *args[:6], float(args[6]), *args[7:]
 
-    def instance_norm(
+    def waits(self, node: Node, func: Any, is_alone: bool) -> bool:
+        """Return whether a call that updates running statistics must leave that to the commit.
+
+        Args:
+            node: the call.
+            func: its function.
+            is_alone: whether it runs on the only chunk of all rows, without a gradient.
+        """
+        if not node.leaf_writes or func not in _NORMS:
+            return False
+        is_by_rows = node.mode == ROWS and not is_alone
+        if func is torch.instance_norm and is_by_rows:
+            return True
+        is_shared = not self._shared.isdisjoint(self.program.moved_by(node))
+        return is_shared and not is_by_rows
+
+    def norm(
         self,
         node: Node,
         stage: int,
         chunk: int,
+        func: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tensor:
-        """Run instance_norm with running statistics on a chunk, and leave these as they are.
+        """Run a norm with running statistics on a chunk or on all rows; leave these as they are.
 
-        torch updates them with the mean of the rows' own statistics: with a momentum of 1 the
-        result is that mean. In evaluation torch writes back what it read, so it gets copies.
+        With a momentum of 1 torch leaves what it would move them towards: the statistics of what it
+        is given, for instance_norm the mean of its rows' own. In evaluation instance_norm writes
+        back what it read, so it gets copies.
         """
-        args = (*args, *(kwargs[name] for name in _WORDS[len(args) :]))
+        named = {**kwargs, "use_input_stats": kwargs.get("training", kwargs.get("use_input_stats"))}
+        args = (*args[: len(_WORDS)], *(named[name] for name in _WORDS[len(args) :]))
         x, weight, bias, mean, var, is_training, momentum, *rest = args
         if not is_training:
             if any(map(self.program.moved_by(node).__contains__, self._moved_before(node))):
@@ -126,7 +152,7 @@ class Tracked:
             own = mean.clone(), var.clone()
             return torch.instance_norm(x, weight, bias, *own, False, momentum, *rest)
         of_chunk = torch.zeros_like(mean), torch.zeros_like(var)
-        made = torch.instance_norm(x, weight, bias, *of_chunk, True, 1.0, *rest)
+        made: Tensor = func(x, weight, bias, *of_chunk, True, 1.0, *rest)
         if node.stage == stage:  # in another stage it is recomputed, maybe in other chunks
             found = self.moves.setdefault(node.id, Statistics(mean, var, momentum))
             found.of_chunks[chunk] = x.shape[0], *of_chunk
