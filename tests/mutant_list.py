@@ -968,4 +968,11 @@ MUTANTS = [
         "return is_shared and not is_by_rows and is_alone",
         "tests/test_statistics_in_order.py",
     ),
+    Mutant(
+        "hooks: a written value leaves without those of its graph",
+        "python/koila/staged/hooks.py",
+        "made_as = _core.graph_of(value) if is_of_lazy else value",
+        "made_as = value",
+        "tests/test_hooks_of_written.py",
+    ),
 ]

@@ -522,6 +522,14 @@ core_retained(PyObject *Py_UNUSED(module), PyObject *args)
 }
 
 PyObject *
+core_graph_of(PyObject *Py_UNUSED(module), PyObject *object)
+{
+    KlValueId id = KL_ID_NONE;
+    Tape *tape = kl_py_find(object, false, &id);
+    return tape == NULL ? NULL : PyLong_FromUnsignedLong(kl_view_of_graph(tape, id));
+}
+
+PyObject *
 core_id(PyObject *Py_UNUSED(module), PyObject *object)
 {
     const Value *value = value_argument(object);

@@ -355,15 +355,6 @@ settle_places(const KlCall *call, KlInferred *result, KlError *error)
     return KL_DECLINED;
 }
 
-/* "text" -> "name: text" */
-static void
-add_name(const KlRow *row, KlError *error)
-{
-    char text[KL_ERROR_TEXT_MAX];
-    (void)snprintf(text, sizeof(text), "%s: %.400s", row->name, error->text);
-    memcpy(error->text, text, sizeof(text));
-}
-
 static KlStatus
 apply_rules(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -386,7 +377,9 @@ kl_infer_call(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlStatus status = apply_rules(call, result, error);
     if (status != KL_OK && status != KL_DECLINED && error != NULL) {
-        add_name(call->row, error);
+        char text[KL_ERROR_TEXT_MAX];
+        (void)snprintf(text, sizeof(text), "%s: %.400s", call->row->name, error->text);
+        memcpy(error->text, text, sizeof(text));
     }
     return status;
 }

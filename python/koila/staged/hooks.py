@@ -134,11 +134,13 @@ def bind(value: int, real: torch.Tensor, is_of_lazy: bool = False) -> None:
         real: its tensor.
         is_of_lazy: ask whether the lazy tensor retains its gradient, not whether the value does.
     """
-    hooks = _of(value)
+    # Hooks are of the value in whose graph the lazy is: a write without a graph may have followed.
+    made_as = _core.graph_of(value) if is_of_lazy else value
+    hooks = _of(made_as)
     if hooks is not None:
         _renew_node(real)
         real.register_hook(functools.partial(_call, hooks))
-    for hook in _core.memo().get("live hooks", {}).get(value, ()):
+    for hook in _core.memo().get("live hooks", {}).get(made_as, ()):
         real.register_hook(hook)
     if _core.retained(value, is_of_lazy) is not None:
         real.retain_grad()
