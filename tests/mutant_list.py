@@ -975,4 +975,11 @@ MUTANTS = [
         "made_as = value",
         "tests/test_hooks_of_written.py",
     ),
+    Mutant(
+        "numbers: each view is taken of the storage, not of the view before it",
+        "python/koila/running/numbers.py",
+        "return views.take(self.program, value, memory, -1, is_graph, taken)",
+        "return views.take(self.program, value, memory, -1, is_graph, None)",
+        "tests/test_detached_and_written.py",
+    ),
 ]

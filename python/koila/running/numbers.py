@@ -50,6 +50,9 @@ class Numbers:
         self.cross = cross
         self.is_spent = is_spent
         self.made: dict[int, torch.Tensor] = {}
+        #: By storage, and whether autograd sees them: views, each of that which it was taken of. A
+        #: write with a graph through one gives those the graph that torch would give it.
+        self.taken: dict[tuple[int, bool], dict[int, torch.Tensor]] = {}
         groups: dict[int, list[int]] = defaultdict(list)
         for value in program.wanted if values is None else values:
             groups[program.info(value).storage].append(value)
@@ -121,7 +124,9 @@ class Numbers:
         is_spent = self._is_spent(value)
         if memory.requires_grad and (real is not None or not is_spent):
             memory = memory.detach()
-        return views.take(self.program, value, memory, -1, is_spent or not memory.requires_grad)
+        is_graph = is_spent or not memory.requires_grad
+        taken = self.taken.setdefault((base, is_graph), {})
+        return views.take(self.program, value, memory, -1, is_graph, taken)
 
     def deliver(self) -> None:
         """Give each lazy its number, at the commit."""
