@@ -105,3 +105,24 @@ def test_same_as_eager(
     with koila.config(**({} if chunks is None else {"chunks": chunks})):
         found = outcome(koila.lazy, source, alias, write, is_read)
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("source", ["batch", "layer"])
+@pytest.mark.parametrize("chunks", [None, 1, 2, 3, N_ROWS])
+def test_a_gradient_is_written(chunks: int | None, source: str) -> None:
+    """What autograd.grad gives is an ordinary tensor, which can be written with a graph."""
+
+    def run(lazy: Lazy) -> list[Any]:
+        torch.manual_seed(0)
+        w = torch.randn(5, 5, dtype=torch.float64, requires_grad=True)
+        layer, last = nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
+        x = lazy(torch.randn(N_ROWS, 5, dtype=torch.float64)).requires_grad_()
+        h = SOURCES[source](layer, x)
+        (g,) = torch.autograd.grad(last(h).pow(3).sum(), h)
+        g[-5:] = w
+        g.pow(2).sum().backward()
+        return [plain(g), w.grad]
+
+    with koila.config(**({} if chunks is None else {"chunks": chunks})):
+        found = run(koila.lazy)
+    torch.testing.assert_close(found, run(eager), rtol=1e-10, atol=1e-12)

@@ -10,6 +10,7 @@ import torch
 
 from koila import _core
 from koila.basics import engine, surroundings
+from koila.basics.rows import as_new
 from koila.planning import unsplit
 from koila.recording import handed_out, replicated, sharded, within
 from koila.reporting import reports
@@ -188,7 +189,7 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
 
     def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> Any:
         spent.check(cuts, inputs)
-        return torch.autograd.grad(
+        made = torch.autograd.grad(
             cuts,
             inputs,
             found,
@@ -196,6 +197,9 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
             allow_unused=words.get("allow_unused"),
             materialize_grads=words.get("materialize_grads") or False,
         )
+        # A gradient of all rows may be a view of what its chunks were written into, and torch
+        # refuses to write that with a graph.
+        return tuple(one if one is None or not one._is_view() else as_new(one) for one in made)
 
     return replay.differentiate(roots, gradients, is_retained, inputs, finish)
 
