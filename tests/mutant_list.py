@@ -966,7 +966,7 @@ MUTANTS = [
         "python/koila/running/tracked.py",
         "return is_shared and not is_by_rows",
         "return is_shared and not is_by_rows and is_alone",
-        "tests/test_statistics_in_order.py",
+        "tests/test_statistics_by_rows_and_whole.py",
     ),
     Mutant(
         "hooks: a written value leaves without those of its graph",

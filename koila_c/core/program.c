@@ -23,10 +23,9 @@ typedef struct Build {
     bool *is_root;          /* [n_values] */
     uint32_t *last_use;  /* [n_values] the position of the last reader in this run, or UINT32_MAX */
     uint32_t *next_dead; /* [n_values] scratch: the next value that dies after the same node */
-    uint32_t *
-        made_in; /* [n_values] serial_of the last run that makes it; 0 if it has its number already */
-    uint32_t *given_in;   /* [n_imports] serial_of the last run that imports it */
-    uint32_t *taken_in;   /* [n_nodes] serial_of the last run that contains it */
+    uint32_t *made_in;   /* [n_values] serial_of the last run that makes it; 0: it has its number */
+    uint32_t *given_in;  /* [n_imports] serial_of the last run that imports it */
+    uint32_t *taken_in;  /* [n_nodes] serial_of the last run that contains it */
     uint32_t *written_in; /* [n_storages] serial_of the last run that writes it in place */
     KlIds stack;          /* scratch: of nodes, or of values */
 } Build;
