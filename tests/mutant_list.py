@@ -982,4 +982,11 @@ MUTANTS = [
         "return views.take(self.program, value, memory, -1, is_graph, None)",
         "tests/test_detached_and_written.py",
     ),
+    Mutant(
+        "cut: a value that was written after it was read has all of its gradient",
+        "python/koila/recording/cut.py",
+        "return frozenset(found.union(one for one in ids if _core.graph_of(one) in found))",
+        "return frozenset(found.union(ids[:0]))",
+        "tests/test_gradients_within.py",
+    ),
 ]

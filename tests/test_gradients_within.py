@@ -295,3 +295,38 @@ def test_what_cannot_be_told_apart_is_refused(program: Any, chunks: int) -> None
     text = "only a part of its gradient comes here"
     with koila.config(chunks=chunks), pytest.raises(koila.KoilaError, match=text):
         program(net, koila.lazy(torch.randn(N_ROWS, 6, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("is_written", [False, True])
+@pytest.mark.parametrize("which", ["both", "before", "after"])
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_a_value_that_was_written_after_it_was_read(
+    chunks: int | None, which: str, is_written: bool, create_graph: bool
+) -> None:
+    """Through `.data`, which torch does not count: the call before the write is differentiated with
+    the number that it saved, and that is gone in a part. It is refused, and not left out."""
+
+    def run(lazy: Lazy) -> Tensor:
+        torch.manual_seed(0)
+        net = nn.Linear(6, 4).double()
+        x, y = lazy(torch.randn(N_ROWS, 6).double(), torch.randint(0, 4, (N_ROWS,)))
+        v = net(x)
+        before = F.cross_entropy(v, y) + v.sin().sum() / 9
+        if is_written:
+            v.data.clamp_(-1, 1)
+        after = cut(v).sin().sum()
+        loss = {"both": before + after, "before": before, "after": after}[which]
+        (found,) = grad(loss, v, create_graph=create_graph)
+        return found.detach() * 1
+
+    wanted = run(eager)
+    with koila.config(**({} if chunks is None else {"chunks": chunks})):
+        try:
+            found = run(koila.lazy)
+        except koila.KoilaError as error:
+            assert "only a part of its gradient comes here" in str(error)
+            assert "koila.config(chunks=1)" in str(error)
+            assert (chunks or 1) > 1 and (is_written or create_graph)
+            return
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)

@@ -390,8 +390,8 @@ class Cut:
 
     @functools.cached_property
     def inner(self) -> frozenset[int]:
-        """The values that differentiated calls of the part read. If one of them was handed out, a
-        share of its gradient comes through the part, and not to its tensor."""
+        """The values that differentiated calls of the part read, also before a write. If one of
+        them was handed out, a share of its gradient comes through the part, not to its tensor."""
         roots = self.roots
         found: frozenset[int] = _core.held(roots[0], self._inner, (roots,), {})
         return found
@@ -404,13 +404,14 @@ class Cut:
     @staticmethod
     def _inner(roots: tuple[Any, ...]) -> frozenset[int]:
         program = Program(list(roots), unwanted=roots)
+        nodes = program.nodes.values()
         differentiated = [
-            node
-            for node in program.nodes.values()
-            if any(program.info(out).requires_grad for out in node.outs)
+            n for n in nodes if any(program.info(out).requires_grad for out in n.outs)
         ]
         reads = itertools.chain.from_iterable(node.imports for node in differentiated)
-        return frozenset(program.imports[k].value for k in reads if k >= 0)
+        found = {program.imports[k].value for k in reads if k >= 0}
+        ids = [value for value in map(_core.id, roots) if value is not None]
+        return frozenset(found.union(one for one in ids if _core.graph_of(one) in found))
 
     def _free(self, over: Sequence[Root]) -> None:
         """Free what the backward of these roots, and of the values before them, needed."""

@@ -107,8 +107,10 @@ def _as_leaf(value: int, number: torch.Tensor) -> torch.Tensor:
 
 def _computed_from(roots: tuple[Any, ...], values: list[int]) -> list[set[int]] | None:
     """Return, for each of `values`, it and the values that differentiated calls compute from it;
-    None if a hook is on a value of the part."""
+    None if a hook is on a value of the part, or a call read a value before it was written, whose
+    number is gone."""
     program, after = Program(list(roots), unwanted=roots), [{value} for value in values]
+    before = {_core.graph_of(value) for value in values}.difference(values)
     for _, node in sorted(program.nodes.items()):
         imports = [program.imports[k].value for k in node.imports if k >= 0]
         reads = {value for value in imports if program.info(value).requires_grad}
@@ -116,6 +118,6 @@ def _computed_from(roots: tuple[Any, ...], values: list[int]) -> list[set[int]] 
         for found in after:
             if not found.isdisjoint(reads):
                 found.update(made)
-        if any(map(hooks.is_on, node.outs)):
+        if any(map(hooks.is_on, node.outs)) or not before.isdisjoint(reads):
             return None
     return after
