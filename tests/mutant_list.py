@@ -989,4 +989,11 @@ MUTANTS = [
         "return frozenset(found.union(ids[:0]))",
         "tests/test_gradients_within.py",
     ),
+    Mutant(
+        "overwritten: a view of a written leaf is taken for another tensor",
+        "python/koila/running/overwritten.py",
+        "written = value if value in leaves else program.info(value).base  # a view of a leaf",
+        "written = value",
+        "tests/test_overwritten.py::test_a_batch_is_written_that_a_view_of_was_kept",
+    ),
 ]

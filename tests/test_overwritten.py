@@ -410,3 +410,57 @@ h = x @ w; h = {call}; l = h.softmax(-1).pow(2).sum()
             assert "was written through .data before its backward" in str(got)
         else:
             compare(got, want)
+
+
+VIEWS_OF_A_BATCH = (
+    "x",
+    "x[:]",
+    "x[1:4]",
+    "x.view(5, 4)",
+    "x.detach()",
+    "x.data",
+    "x[:, :4]",
+    "x.unsqueeze(0)",
+    "x.mT.mT",
+)
+WRITES_OF_A_BATCH = (
+    "x.data.mul_(2)",
+    "x.detach().mul_(2)",
+    "with torch.no_grad(): x.mul_(2)",
+    "k.data.mul_(2)",
+    "None",
+)
+
+
+@pytest.mark.parametrize("has_saved", [False, True])
+@pytest.mark.parametrize("view", VIEWS_OF_A_BATCH)
+@pytest.mark.parametrize("write", WRITES_OF_A_BATCH)
+@pytest.mark.parametrize("chunks", [None, 1, 2, 3, N_ROWS])
+def test_a_batch_is_written_that_a_view_of_was_kept(
+    chunks: int | None, write: str, view: str, has_saved: bool
+) -> None:
+    """Eager's error, eager's gradient, or a refusal: never the gradient of the old numbers."""
+
+    def run(lazy: Any) -> Tensor | str:
+        torch.manual_seed(0)
+        w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+        env = {"x": lazy(torch.randn(N_ROWS, 4, dtype=torch.float64)), "w": w, "torch": torch}
+        try:
+            exec(f"k = {view}\nh = k @ w if {has_saved} else k + w[0]\n{write}", env)
+            env["h"].pow(2).mean().backward()
+        except koila.StaleError:
+            return "refused"
+        except RuntimeError as error:
+            assert TEXT in str(error)
+            return "raised"
+        assert w.grad is not None
+        return w.grad
+
+    wanted = run(lambda x: x)
+    with koila.config(**({} if chunks is None else {"chunks": chunks})):
+        found = run(koila.lazy)
+    if isinstance(found, str):
+        assert has_saved and (found == wanted or (found == "refused" and ".data" in write + view))
+    else:
+        assert isinstance(wanted, Tensor)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)

@@ -135,14 +135,18 @@ def check_leaves(
         if not any(map(program.needs_gradient, node.outs)):
             continue
         read = {program.imports[i].value for i in node.imports if i >= 0}
-        for value in read.union(node.outs).intersection(leaves):
+        for value in read.union(node.outs):
+            written = value if value in leaves else program.info(value).base  # a view of a leaf
+            if written not in leaves:
+                continue
             # A normalization does not need the running statistics that it updated itself.
             is_moved = value in uncounted and value in program.moved_by(node)
             is_again = checkpoints.is_made_again(program, value, node.region, writing)
             is_needed = not (is_moved or is_again) and _needs_as_before(program, node, value)
             if is_needed and _is_gone_through(program, node):
                 info = program.info(value)
-                if value in uncounted:
+                is_other = value != written and _is_uncounted(program, value)
+                if written in uncounted or is_other:
                     raise StaleError(
                         f"{_call(node.id)} keeps a tensor of shape {list(info.shape)}, which was "
                         "written through .data before its backward; write it after backward()"
