@@ -9,9 +9,11 @@ of its own, a last bit decides: `cdist` has no gradient at distance 0, and a uni
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
@@ -70,3 +72,25 @@ def test_a_read_has_the_bits_that_torch_gives_on_the_rows_of_a_chunk(
     wanted = torch.cat([net(part) for part in x.split(4)]).tolist()
     with koila.config(chunks=2):
         assert net(koila.lazy(x, batch=0)).tolist() == wanted
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 2, 3, 6])
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_read_draws_as_backward_does(chunks: int | None, reads: bool) -> None:
+    """Without a gradient max_pool1d has a kernel with another layout, and dropout draws in the
+    order of memory: a text net's loss, read before its backward, is that of the backward."""
+
+    def run(lazy: Any) -> list[Any]:
+        torch.manual_seed(0)
+        net = nn.Linear(6, 6).double()
+        x = lazy(torch.randn(6, 8, 6, dtype=torch.float64))
+        h = F.max_pool1d(net(x).transpose(1, 2).relu(), 2)
+        loss = F.dropout(h, 0.5).pow(2).sum()
+        seen = [loss.item()] if reads else []
+        loss.backward()
+        return [*seen, loss.detach().item(), net.bias.grad]
+
+    wanted = run(lambda x: x)
+    with koila.config(**({} if chunks is None else {"chunks": chunks})):
+        found = run(koila.lazy)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)

@@ -56,6 +56,14 @@ def _plain_as(view: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Any]:
     return call
 
 
+def max_pool1d(x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record a pooling that has a gradient as ATen calls it, also for a run that needs none: the
+    kernel without a gradient gives its result another layout, and so noise another order."""
+    if not (_is_lazy(x) and x.requires_grad and torch.is_grad_enabled()):
+        return NotImplemented
+    return torch.max_pool1d_with_indices(x, *args, **kwargs)[0]
+
+
 # Parts --------------------------------------------------------------------------------------------
 
 
@@ -299,6 +307,7 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "index_put_": index_put_,
     "linalg_norm": linalg_norm,
     "margin_ranking_loss": margin_ranking_loss,
+    "max_pool1d": max_pool1d,
     "repeat_interleave": repeat_interleave,
     "reshape_as": _plain_as(Tensor.reshape),
     "row_stack": vstack,
