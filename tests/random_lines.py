@@ -657,7 +657,7 @@ KINDS: dict[str, list[str]] = {
         "{name} = [{f} * 2]\ntry: {name} += [{f}[{i} + 99], float({f}[{i} + 99].sum())]\n"
         "except IndexError: pass",
         "{name} = [{f} * 2]\ntry:\n    {name}.append({name}[0][{i} + 99])\n"
-        "    {name}.append({name}[1] * {g})\n    float({name}[2].sum())\n"
+        "    {name}.append({name}[1] * 2)\n    float({name}[2].sum())\n"
         "except StaleError: raise\nexcept (IndexError, RuntimeError): pass",
         "{name} = []\ntry:\n    {name}.append(torch.linalg.cholesky(-{s} @ {s}.mT))\n"
         "    {name}.append({name}[0][0]); float({name}[1].sum())\n"

@@ -77,8 +77,6 @@ def of_whole(args: tuple[Any, ...]) -> Statistics:
 _WORDS = (
     "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled".split()
 )
-#: Calls that update running statistics themselves.
-_NORMS = torch.batch_norm, torch.instance_norm, norms.batch_norm
 
 
 class Tracked:
@@ -119,7 +117,7 @@ class Tracked:
             func: its function.
             is_alone: whether it runs on the only chunk of all rows, without a gradient.
         """
-        if not node.leaf_writes or func not in _NORMS:
+        if not node.leaf_writes:
             return False
         is_by_rows = node.mode == ROWS and not is_alone
         if func is torch.instance_norm and is_by_rows:
