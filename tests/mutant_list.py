@@ -993,7 +993,7 @@ MUTANTS = [
         "overwritten: a view of a written leaf is taken for another tensor",
         "python/koila/running/overwritten.py",
         "written = value if value in leaves else program.info(value).base  # a view of a leaf",
-        "written = value",
+        "written = value if value in leaves else value",
         "tests/test_overwritten.py::test_a_batch_is_written_that_a_view_of_was_kept",
     ),
 ]
