@@ -150,7 +150,8 @@ shape_max_pool(const KlCall *call, KlInferred *result, KlError *error)
     /* With a gradient torch calls another kernel, whose result lies otherwise: it is recorded as that (composed.py). */
     bool is_other = call->row->n_spatial == 1 && call->row->n_outs == 1 && call->is_grad_enabled &&
                     kl_rules_needs_grad(call, 0);
-    return is_other ? KL_DECLINED : pool_windows(call, true, result, error);
+    KlStatus status = pool_windows(call, true, result, error);
+    return status == KL_OK && is_other ? KL_DECLINED : status;
 }
 
 KlStatus
