@@ -100,8 +100,8 @@ NO_BACKWARD = frozenset(
     """all any argmax argmin argsort bitwise_and bitwise_left_shift bitwise_not bitwise_or
     bitwise_right_shift bitwise_xor bool byte char count_nonzero detach empty_like eq floor_divide
     full_like ge gt int isfinite isinf isnan isneginf isposinf le logical_and logical_not logical_or
-    logical_xor long lt max_pool1d multinomial ne new_empty new_full new_ones new_zeros one_hot ones_like
-    rand_like randint_like randn_like short signbit zeros_like""".split()
+    logical_xor long lt max_pool1d multinomial ne new_empty new_full new_ones new_zeros one_hot
+    ones_like rand_like randint_like randn_like short signbit zeros_like""".split()
 )
 #: No call of these can be given more rows, as none is cut alone; of programs see test_orders.py.
 NOT_GROWN = {"ctc_loss", "_grouped_mm", "histc"}

@@ -61,7 +61,10 @@ def max_pool1d(x: Any, *args: Any, **kwargs: Any) -> Any:
     kernel without a gradient gives its result another layout, and so noise another order."""
     if not (_is_lazy(x) and x.requires_grad and torch.is_grad_enabled()):
         return NotImplemented
-    return torch.max_pool1d_with_indices(x, *args, **kwargs)[0]
+    try:
+        return torch.max_pool1d_with_indices(x, *args, **kwargs)[0]
+    except RuntimeError:  # torch raises max_pool1d's own error
+        return NotImplemented
 
 
 # Parts --------------------------------------------------------------------------------------------
