@@ -41,7 +41,6 @@ OFF: dict[str, tuple[str, float, float]] = {
     "distillation": (OUTSIDE, 0.08, 0.0),
     "maml": (FORMULAS, 0.05, 0.05),
     "time_major_scan": (TAPE, 0.05, 0.0),
-    "mlp-ranked": (CUT, 0.0, 0.16),
     "mlp-selected_by_value": (CUT, 0.11, 0.0),
     "hard_triplet": (CUT, 0.07, 0.0),
     "sparse_mixture": (OUTSIDE, 0.18, 0.3),

@@ -483,8 +483,7 @@ run_nodes(Run *run, KlSlice nodes, KlNodeId alone, bool is_grad_off)
             run->tape->raised = status < 0 ? id : KL_ID_NONE;
         }
         if (status == 0 && run->saved != NULL && PyList_GET_SIZE(run->saved) > 0) {
-            status =
-                kl_py_done(PyObject_CallFunction(run->settle, "I", id)); /* what to keep of them */
+            status = kl_py_done(PyObject_CallFunction(run->settle, "I", id));
         }
         if (status == 0 && run->program != NULL) {
             status = drop_dead(run, i);

@@ -832,9 +832,11 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     KlNodeId id = sweep->span.nodes[at];
     const KlSweepNode *node = &sweep->nodes[id];
     const KlHeld *held = held_by(sweep, node);
-    for (uint32_t k = 0; k < node->n_outs && parts_of(sweep, node) == NULL && !node->is_uneven;
-         k++) {
-        (void)put(sweep, node->first_out + k, KL_ID_NONE);
+    const bool is_made = parts_of(sweep, node) == NULL && !node->is_uneven;
+    for (uint32_t k = 0; k < node->n_outs; k++) { /* indices have no gradient */
+        if (is_made && sweep->tape->values[node->first_out + k].meta.requires_grad) {
+            (void)put(sweep, node->first_out + k, KL_ID_NONE);
+        }
     }
     KlBytes more = held != NULL ? backward_workspace(sweep, node, held) : zero, second = zero;
     const KlRow *row = sweep->tape->nodes[id].row;
