@@ -964,7 +964,7 @@ MUTANTS = [
     Mutant(
         "tracked: what runs on all rows updates statistics at once",
         "python/koila/running/tracked.py",
-        "return is_shared and not is_by_rows",
+        "return (is_shared or node.id in self.agains) and not is_by_rows",
         "return is_shared and not is_by_rows and is_alone",
         "tests/test_statistics_by_rows_and_whole.py",
     ),

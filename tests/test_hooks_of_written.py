@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks and retained gradients of a value that is written without a graph: after a backward they
-are those of the tensor that the lazy is then, for the gradients of what is made of it later."""
+"""Hooks and retained gradients of a value that the script writes without a graph.
+
+A backward in chunks gives the lazy tensor its number. A later backward through that number calls
+the same hooks, and adds to the same retained gradient.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A value that has its number, and whose call runs once more for another value of its storage.
+"""A value that has been read, and whose call koila runs once more to compute another value.
 
-The chunks' rows of it, made again, must not stand for the whole number where a call reads all rows.
+That run computes the value again, chunk by chunk. A call that reads all rows of the value must get
+the number of all rows, and not the rows of one chunk.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def unseen(m: nn.Module) -> None:
 def test_a_value_that_is_kept_and_not_read(
     write: Callable[[nn.Module], None], chunks: int | None
 ) -> None:
-    """Its weights are written: backwards of other values, in the same batch and in a new one, and
-    of the same model, do not see it; a stale value is told of where it is asked for."""
+    """The script keeps a value and then writes the weights that it was computed with. Backwards of
+    other values do not raise, in the same batch or a new one; reading the kept value may."""
     m, other, data = nn.Linear(4, 3).double(), nn.Linear(4, 3).double(), batch()
     other(data).sum().backward()
     wanted, other.weight.grad = other.weight.grad, None

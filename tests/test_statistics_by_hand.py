@@ -21,7 +21,8 @@ N_ROWS, WIDE = 1024, 64
 
 
 class Flow(nn.Module):
-    """Couplings, each of what the one before gave, in units of its running mean and variance."""
+    """Coupling layers. Each normalizes the output of the one before with a running mean and
+    variance, which it updates itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -267,8 +267,8 @@ def step_of_decoder(lazy: Lazy, reads: bool = False) -> tuple[Allocations, list[
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("share", [0.6, 0.35])
 def test_a_plain_tensor_that_steps_are_written_into(share: float, reads: bool) -> None:
-    """A model may read a number in each step. koila then keeps the number of `outputs` as it is
-    now, and none of what it was before a write."""
+    """A model may read a number in each step. koila then keeps one copy of `outputs`, the current
+    one: it drops the copy from before each write."""
     want, wanted = step_of_decoder(eager, reads)
     taken = want.peak - want.left
     with koila.config(memory_limit=int(there() + want.left + share * taken)):

@@ -197,8 +197,8 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
             allow_unused=words.get("allow_unused"),
             materialize_grads=words.get("materialize_grads") or False,
         )
-        # A gradient of all rows may be a view of what its chunks were written into, and torch
-        # refuses to write that with a graph.
+        # `deliver` gives a leaf its gradient through a view of the leaf, which makes the gradient a
+        # view, too. torch refuses a write with a graph to a view that was taken without one.
         return tuple(one if one is None or not one._is_view() else as_new(one) for one in made)
 
     return replay.differentiate(roots, gradients, is_retained, inputs, finish)

@@ -64,19 +64,14 @@ def of_batch(args: tuple[Any, ...], n_terms: int) -> Statistics:
     return found
 
 
-def of_whole(args: tuple[Any, ...]) -> Statistics:
-    """Return the statistics of a batch_norm call that runs once, on all rows."""
-    x, _, _, mean, var, _, momentum, *_ = args
-    n_terms = x.numel() // x.shape[1]
-    of_x, squares = norms.moments(x.detach(), {})
-    found = Statistics(mean, var, momentum)
-    found.of_chunks[0] = 1, of_x, squares / (n_terms - 1) if n_terms > 1 else squares * math.nan
-    return found
+_WORDS = "input weight bias running_mean running_var training momentum eps cudnn_enabled".split()
 
 
-_WORDS = (
-    "input weight bias running_mean running_var use_input_stats momentum eps cudnn_enabled".split()
-)
+def _words_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments of a norm in the order of `_WORDS`. instance_norm calls one of them
+    `use_input_stats`."""
+    named = {"training": kwargs.get("use_input_stats"), **kwargs}
+    return [*args[: len(_WORDS)], *(named[name] for name in _WORDS[len(args) :])]
 
 
 class Tracked:
@@ -86,7 +81,6 @@ class Tracked:
         self.program = program
         self.moves: dict[int, Statistics] = {}
         self.agains: dict[int, norms.Again] = {}  # of calls in the functions of checkpoints
-        self.of_whole: dict[int, Statistics] = {}  # of calls in checkpoints that run once
         #: Leaves that several calls update: at the commit, in the order of the calls.
         nodes = program.nodes.values() if program.has_effects else ()
         moved = Counter(value for node in nodes for value in program.moved_by(node))
@@ -104,13 +98,13 @@ class Tracked:
 
         Return its arguments with a plain momentum.
         """
-        if node.mode != ROWS and node.id not in self.of_whole:
-            self.of_whole[node.id] = of_whole(args)
         self.agains[node.id] = args[6]
         return *args[:6], float(args[6]), *args[7:]
 
     def waits(self, node: Node, func: Any, is_alone: bool) -> bool:
         """Return whether a call that updates running statistics must leave that to the commit.
+
+        It must if other calls update them too, or if a checkpoint makes the call twice.
 
         Args:
             node: the call.
@@ -123,7 +117,7 @@ class Tracked:
         if func is torch.instance_norm and is_by_rows:
             return True
         is_shared = not self._shared.isdisjoint(self.program.moved_by(node))
-        return is_shared and not is_by_rows
+        return (is_shared or node.id in self.agains) and not is_by_rows
 
     def norm(
         self,
@@ -140,9 +134,7 @@ class Tracked:
         is given, for instance_norm the mean of its rows' own. In evaluation instance_norm writes
         back what it read, so it gets copies.
         """
-        named = {**kwargs, "use_input_stats": kwargs.get("training", kwargs.get("use_input_stats"))}
-        args = (*args[: len(_WORDS)], *(named[name] for name in _WORDS[len(args) :]))
-        x, weight, bias, mean, var, is_training, momentum, *rest = args
+        x, weight, bias, mean, var, is_training, momentum, *rest = _words_of(args, kwargs)
         if not is_training:
             if any(map(self.program.moved_by(node).__contains__, self._moved_before(node))):
                 why = "its running statistics are still to be moved"
@@ -162,12 +154,12 @@ class Tracked:
         for other in self.program.nodes.values():
             if other.leaf_writes and other.id < node.id and other.id not in done:
                 _, args, kwargs = _core.call(other.id)
-                if {**dict(zip(_WORDS, args, strict=False)), **kwargs}["use_input_stats"]:
+                if _words_of(args, kwargs)[_WORDS.index("training")]:
                     yield from self.program.moved_by(other)
 
     def settle(self) -> None:
         """Compute all batch statistics: nothing after this takes memory."""
-        for found in (*self.moves.values(), *self.of_whole.values()):
+        for found in self.moves.values():
             found.settle()
 
     def write(self, done: set[int]) -> None:
@@ -186,7 +178,6 @@ class Tracked:
             for i in sorted(i for i, again in self.agains.items() if group in again.groups):
                 node = self.program.node(i)
                 again = self.agains[node.id]
-                known = self.of_whole.get(node.id) or self.moves[node.id]
-                known.move(again.running, again.next())
+                self.moves[node.id].move(again.running, again.next())
                 for value in self.program.moved_by(node):
                     _core.refresh_leaf(value)

@@ -132,9 +132,10 @@ def bind(value: int, real: torch.Tensor, is_of_lazy: bool = False) -> None:
     Args:
         value: the value.
         real: its tensor.
-        is_of_lazy: ask whether the lazy tensor retains its gradient, not whether the value does.
+        is_of_lazy: the lazy tensor of the value leaves the tape: take the gradient that the lazy
+            retains, and the hooks of the value that has its graph. A write without a graph, such as
+            `h.detach().mul_(2)`, gives the lazy a new value and leaves it the graph and the hooks.
     """
-    # Hooks are of the value in whose graph the lazy is: a write without a graph may have followed.
     made_as = _core.graph_of(value) if is_of_lazy else value
     hooks = _of(made_as)
     if hooks is not None:
