@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do the tests see it? One mistake at a time is put into a copy of the tree, and tests must fail.
 
-`make mutants` runs all of `mutant_list.py`, `make mutants ARGS="live saves"` those of these names.
+`make mutants` runs all of `mutants_of_*.py`, `make mutants ARGS="live saves"` those of these names.
 Each is a change of a few words, and names the tests that should notice: few, so that one takes a
 minute at most, and ends at the first that fails. Those of the first two, by which nothing is cut,
 are all tests of whole steps that ask for chunks, and nearly all must fail.
@@ -18,10 +18,14 @@ import time
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from mutant_list import MUTANTS, Mutant
+import mutants_of_c
+import mutants_of_python
+from mutant import Mutant
 from only_chunks import WHOLE
 
 ROOT = Path(__file__).parent.parent
+#: Those by which nothing is cut come first.
+MUTANTS = mutants_of_python.MUTANTS + mutants_of_c.MUTANTS
 BUILT = "python/koila/_core*.so"
 
 

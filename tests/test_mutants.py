@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from mutant_list import MUTANTS, Mutant
-from mutants import ROOT
+from mutant import Mutant
+from mutants import MUTANTS, ROOT
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)

@@ -85,7 +85,6 @@ core_is_input(PyObject *Py_UNUSED(module), PyObject *object)
     return value == NULL ? NULL : PyBool_FromLong(value->is_input);
 }
 
-/* is_held_by(tensor, n): only the Value, the tape and `n` others hold it: then nobody can change it unseen. */
 PyObject *
 core_is_held_by(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -345,8 +344,6 @@ settle_in_memory_of(Tape *tape, PyObject *tensor)
     }
 }
 
-/* leaves_of(tensor): the leaves that are unchanged, that pending calls read, and that share memory with a tensor.
- * None instead of a tensor: those without rows that need no gradient, such as a module's buffers. */
 PyObject *
 core_leaves_of(PyObject *Py_UNUSED(module), PyObject *tensor)
 {

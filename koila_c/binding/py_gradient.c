@@ -39,7 +39,6 @@ kl_gradient_writer_from(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-/* `overwritten` returns (node, [value]): the backward of that node needs saved values that were overwritten. */
 PyObject *
 kl_gradient_overwritten(PyObject *Py_UNUSED(module), PyObject *args)
 {

@@ -504,8 +504,6 @@ kl_program_spend(PyObject *Py_UNUSED(module), PyObject *args)
     return stage_object(found);
 }
 
-/* told(program, what) -> a list: the program's "nodes", "once" (its nodes that run once), "imports" or "runs"; or two
- * lists for "drops": for each node, where its values end in the second one; the values that die, node by node. */
 PyObject *
 kl_program_told(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -523,8 +521,6 @@ kl_program_told(PyObject *Py_UNUSED(module), PyObject *args)
                : Py_BuildValue("[NN]", ids_object(program->drops), ids_object(program->dropped));
 }
 
-/* maker(program, value) -> (the node that makes a value in this program or None, is it a leaf, does a gradient
- * flow to it, is it kept) */
 PyObject *
 kl_program_maker(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -548,7 +544,6 @@ kl_program_maker(PyObject *Py_UNUSED(module), PyObject *args)
                          program->is_kept[id] ? Py_True : Py_False);
 }
 
-/* staged(program, node) -> what told() has of a node */
 PyObject *
 kl_program_staged(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -626,9 +621,6 @@ build(Tape *tape, const KlAsked *asked, KlProgram *program, KlError *error)
     return status;
 }
 
-/* stage(roots, is_known_only, n_segments, is_headed, gets) -> _Staged, see _core.pyi: the program that computes
- * every value the user can reach, or only those that have no gradient in their history, and differentiates the
- * roots: lazies, or numbers of values. */
 PyObject *
 kl_program_stage(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -690,8 +682,6 @@ error:
     return result;
 }
 
-/* gradient_part(program, run, values) -> (number, nodes, imports, exports, combined): the part of a joint
- * that gradients go through, after those of its combined reductions whose first results are given. */
 PyObject *
 kl_program_gradient_part(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -748,8 +738,6 @@ view_object(const Tape *tape, KlValueId value)
     return Py_BuildValue("(III)", first->node, origin, first->view_of);
 }
 
-/* value(id) -> (dtype, shape, requires_grad, place, rows of its axis, real, number, storage, value of the
- * whole storage, view, device, strides or None, whether other memory may be the same) */
 PyObject *
 kl_program_value(PyObject *Py_UNUSED(module), PyObject *object)
 {
@@ -777,9 +765,6 @@ kl_program_value(PyObject *Py_UNUSED(module), PyObject *object)
                          is_uncertain ? Py_True : Py_False);
 }
 
-/* node(id) -> (func, row name or None, reason or None, where, axis rows or 0, (input ids),
- * (inputs saved for backward, outputs saved, further bytes saved, do those grow with the rows,
- *  bytes saved that do not, bytes of workspace, and while its backward runs)) */
 PyObject *
 kl_program_node(PyObject *Py_UNUSED(module), PyObject *object)
 {
@@ -801,21 +786,24 @@ kl_program_node(PyObject *Py_UNUSED(module), PyObject *object)
                          (long long)saves->bytes_workspace, (long long)saves->bytes_backward);
 }
 
-/* [(value, place it is read at or None, tensor or None)] of a node's inputs; of a leaf that it writes, a copy */
+/* [(value, place it is read at or None, tensor or None)] of a node's inputs; of a leaf that it writes, a copy.
+ * `is_real`: only of those that have a tensor. */
 static PyObject *
-describe_inputs(const Tape *tape, const KlNode *node)
+describe_inputs(const Tape *tape, const KlNode *node, bool is_real)
 {
     PyObject *list = PyList_New(0);
     for (uint32_t k = 0; list != NULL && k < node->n_inputs; k++) {
         const KlInput *input = &tape->core.inputs[node->first_input + k];
         const KlPyValue *entry = input->value != KL_ID_NONE ? &tape->values[input->value] : NULL;
-        PyObject *real = entry != NULL && entry->recorded != NULL ? entry->recorded
-                         : entry != NULL                          ? entry->real
-                                                                  : NULL;
+        PyObject *real = entry == NULL             ? NULL
+                         : entry->recorded != NULL ? entry->recorded
+                         : entry->real != NULL     ? entry->real
+                         : is_real                 ? NULL
+                                                   : Py_None;
         if (real == NULL) {
             continue;
         }
-        bool is_aside = k < 32 && (node->leaf_writes >> k & 1) != 0;
+        bool is_aside = is_real && k < 32 && (node->leaf_writes >> k & 1) != 0;
         real = is_aside ? PyObject_CallMethod(real, "clone", NULL) : Py_NewRef(real);
         if (real == NULL ||
             kl_py_append_new(
@@ -827,11 +815,25 @@ describe_inputs(const Tape *tape, const KlNode *node)
 }
 
 PyObject *
+kl_program_maker_of(PyObject *Py_UNUSED(module), PyObject *object)
+{
+    KlValueId id = KL_ID_NONE;
+    Tape *tape = kl_py_find(object, false, &id);
+    KlNodeId maker = tape != NULL ? tape->core.values[id].node : KL_ID_NONE;
+    if (tape == NULL || maker == KL_ID_NONE) {
+        return tape != NULL ? Py_NewRef(Py_None) : NULL;
+    }
+    const KlNode *node = &tape->core.nodes[maker];
+    return Py_BuildValue("(IIN)", maker, node->first_out + node->n_outs,
+                         describe_inputs(tape, node, false));
+}
+
+PyObject *
 kl_program_run_again(Tape *tape, KlNodeId id)
 {
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
-    PyObject *inputs = describe_inputs(tape, node);
+    PyObject *inputs = describe_inputs(tape, node, true);
     PyObject *result =
         inputs != NULL
             ? PyObject_CallFunction(kl_py.run_again, "IiOIIOn", id,

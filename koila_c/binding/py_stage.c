@@ -507,10 +507,6 @@ has_room(const Run *run)
     return false;
 }
 
-/* run(program, run, env, imports, rows, no_grad, run_other, cut, cloned, clone, saved, settle, again, aside): run
- * the nodes of one run of a staged program. rows < 0: whole. `saved`, a list or None, collects what autograd saves
- * for a node until settle(node) is called. `again`, a tuple or None: recompute only these values, from what env and
- * imports hold; they stay in env as they were first made. `aside`, a tape or None: record the calls on it. */
 PyObject *
 kl_stage_run(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -570,8 +566,6 @@ kl_stage_run_alone(PyObject *Py_UNUSED(module), PyObject *args)
 
 /* -- results ---------------------------------------------------------------------------------------------- */
 
-/* deliver(value, tensor, is_final): give a value that the user can reach its number. Final: it leaves the tape with
- * that tensor. Else it is known, and its node stays. */
 PyObject *
 kl_stage_deliver(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -604,7 +598,6 @@ kl_stage_deliver(PyObject *Py_UNUSED(module), PyObject *args)
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* cut(value, tensor): make a value a leaf with this number, if a pending call or a LazyTensor still uses it. */
 PyObject *
 kl_stage_cut(PyObject *Py_UNUSED(module), PyObject *args)
 {

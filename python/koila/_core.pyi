@@ -312,6 +312,9 @@ def value(
     tuple[int, ...] | None,
     bool,
 ]: ...
+def maker_of(
+    value: int, /
+) -> tuple[int, int, list[tuple[int, _Place | None, torch.Tensor | None]]] | None: ...
 def node(
     id: int, /
 ) -> tuple[Callable[..., Any], str | None, str | None, str, int, tuple[int, ...], _NodeSaves]: ...

@@ -208,6 +208,23 @@ def test_node() -> None:
     assert second.values.shape == (4, 3)
 
 
+def test_the_maker_of_a_value() -> None:
+    x, w = koila.lazy(batch()), weight()
+    made = torch.clamp(x * w, None, torch.ones(3, dtype=torch.float64)).sort(0)
+    assert core.maker_of(0) is None
+    node, n_values, [first, second] = core.maker_of(2)
+    assert (node, n_values) == (0, 3)
+    assert first[:2] == (0, (0, 0, 1, 1)) and second[0] == 1
+    assert second[1] is None and second[2] is w
+    _, n_values, [only] = core.maker_of(core.id(made.values))
+    assert n_values == core.id(made.indices) + 1
+    clamp, _, inputs = core.maker_of(only[0])
+    assert core.node(clamp)[1] == "clamp"
+    assert [value for value, *_ in inputs] == [2, 3]
+    with pytest.raises(IndexError, match="there is no value 99"):
+        core.maker_of(99)
+
+
 def test_inputs_that_are_none() -> None:
     x = koila.lazy(batch())
     made = F.linear(x, torch.ones(2, 3, dtype=torch.float64), None)

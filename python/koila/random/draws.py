@@ -30,7 +30,7 @@ from koila.basics import rows
 from koila.basics.rows import Bounds
 from koila.messages.errors import KoilaError
 from koila.random import generators, noise_drawn
-from koila.staged import noise
+from koila.staged import noise, one_call
 from koila.staged.noise import noises_of
 
 if TYPE_CHECKING:
@@ -70,12 +70,9 @@ def bytes_whole(i: int, first_out: int) -> int:
 def why_others(i: int, first_out: int) -> str:
     """Return why a random call in chunks draws other numbers than in eager mode; empty: it draws
     the same."""
-    noises = noises_of(i, first_out)
-    if noises is None:
-        return f"in chunks it draws other numbers than eager on {_core.value(first_out)[10]}"
-    if all(map(noise.is_eagers, noises)):
+    if noises_of(i, first_out) is not None:
         return ""
-    return "in chunks it may draw other numbers than eager: how memory lies is not known"
+    return f"in chunks it draws other numbers than eager on {_core.value(first_out)[10]}"
 
 
 def start_of(i: int, out: int) -> tuple[torch.Generator, torch.Tensor | None]:
@@ -125,9 +122,7 @@ def run_again(
     memo = _core.memo()
     outs = range(first_out, first_out + n_outs)
     if i in memo.get("effects", ()):  # its statistics were written: run on copies of them
-        env = generators.run_alone(
-            i, -1, {value: tensor for value, _, tensor in inputs}, n_values, False
-        )
+        env = one_call.run(i, -1, {value: tensor for value, _, tensor in inputs}, n_values, False)
         return env[first_out] if n_outs == 1 else tuple(env[out] for out in outs)
     cells: dict[Cell, torch.Tensor | int] = memo.get("cells", {})
     starts: dict[int, torch.Tensor] = memo.get("starts", {})
@@ -136,7 +131,7 @@ def run_again(
 
     def run(cell: Any, n_rows: int, tensors: dict[int, torch.Tensor]) -> list[Any]:
         generators.set_to(generator, cell)
-        env = generators.run_alone(i, n_rows, tensors, n_values, False)
+        env = one_call.run(i, n_rows, tensors, n_values, False)
         return [env[out] for out in outs]
 
     try:
@@ -297,9 +292,9 @@ class Draws:
             if import_id >= 0
         ]
         tensors = {
-            entry.value: generators.stand_in(entry.value, entry.place, n_rows) for entry in entries
+            entry.value: one_call.stand_in(entry.value, entry.place, n_rows) for entry in entries
         }
-        generators.run_alone(i, n_rows, tensors, self.program.n_values, True)
+        one_call.run(i, n_rows, tensors, self.program.n_values, True)
 
     def _go_to(self, i: int, row: int, generator: torch.Generator) -> None:
         """Set the generator to the state from which the numbers of a row of a call are drawn.

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from koila import _core
-from koila.basics import rows, surroundings
+from koila.basics import surroundings
 from koila.basics.lines import user_line
 from koila.basics.threads import in_turn
 from koila.messages.errors import KoilaError
 from koila.random import noise_drawn, plain
-from koila.staged import noise
+from koila.staged import noise, one_call
 from koila.staged.noise import is_uncounted, noises_of
 
 _manual_seed = torch._C.Generator.manual_seed  # taken before koila patches it
@@ -175,8 +173,10 @@ def advance(i: int, first_out: int, n_outs: int, generator: torch.Generator) -> 
         for one in noises:
             noise_drawn.advance(one, one.n_elements, generator)
         return
-    tensors = {value: stand_in(value, None, -1) for value in _core.node(i)[5] if value >= 0}
-    run_alone(i, -1, tensors, first_out + n_outs, True)
+    tensors = {
+        value: one_call.stand_in(value, None, -1) for value in _core.node(i)[5] if value >= 0
+    }
+    one_call.run(i, -1, tensors, first_out + n_outs, True)
 
 
 def set_to(generator: torch.Generator, cell: torch.Tensor | int) -> None:
@@ -185,40 +185,3 @@ def set_to(generator: torch.Generator, cell: torch.Tensor | int) -> None:
         _manual_seed(generator, cell)
     else:
         noise.set_state(generator, cell)
-
-
-def stand_in(value: int, place: rows.Place | None, n_rows: int) -> torch.Tensor:
-    """Return ones in place of a value, whole or on a chunk, for a call that is run only to advance
-    the generator. Ones are legal as weights, probabilities and standard deviations."""
-    info = _core.value(value)
-    shape = info[1] if place is None else rows.chunk_shape(info[1], place, n_rows)
-    return torch.ones(shape, dtype=info[0], device=info[10])
-
-
-def make_call(
-    _: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Run a call as it was recorded."""
-    return func(*args, **kwargs)
-
-
-def run_alone(
-    i: int, n_rows: int, inputs: dict[int, torch.Tensor], n_values: int, is_grad_off: bool
-) -> list[Any]:
-    """Run one call by itself.
-
-    Args:
-        i: the call.
-        n_rows: the rows of the chunk; -1: the whole batch.
-        inputs: by value, its inputs.
-        n_values: the number of values on the tape.
-        is_grad_off: run it without a graph.
-
-    Returns:
-        By value: the inputs and the outputs.
-    """
-    env: list[Any] = [None] * n_values
-    for value, tensor in inputs.items():
-        env[value] = tensor
-    _core.run_alone(i, env, n_rows, is_grad_off, make_call)
-    return env

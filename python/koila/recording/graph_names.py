@@ -11,8 +11,7 @@ import torch
 from koila import _core
 from koila.basics import engine, surroundings
 from koila.basics.rows import chunk_shape
-from koila.random import generators
-from koila.staged import leaves
+from koila.staged import leaves, one_call
 from koila.staged.facts import Info
 from koila.staged.program import Program
 
@@ -47,7 +46,7 @@ def _name_of(lazy: Any) -> str | None:
     n_rows = 1 if Info.of(value).view is None else -1
     tensors = {one: _stand_in(Info.of(one), n_rows) for one in inputs if one >= 0}
     try:
-        made = generators.run_alone(node.id, n_rows, tensors, node.outs.stop, False)[value]
+        made = one_call.run(node.id, n_rows, tensors, node.outs.stop, False)[value]
     except Exception:  # of a call that cannot be made on ones, or on a single row
         return None
     return None if made is None or made.grad_fn is None else type(made.grad_fn).__name__

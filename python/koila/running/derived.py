@@ -30,8 +30,7 @@ from koila.basics import engine, surroundings
 from koila.basics.rows import Place
 from koila.messages.errors import KoilaError
 from koila.planning import planner
-from koila.random import generators
-from koila.staged import hooks
+from koila.staged import hooks, one_call
 from koila.staged.facts import REDUCE, ROWS, Node, name_of_node, where_of_node
 from koila.staged.program import Program
 
@@ -94,7 +93,7 @@ class Recipe:
             for value, tensor in given:
                 env[value] = tensor
             for i in self.nodes:
-                _core.run_alone(i, env, n_rows, False, generators.make_call)
+                _core.run_alone(i, env, n_rows, False, one_call.make)
             return heads, [env[value] for value in self.outputs]
 
 
@@ -342,7 +341,7 @@ def _try(program: Program, recipe: Recipe, found: _Found) -> tuple[int, int] | N
         info = program.info(value)
         if info.real is not None and place is None:
             return info.real
-        made = generators.stand_in(value, place, 1)
+        made = one_call.stand_in(value, place, 1)
         return made.requires_grad_(info.requires_grad)
 
     boxes: list[list[Tensor]] = []  # emptied afterwards: a node's own output would keep the node

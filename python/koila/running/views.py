@@ -8,7 +8,7 @@ import torch
 from koila import _core
 from koila.basics.rows import chunk_shape, without_memory
 from koila.messages.errors import NotInChunksError
-from koila.random import generators
+from koila.staged import one_call
 from koila.staged.program import Program
 
 
@@ -47,7 +47,7 @@ def take(
             if n_rows >= 0 and info.place is not None:
                 shape = chunk_shape(shape, info.place, n_rows)
             given[other] = without_memory(shape, info.dtype, info.device)
-    env = generators.run_alone(node, n_rows, given, program.n_values, not is_graph)
+    env = one_call.run(node, n_rows, given, program.n_values, not is_graph)
     result: torch.Tensor = env[out]
     if result.untyped_storage()._cdata != memory.untyped_storage()._cdata:
         raise NotInChunksError(f"{_core.node(node)[3]}: the memory is laid out otherwise")

@@ -20,6 +20,7 @@ import torch
 
 from koila import _core
 from koila.basics import rows, table
+from koila.staged import layouts
 from koila.staged.facts import Info
 
 # Taken before koila patches these methods: the patched ones first let pending random calls draw.
@@ -249,9 +250,10 @@ def of(i: int, first_out: int) -> list[Noise] | None:
     if row is None or row["draws"] is None:
         return None
     _, args, kwargs = _core.call(i)
-    inputs = [Info.of(value) for value in _core.node(i)[5] if value >= 0]
+    inputs = [layouts.settled(value) for value in _core.node(i)[5] if value >= 0]
+    out = layouts.settled(first_out)
     kwargs = {word: argument for word, argument in kwargs.items() if word != "generator"}
-    return OF_CELLS[row["draws"]](_Draw(row["name"], args, kwargs, inputs, Info.of(first_out)))
+    return OF_CELLS[row["draws"]](_Draw(row["name"], args, kwargs, inputs, out))
 
 
 def drawn_by(func: Any) -> str | None:
@@ -313,12 +315,10 @@ def is_in_order(noise: Noise, sizes: Sequence[int]) -> bool:
     return not ends_within and sizes[-1] * per_row >= SIXTEEN
 
 
-def is_eagers(noise: Noise) -> bool:
-    """Tell whether a chunk certainly gets the numbers that eager mode gives its rows.
-
-    It may get others if the layout is not known and the rows are not outermost in memory.
-    """
-    return noise.is_known or noise.place is None or _is_outermost(noise)
+def _is_ordered(noise: Noise) -> bool:
+    """Tell whether it is known in which order the tensor is filled: that of its layout. If the
+    layout is not known, all rows must share the numbers, or there must be no other dims."""
+    return noise.is_known or noise.place is None or len(_order(noise.shape, noise.strides)) <= 1
 
 
 def is_counted(noise: Noise) -> bool:
@@ -344,6 +344,13 @@ def is_uncounted(i: int, first_out: int) -> bool:
     """Tell whether the number of random numbers that a call draws is unknown before it runs."""
     noises = noises_of(i, first_out)
     return noises is not None and not all(map(is_counted, noises))
+
+
+def is_only_whole(i: int, first_out: int) -> bool:
+    """Tell whether chunks of a call may not draw the numbers that eager mode draws, because it is
+    not known how memory lies."""
+    noises = noises_of(i, first_out)
+    return noises is not None and not all(is_counted(one) and _is_ordered(one) for one in noises)
 
 
 def noises_of(i: int, first_out: int) -> list[Noise] | None:

@@ -354,7 +354,7 @@ class Program:
         if node is not None:
             return node, "memory that several parts use is written where no part can"
         for node in self.nodes.values() if self.is_drawing else ():
-            if node.is_random and noise.is_uncounted(node.id, node.first_out):
+            if node.is_random and noise.is_only_whole(node.id, node.first_out):
                 return node, "how the memory lies that it draws for is known only when it has run"
         return None
 

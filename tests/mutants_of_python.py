@@ -1,51 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mistakes of `make mutants`, and which tests should see each."""
+"""The mistakes of `make mutants` in the Python code, and which tests should see each."""
 
 from __future__ import annotations
 
-import dataclasses
-
-#: Tests of whole steps that ask for a number of chunks.
-STEPS = (
-    "tests/test_step.py tests/test_step_gradients.py tests/test_step_inputs.py "
-    "tests/test_counterexamples.py tests/test_counterexamples_rows.py "
-    "tests/test_counterexamples_state.py tests/test_counterexamples_unseen.py "
-    "tests/test_shared_memory.py tests/test_programs.py::test_same_as_eager "
-    "tests/test_autocast.py tests/test_bad_input.py tests/test_cross.py tests/test_draws.py "
-    "tests/test_draws_between.py tests/test_draws_order.py tests/test_factories.py "
-    "tests/test_generator.py tests/test_held_outputs.py tests/test_hooks.py "
-    "tests/test_masked_writes.py tests/test_one_call.py tests/test_out.py tests/test_precision.py "
-    "tests/test_run_now.py tests/test_scalars.py tests/test_tail.py tests/test_inplace_views.py "
-    "tests/test_views_again.py tests/test_written_after_read.py"
-)
-PROGRAMS = "tests/test_programs.py::test_same_as_eager"
-MEASURE = "tests/binding/test_py_measure.py tests/test_bytes.py"
-WAITING = "tests/test_waiting.py"
-CROSS = "tests/test_cross.py tests/test_step_gradients.py tests/test_pairs.py"
-FUSE = "tests/test_segments.py tests/test_across.py"
-BRIDGE = "tests/test_bridge.py tests/binding/test_py_bridge.py tests/test_written_behind_a_cut.py"
-NOISE = "tests/test_draws_order.py tests/test_draws.py"
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutant:
-    """A mistake: a text of a file, once in it, and what stands in its place.
-
-    `share` is how many of the tests must fail at least, None one test.
-    """
-
-    name: str
-    path: str
-    text: str
-    instead: str
-    tests: str
-    share: float | None = None
-
-    @property
-    def is_chunked(self) -> bool:
-        """Whether only tests that ask for chunks are run."""
-        return self.share is not None
-
+from mutant import BRIDGE, CROSS, FUSE, NOISE, PROGRAMS, STEPS, WAITING, Mutant
 
 MUTANTS = [
     Mutant(
@@ -73,20 +31,6 @@ MUTANTS = [
         0.9,
     ),
     Mutant(
-        "saves: exp keeps nothing",
-        "koila_c/core/ops.def",
-        '(exp,                 "input",   LIGHT, same,        to_float,        rowwise, output, ',
-        '(exp,                 "input",   LIGHT, same,        to_float,        rowwise, nothing,',
-        "tests/test_ops.py tests/test_infer.py -k exp",
-    ),
-    Mutant(
-        "place: a cumulative sum goes by rows",
-        "koila_c/core/ops_move.def",
-        "cumulate(1),       to_sum,       scan,              nothing, ",
-        "cumulate(1),       to_sum,       rowwise,           nothing, ",
-        "tests/test_ops.py tests/test_infer.py -k cumsum",
-    ),
-    Mutant(
         "divisor: a mean counts one term more",
         "python/koila/reductions/sums.py",
         "return count(n_reduced(x, dims(x, dim)))",
@@ -99,41 +43,6 @@ MUTANTS = [
         "of_mean = factor * of_bias",
         "of_mean = 0 * factor * of_bias",
         "tests/test_batch_norm.py -k test_models",
-    ),
-    Mutant(
-        "drop: values are kept to the end of a chunk",
-        "koila_c/core/program.c",
-        "if (at != UINT32_MAX && !is_written) {",
-        "if (at == 0 && !is_written) {",
-        "tests/binding/test_py_stage.py",
-    ),
-    Mutant(
-        "bytes: one result less in flight",
-        "koila_c/core/ops_move.def",
-        "BACK(7)",
-        "BACK(6)",
-        "tests/test_flight.py -k logcumsumexp",
-    ),
-    Mutant(
-        "bytes: one result more in flight",
-        "koila_c/core/ops.c",
-        "#define BACK(n) HOLDS(.back_outs = EACH(n))",
-        "#define BACK(n) HOLDS(.back_outs = EACH(n + 1))",
-        "tests/test_flight.py -k sin",
-    ),
-    Mutant(
-        "bytes: a gradient that meets another takes no sum",
-        "koila_c/core/sweep.c",
-        "return is_expanded || shared != KL_ID_NONE ? zero : size_of(sweep, value);",
-        "return is_expanded || shared != KL_ID_NONE ? zero : zero;",
-        "tests/test_bytes.py",
-    ),
-    Mutant(
-        "bytes: what a body leaves is held for ever",
-        "koila_c/core/measure.c",
-        "step->held -= storage->bytes;",
-        "step->held += 0;",
-        "tests/test_bytes.py",
     ),
     Mutant(
         "draws: a chunk that runs again draws anew",
@@ -262,76 +171,6 @@ MUTANTS = [
         "tests/test_unwritten.py",
     ),
     Mutant(
-        "leaves: nobody looks whether they changed",
-        "koila_c/binding/py_stale.c",
-        "int changed = is_changed(&tape->values[leaf]);",
-        "int changed = is_changed(&tape->values[leaf]) * 0;",
-        "tests/binding/test_py_stale.py",
-    ),
-    Mutant(
-        "measure: what the graph of a joint keeps is not held",
-        "koila_c/core/measure.c",
-        "step->held += step->live[i];",
-        "step->held += 0 * step->live[i];",
-        MEASURE,
-    ),
-    Mutant(
-        "measure: parts of a reduction get no gradients",
-        "koila_c/core/measure.c",
-        "parts->seeds * seeds);",
-        "0 * parts->seeds * seeds);",
-        MEASURE,
-    ),
-    Mutant(
-        "measure: a gradient of all rows is not held",
-        "koila_c/core/measure.c",
-        "hold_gradients(step, known->is_gathering ? 0 : gradient(step, value));",
-        "hold_gradients(step, known->is_gathering ? 0 : 0 * gradient(step, value));",
-        MEASURE,
-    ),
-    Mutant(
-        "measure: gradients of all chunks come with the first",
-        "koila_c/core/measure.c",
-        ".in_sweep = fmin(freed - made, 0) / (double)rows}",
-        ".in_sweep = 0 * fmin(freed - made, 0) / (double)rows}",
-        MEASURE,
-    ),
-    Mutant(
-        "measure: gradients that went back count as gradients on",
-        "koila_c/core/measure.c",
-        "hold_gradients(step, gradients - left_gradients(step, of, true));",
-        "step->held += gradients - left_gradients(step, of, true);",
-        "tests/test_memory_plan.py",
-    ),
-    Mutant(
-        "measure: what is drawn whole takes nothing",
-        "koila_c/core/measure.c",
-        "2 * state + (double)step->outside->bytes_drawn;",
-        "2 * state;",
-        MEASURE,
-    ),
-    Mutant(
-        "measure: checkpoints keep what they save",
-        "koila_c/core/sweep.c",
-        "} else if (inner == KL_ID_NONE && is_saved) {",
-        "} else if (is_saved) {",
-        "tests/test_checkpoint_bytes.py",
-    ),
-    Mutant(
-        "measure: checkpoints keep what they read to the end",
-        "koila_c/core/sweep.c",
-        "end = sweep->regions[i].end;",
-        "end = 1 + at;",
-        "tests/test_checkpoint_bytes.py",
-    ),
-    Mutant(
-        "measure: what a checkpoint makes again is not counted beside what the user holds",
-        "koila_c/core/sweep.c",
-        "(storage->made_at == at && storage->region != sweep->region)",
-        "(storage->made_at == at && storage->region != sweep->region && !storage->is_held)",
-        "tests/test_core_c.py -k test_measure_whole",
-    ),
-    Mutant(
         "custom functions: their backward is not counted",
         "python/koila/running/custom_memory.py",
         "node.apply = apply",
@@ -351,41 +190,6 @@ MUTANTS = [
         "of = weakref.ref(node)",
         "of = lambda node=node: node",
         "tests/test_custom_memory.py",
-    ),
-    Mutant(
-        "waiting: a product is light",
-        "koila_c/core/waiting.c",
-        "bool is_light = node->mode == KL_MODE_ROWS && !node->row->is_heavy;",
-        "bool is_light = node->mode == KL_MODE_ROWS;",
-        "tests/test_core_c.py -k test_waiting",
-    ),
-    Mutant(
-        "waiting: chains of any length",
-        "koila_c/core/waiting.c",
-        "status == KL_OK && light.length <= longest",
-        "status == KL_OK && light.length <= UINT32_MAX",
-        "tests/test_core_c.py -k test_waiting",
-    ),
-    Mutant(
-        "waiting: light bodies wait, too",
-        "koila_c/core/waiting.c",
-        "*can_wait &= has_heavy; /*",
-        "*can_wait &= has_heavy || true; /*",
-        "tests/test_core_c.py -k test_waiting",
-    ),
-    Mutant(
-        "waiting: saved outputs may be written",
-        "koila_c/core/waiting.c",
-        "is_there(waiting, value) && !kl_stage_is_overwritten(waiting->tape, node, k, is_output);",
-        "is_there(waiting, value);",
-        "tests/test_core_c.py -k test_waiting",
-    ),
-    Mutant(
-        "waiting: a body with a derivative waits",
-        "koila_c/core/waiting.c",
-        "node->row->is_derivative || node->is_random",
-        "node->row->is_batch_norm || node->is_random",
-        "tests/test_derived.py",
     ),
     Mutant(
         "bridge: a checkpoint moves statistics again before calls that wait",
@@ -437,13 +241,6 @@ MUTANTS = [
         "tests/test_hooks_of_weights.py",
     ),
     Mutant(
-        "waiting: what is made first comes last",
-        "koila_c/core/waiting.c",
-        "light_number(waiting, needs->ids[at - 1]) > number;",
-        "light_number(waiting, needs->ids[at - 1]) < number;",
-        "tests/test_core_c.py -k test_waiting",
-    ),
-    Mutant(
         "waiting: what is read once more is gone",
         "python/koila/running/saved.py",
         "return self.tensors[value] if self.n_reads[value] else self.tensors.pop(value)",
@@ -455,13 +252,6 @@ MUTANTS = [
         "python/koila/running/saved.py",
         "if written in self.light and len(copies) == 1:",
         "if written in self.light and len(copies) == 9:",
-        WAITING,
-    ),
-    Mutant(
-        "waiting: tiny chunks wait, too",
-        "koila_c/core/schedule_units.c",
-        "unit->waits = unit->waits && is_worth_waiting(build, run);",
-        "unit->waits = unit->waits && (is_worth_waiting(build, run) || true);",
         WAITING,
     ),
     Mutant(
@@ -549,20 +339,6 @@ MUTANTS = [
         FUSE,
     ),
     Mutant(
-        "measure: what a chunk keeps for its segments takes nothing",
-        "koila_c/core/measure.c",
-        "            known->is_handed = true;\n            step->held_per_row +=",
-        "            known->is_handed = true;\n            step->held_per_row += 0 *",
-        "tests/test_segments.py -k predicted",
-    ),
-    Mutant(
-        "schedule: a chunk keeps what its segments have read",
-        "koila_c/core/schedule.c",
-        "        add_about(build, KL_STEP_FREE, made);\n",
-        "        add_about(build, KL_STEP_FREE, NONE);\n",
-        "tests/test_core_c.py tests/test_segments.py",
-    ),
-    Mutant(
         "attempt: what a failed try drew stays drawn",
         "python/koila/running/attempt.py",
         "            replay.draws.roll_back()\n            if is_of_layout(error):",
@@ -610,13 +386,6 @@ MUTANTS = [
         "_core.replace_leaf(roots[0], leaf, numbers)",
         "self.early.pop(leaf, numbers)",
         BRIDGE,
-    ),
-    Mutant(
-        "bridge: what was changed before a call writes it is kept for what was read before",
-        "koila_c/binding/py_core.c",
-        "(!is_lost && kl_py_append_new(",
-        "(is_lost < 2 && kl_py_append_new(",
-        "tests/test_written_behind_a_cut.py",
     ),
     Mutant(
         "bridge: eager's error about what was written is not raised",
@@ -717,20 +486,6 @@ MUTANTS = [
         BRIDGE,
     ),
     Mutant(
-        "bridge: what a part has computed stays with it",
-        "koila_c/binding/py_bridge.c",
-        "tape->core.values[i].state = KL_STATE_PENDING; /* the user's lazies have it */",
-        "continue; /* the user's lazies have it */",
-        BRIDGE,
-    ),
-    Mutant(
-        "segments: a cut tears the order of sorted rows",
-        "koila_c/core/segment.c",
-        "if (off <= reach && is_better && body->crosses[i] < torn) {",
-        "if (off <= reach && is_better) {",
-        "tests/test_orders.py -k tears",
-    ),
-    Mutant(
         "noise: normal numbers are drawn in any chunks",
         "python/koila/staged/noise.py",
         "return not ends_within and sizes[-1] * per_row >= SIXTEEN",
@@ -815,20 +570,6 @@ MUTANTS = [
         "tests/test_captured_lazies.py",
     ),
     Mutant(
-        "custom functions: their forward returns lazies",
-        "koila_c/binding/py_context.c",
-        "return kl_record_is_in_function ||",
-        "return false ||",
-        "tests/test_captured_lazies.py",
-    ),
-    Mutant(
-        "below autograd: torch's C++ gets lazies",
-        "koila_c/binding/py_context.c",
-        "return kl_record_is_in_function ||",
-        "return kl_record_is_in_function &&",
-        "tests/test_below_autograd.py",
-    ),
-    Mutant(
         "aliases: a leaf that shares memory is not watched",
         "python/koila/staged/aliases.py",
         "return key in by_storage and _count(key) > _ALONE",
@@ -878,20 +619,6 @@ MUTANTS = [
         "tests/test_gradients_within.py",
     ),
     Mutant(
-        "measure: pieces are of average rows",
-        "koila_c/core/sweep.c",
-        "sweep->is_in_pieces ? sweep->known.pieces : sweep->known.chunks",
-        "sweep->is_in_pieces ? sweep->known.chunks : sweep->known.chunks",
-        "tests/test_uneven.py",
-    ),
-    Mutant(
-        "measure: what hooks return is not counted",
-        "koila_c/core/measure.c",
-        "if (step->tape->values[value].is_hooked && needs_gradient(step, value)) {",
-        "if (step->depth > 99) {",
-        "tests/test_bytes.py::test_gradients_that_hooks_return",
-    ),
-    Mutant(
         "written: a lazy copy takes the place of what others hold",
         "python/koila/recording/written.py",
         "if not _core.is_held_by(args[0], _N_ASKED + n_held) or not",
@@ -920,46 +647,11 @@ MUTANTS = [
         "tests/test_caught.py",
     ),
     Mutant(
-        "scatter_reduce: backward makes nothing",
-        "koila_c/core/rules_gather.c",
-        "n_of_result = n == 3 || n == 4 ? n + 1 : n;",
-        "n_of_result = n == 3 || n == 4 ? n + 1 : (n = 0);",
-        "tests/test_scattered_reductions.py::test_what_the_backward_takes",
-    ),
-    Mutant(
         "handed out: a part that ran whole is asked for its calls",
         "python/koila/recording/handed_out.py",
         "if number is not None and number.grad_fn is not None:",
         "if number is not None and number.grad_fn is None:",
         "tests/test_hooks_of_nodes.py",
-    ),
-    Mutant(
-        "stale: numbers of versions that were written over are kept",
-        "koila_c/binding/py_stale.c",
-        "bool is_reached = !is_old && (storages",
-        "bool is_reached = (is_old || !is_old) && (storages",
-        "tests/test_written_number.py::test_a_plain_tensor_that_steps_are_written_into",
-    ),
-    Mutant(
-        "program: a known value that is made again counts as made here",
-        "koila_c/core/program.c",
-        "build->made_in[out] = is_part || program->stages.is_leaf[out] ? 0 : serial;",
-        "build->made_in[out] = is_part ? 0 : serial;",
-        "tests/test_known_and_made_again.py",
-    ),
-    Mutant(
-        "stage: a known value is read as the chunk made it again",
-        "koila_c/binding/py_stage.c",
-        "made == Py_None || stages->is_leaf[value] ||",
-        "made == Py_None || value == KL_ID_NONE ||",
-        "tests/test_known_and_made_again.py",
-    ),
-    Mutant(
-        "conv: groups with a stride have channels last in any case",
-        "koila_c/core/rules_conv.c",
-        "(n_groups == 1 || of_to > most);",
-        "(n_groups == 1 || of_to > 0 * most);",
-        "tests/test_memory_kernels.py::test_convolutions_in_groups",
     ),
     Mutant(
         "tracked: what runs on all rows updates statistics at once",
@@ -995,5 +687,19 @@ MUTANTS = [
         "written = value if value in leaves else program.info(value).base  # a view of a leaf",
         "written = value if value in leaves else value",
         "tests/test_overwritten.py::test_a_batch_is_written_that_a_view_of_was_kept",
+    ),
+    Mutant(
+        "layouts: the call is run on one row, which does not tell where the rows are",
+        "python/koila/staged/layouts.py",
+        "_N_ROWS = 2 ",
+        "_N_ROWS = 1 ",
+        "tests/test_layouts.py",
+    ),
+    Mutant(
+        "layouts: draws whose layout is not known run in chunks",
+        "python/koila/staged/noise.py",
+        "not all(is_counted(one) and _is_ordered(one) for one in noises)",
+        "not all(is_counted(one) for one in noises)",
+        "tests/test_layouts.py",
     ),
 ]

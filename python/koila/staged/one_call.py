@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run one recorded call by itself, on tensors that are given or on stand-ins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from koila import _core
+from koila.basics import rows
+
+
+def stand_in(value: int, place: rows.Place | None, n_rows: int) -> torch.Tensor:
+    """Return ones in place of a value, whole or on a chunk, for a call that is run only to advance
+    the generator. Ones are legal as weights, probabilities and standard deviations."""
+    info = _core.value(value)
+    shape = info[1] if place is None else rows.chunk_shape(info[1], place, n_rows)
+    return torch.ones(shape, dtype=info[0], device=info[10])
+
+
+def make(_: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a call as it was recorded."""
+    return func(*args, **kwargs)
+
+
+def run(
+    i: int, n_rows: int, inputs: dict[int, torch.Tensor], n_values: int, is_grad_off: bool
+) -> list[Any]:
+    """Run one call by itself.
+
+    Args:
+        i: the call.
+        n_rows: the rows of the chunk; -1: the whole batch.
+        inputs: by value, its inputs.
+        n_values: the number of values on the tape.
+        is_grad_off: run it without a graph.
+
+    Returns:
+        By value: the inputs and the outputs.
+    """
+    env: list[Any] = [None] * n_values
+    for value, tensor in inputs.items():
+        env[value] = tensor
+    _core.run_alone(i, env, n_rows, is_grad_off, make)
+    return env
