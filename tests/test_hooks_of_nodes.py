@@ -35,6 +35,22 @@ def before(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
     return net[1](z).pow(2).mean() + net[1](h).mean()
 
 
+def before_a_view(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
+    h = net[0](x).view(-1, 2, 2).flatten(1)
+    z = cut(h)
+    h.grad_fn.register_prehook(halved(seen))
+    return net[1](z).pow(2).mean() + net[1](h).mean()
+
+
+def before_a_value_that_is_written(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
+    """It is no view, and keeps its node."""
+    h = net[0](x) * 1
+    z = cut(h)
+    h.grad_fn.register_prehook(halved(seen))
+    h.detach().mul_(0.5)
+    return net[1](z).mean() + h.abs().max()
+
+
 def after(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
     h = net[0](x).tanh()
     z = cut(h)
@@ -90,7 +106,7 @@ def in_a_part_that_ran_whole(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
 
 
 PROGRAMS = [before, after, beside_a_hook, of_an_inner_value, of_a_view, of_a_layer]
-PROGRAMS += [in_a_part_that_ran_whole]
+PROGRAMS += [in_a_part_that_ran_whole, before_a_view, before_a_value_that_is_written]
 
 
 def step(program: Any, lazy: Lazy, n_times: int) -> list[Any]:
@@ -172,6 +188,23 @@ def after_an_inner_view(net: Any, x: Tensor) -> Tensor:
     return net[1](z).sum() + more.sum() + part.sum()
 
 
+def before_a_view_that_is_written(net: Any, x: Tensor) -> Tensor:
+    """Gradients of what reads it then arrive at another node in eager."""
+    h = net[0](x).view(-1, 2, 2).flatten(1)
+    z = cut(h)
+    h.grad_fn.register_prehook(lambda go: (go[0] * 0.5,))
+    h.detach().mul_(0.5)
+    return z.sum() + h.abs().max()
+
+
+def after_a_view_that_is_written(net: Any, x: Tensor) -> Tensor:
+    h = net[0](x).view(-1, 2, 2).flatten(1)
+    z = cut(h)
+    h.grad_fn.register_hook(lambda gi, go: None)
+    h.detach().mul_(0.5)
+    return z.sum() + h.abs().max()
+
+
 REFUSED = [
     uses_grad_inputs,
     unpacks_grad_inputs,
@@ -180,6 +213,8 @@ REFUSED = [
     of_views_together,
     before_an_inner_view,
     after_an_inner_view,
+    before_a_view_that_is_written,
+    after_a_view_that_is_written,
 ]
 
 

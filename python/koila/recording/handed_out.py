@@ -291,6 +291,28 @@ def _is_only_output(root: Root) -> bool:
     return root.lazy is None or bool(_core.held(root.lazy, is_one, (), {}))
 
 
+def _until_written(root: Root, hook: Any) -> Callable[..., Any]:
+    """Return a hook of the node of a handed-out value, which refuses where eager would not call it.
+
+    A write to a tensor that is a view gives it another node in eager, and gradients of later calls
+    arrive at that one.
+    """
+
+    def is_one() -> bool:
+        number = _core.real(root.lazy)  # if the part has run whole
+        return Info.of(root.value).view is not None if number is None else number._is_view()
+
+    is_view = root.lazy is not None and _core.held(root.lazy, is_one, (), {})
+    n_writes = root.counter._version
+
+    def checked(*gradients: Any) -> Any:
+        if is_view and root.counter._version != n_writes:
+            raise _refusal(hook)
+        return hook(*gradients)
+
+    return checked
+
+
 def _register_prehook(node: Any, hook: Any) -> Any:
     """Register a hook that is called before the node of a handed-out value, with its gradient."""
     root: Root = node.root
@@ -298,10 +320,11 @@ def _register_prehook(node: Any, hook: Any) -> Any:
         raise _refusal(hook)
     root.has_hook = True
     if root.lazy is None or not root.is_inner(root.value):
-        return torch._C._FunctionBase.register_prehook(node, hook)
+        return torch._C._FunctionBase.register_prehook(node, _until_written(root, hook))
+    checked = _until_written(root, hook)
 
     def of_value(gradient: torch.Tensor) -> Any:
-        made = hook((gradient,))
+        made = checked((gradient,))
         return next(iter(made)) if isinstance(made, tuple) else made
 
     words: Any = torch.Tensor.register_hook, (root.lazy, of_value), {}
@@ -315,9 +338,10 @@ def _register_posthook(node: Any, hook: Any) -> Any:
     if not _is_only_output(root) or (root.lazy is not None and root.is_inner(root.value)):
         raise _refusal(hook)
     root.has_hook = True
+    checked = _until_written(root, hook)
 
     def after(_: Any, gradients: Any) -> None:
-        if hook(_GradInputs(hook), gradients) is not None:
+        if checked(_GradInputs(hook), gradients) is not None:
             raise _refusal(hook)
 
     return torch._C._FunctionBase.register_hook(node, after)
