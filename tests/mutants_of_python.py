@@ -702,4 +702,11 @@ MUTANTS = [
         "not all(is_counted(one) for one in noises)",
         "tests/test_layouts.py",
     ),
+    Mutant(
+        "cut: a value whose parameters were written is asked with the others",
+        "python/koila/recording/cut.py",
+        "root.lazy is not None and not spent.is_failed(root.lazy)]",
+        "root.lazy is not None]",
+        "tests/test_held_and_outdated.py",
+    ),
 ]

@@ -545,10 +545,10 @@ core_lazy_of(PyObject *Py_UNUSED(module), PyObject *object)
 PyObject *
 core_is_spent(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    const Value *value = value_argument(object);
+    const Value *value = kl_lazy_check(object) ? kl_lazy_value(object) : NULL;
     const KlTape *core = value != NULL && value->tape != NULL ? &value->tape->core : NULL;
     KlNodeId node = core != NULL ? core->values[value->id].node : KL_ID_NONE;
-    return value == NULL ? NULL : PyBool_FromLong(node != KL_ID_NONE && core->nodes[node].is_spent);
+    return PyBool_FromLong(node != KL_ID_NONE && core->nodes[node].is_spent);
 }
 
 PyObject *

@@ -321,9 +321,9 @@ class Cut:
         return self.entered[1]
 
     def alive(self) -> list[Root]:
-        """Return the roots that are referred to and have not run backward yet."""
-        roots = (handed() for handed in self.handed)
-        return [root for root in roots if root is not None and root.lazy is not None]
+        """Return the roots that are referred to, have not run backward yet, and can."""
+        roots = filter(None, (handed() for handed in self.handed))
+        return [root for root in roots if root.lazy is not None and not spent.is_failed(root.lazy)]
 
     def _check_written(
         self, roots: Sequence[Root], gets: Callable[[torch.Tensor], bool] | None

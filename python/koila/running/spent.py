@@ -150,3 +150,12 @@ def check(roots: Iterable[Any], inputs: Iterable[Any]) -> None:
             steps += node.next_functions
     if missing and refusing is not None:
         refusing.refuse()
+
+
+def is_failed(lazy: _core.LazyTensor) -> bool:
+    """Return whether a lazy has no value, since a call before it failed."""
+    try:
+        _core.describe(lazy)
+    except Exception:  # the call's own
+        return True
+    return False
