@@ -709,4 +709,11 @@ MUTANTS = [
         "root.lazy is not None]",
         "tests/test_held_and_outdated.py",
     ),
+    Mutant(
+        "budget: malloc keeps the same blocks however many chunks there are",
+        "python/koila/running/replay.py",
+        "budget.fix_malloc_for(n_chunks)",
+        "budget.fix_malloc_for(1)",
+        "tests/test_resident.py::test_memory_limit_holds[mixed_up-0.215]",
+    ),
 ]

@@ -205,6 +205,21 @@ def resnet(lazy: Lazy) -> Iterator[Tensor]:
     return trained(lazy, model, lambda: pictures(128), lambda x, y: F.cross_entropy(model(x), y))
 
 
+def mixed_up(lazy: Lazy) -> Iterator[Tensor]:
+    """Blends of images in a narrow network: a chunk of few samples has small tensors."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
+        Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
+    )  # fmt: skip
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        blend = 0.7 * x + 0.3 * x[torch.randperm(len(x))]
+        return F.cross_entropy(model(blend), y)
+
+    return trained(lazy, model, lambda: pictures(384), loss_of)
+
+
 def group_norm(lazy: Lazy) -> Iterator[Tensor]:
     """Convolutions without batch statistics."""
     layers: list[nn.Module] = []
@@ -365,6 +380,7 @@ PROGRAMS: dict[str, Program] = {
         two_towers,
         bert,
         resnet,
+        mixed_up,
         group_norm,
         mlp,
         lstm,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -372,6 +373,23 @@ def test_blocks_that_go_back_are_a_small_share(monkeypatch: pytest.MonkeyPatch) 
     for left in (GIB * 8, GIB, GIB // 4, GIB, GIB // 1024, 0):
         budget.fix_malloc(left)
     assert sizes == [4 * MIB, MIB, MIB // 16]
+
+
+def test_smaller_blocks_go_back_before_a_step_in_many_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A value that is kept for each chunk leaves that many holes. Without a limit malloc decides,
+    and no limit is smaller than one that was set before."""
+    sizes: list[int] = []
+    monkeypatch.setattr(budget, "_threshold", None)
+    monkeypatch.setattr(budget, "_least_left", math.inf)
+    monkeypatch.setattr(budget._core, "fix_malloc", sizes.append)
+    budget.fix_malloc_for(4096)
+    assert not sizes
+    budget.fix_malloc(64 * MIB)
+    for n_chunks in (2, 8, 16, 4, 64, 4096):
+        budget.fix_malloc_for(n_chunks)
+    assert sizes == [MIB // 4, MIB // 8, MIB // 32, MIB // 64]
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def eager(name: str) -> int:
 
 
 CASES = [(name, share) for name in PROGRAMS for share in (0.5, 0.3)]
+CASES += [("mixed_up", 0.215)]  # the least that it runs in, in many chunks
 
 
 @pytest.mark.rotated

@@ -43,6 +43,10 @@ _HEAP_SHARE = 4
 #: The threshold is a share of the memory that the process may still take, between two bounds: at
 #: the lower bound each call pays for new pages, at the upper one almost none does.
 _BLOCK_SHARE, _LEAST_BLOCK, _MOST_BLOCK = 1 / 256, 2**16, 2**22
+#: Of a value that is kept for each chunk, each chunk may leave a hole. The holes of one value may
+#: take this share of the memory, or have this size each.
+_HOLES_SHARE, _LEAST_HOLE = 1 / 32, 2**14
+_least_left = math.inf  # the least that a limit left when the threshold was set
 
 
 def fix_malloc(left: float = 0.0) -> None:
@@ -51,8 +55,23 @@ def fix_malloc(left: float = 0.0) -> None:
     Args:
         left: the bytes that a limit leaves; the more, the larger the blocks that malloc may keep.
     """
+    global _least_left
+    _least_left = min(_least_left, left or math.inf)
+    _fix_threshold(int(min(max(_BLOCK_SHARE * left, _LEAST_BLOCK), _MOST_BLOCK)))
+
+
+def fix_malloc_for(n_chunks: int) -> None:
+    """Make malloc return smaller blocks too, before a step in many chunks whose memory is limited.
+
+    Its tensors are small, and many are kept between others that are freed.
+    """
+    if _threshold is not None and math.isfinite(_least_left):
+        _fix_threshold(int(max(_HOLES_SHARE * _least_left / n_chunks, _LEAST_HOLE)))
+
+
+def _fix_threshold(size: int) -> None:
+    """Make malloc return freed blocks of `size` bytes, unless it returns smaller ones already."""
     global _threshold
-    size = int(min(max(_BLOCK_SHARE * left, _LEAST_BLOCK), _MOST_BLOCK))
     if _threshold is None or size < _threshold:
         _threshold = size
         _core.fix_malloc(size)
