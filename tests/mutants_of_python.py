@@ -716,4 +716,19 @@ MUTANTS = [
         "budget.fix_malloc_for(1)",
         "tests/test_resident.py::test_memory_limit_holds[mixed_up-0.215]",
     ),
+    Mutant(
+        "arrays: a write to an array that is gone by the backward is not seen",
+        "python/koila/running/arrays.py",
+        "        is_gone = self._shared() is None\n",
+        "        self._number = None if self._shared() is None else self._number\n"
+        "        is_gone = False\n",
+        "tests/test_arrays.py",
+    ),
+    Mutant(
+        "arrays: calls are not asked whether they read what was written",
+        "python/koila/running/replay.py",
+        "    arrays.check(program)\n",
+        "    _ = arrays\n",
+        "tests/test_arrays.py",
+    ),
 ]

@@ -35,7 +35,7 @@ from koila.recording import flush, freed, reasons
 from koila.recording.cut import Copy, Cut
 from koila.recording.handed_out import Group, HandedOut, Memory, OfLeaves, Root, apply, note_view
 from koila.reporting import reports
-from koila.running import checkpoints, replay, unwritten, views, visible
+from koila.running import arrays, checkpoints, replay, unwritten, views, visible
 from koila.staged import hooks, meta
 from koila.staged.facts import Info, is_data
 from koila.staged.program import Program
@@ -63,6 +63,7 @@ def check_run(is_drawing: bool) -> None:
     """Raise if a live run of all pending calls would not be what eager does: call hooks less often,
     or draw other random numbers."""
     checkpoints.check_live()
+    arrays.check_live()
     if is_drawing:
         generators.check_live()
 

@@ -17,6 +17,7 @@ from koila.planning import unsplit
 from koila.random import generators
 from koila.recording import (
     apart,
+    bridge,
     caught,
     composed,
     graph_names,
@@ -28,8 +29,8 @@ from koila.recording import (
 from koila.recording.backwards import GRAD_WORDS, backward, is_pending, words_of
 from koila.reductions import batch_softmax, norms, scans
 from koila.reporting import reports
-from koila.running import replay
-from koila.staged import hooks, leaves, meta
+from koila.running import arrays, replay
+from koila.staged import aliases, hooks, leaves, meta
 
 LazyTensor = _core.LazyTensor
 
@@ -224,7 +225,15 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     with reports.Asking("numpy()"):
         number = _core.read(args[0])
     apart.note_read("numpy()", number)
-    return func(number, *args[1:], **kwargs)
+    array = func(number, *args[1:], **kwargs)
+    shared = getattr(array, "base", None)
+    if isinstance(shared, torch.Tensor):  # the array is no copy: torch counts no write to it
+        arrays.note(args[0], number, shared)
+        bridge.watch_handed_out(args[0])
+        if _core.leaves_of(number):
+            bridge.watch_here(number)
+        aliases.noted(shared)
+    return array
 
 
 def reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -19,7 +19,16 @@ from koila.memory import budget, estimates
 from koila.messages.errors import MemoryLimitError, StaleError
 from koila.planning import explain, planner, plans, steps, unsplit
 from koila.reporting import progress, reports
-from koila.running import checkpoints, deliver, interpret, overwritten, spent, unwritten, visible
+from koila.running import (
+    arrays,
+    checkpoints,
+    deliver,
+    interpret,
+    overwritten,
+    spent,
+    unwritten,
+    visible,
+)
 from koila.running.attempt import attempt
 from koila.running.numbers import Numbers, settle_outdated
 from koila.running.stages import Stages, outside_inference
@@ -195,6 +204,7 @@ def _stage(
     program = Program(roots, is_known_only, gets=gets, unwanted=unwanted, beside=beside)
     if not program.n_nodes:
         return program, plans.Plan(0)
+    arrays.check(program)
     if roots:
         # torch's engine is running if this is the backward of a part that was cut off.
         is_some = gets is not None or not torch.autograd._is_checkpoint_valid()

@@ -355,7 +355,10 @@ def checksum(tensor: torch.Tensor) -> tuple[int, int]:
         plain = getattr(tensor, "_koila_gathered_of", tensor).detach()
         if plain.is_complex():
             plain = torch.view_as_real(plain.resolve_conj())
-        bits = plain.reshape(-1).view(_AS_INTS[plain.element_size()])
+        bits = plain.reshape(-1)
+        n_together = 8 // bits.element_size() or 1  # elements that are read as one integer
+        is_even = bits.numel() % n_together == 0 == bits.storage_offset() % n_together
+        bits = bits.view(torch.int64 if is_even else _AS_INTS[bits.element_size()])
         sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
         for start in range(0, bits.numel(), _CHECKED_AT_ONCE):
             block = bits[start : start + _CHECKED_AT_ONCE].to(torch.int64)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers of recorded values that the user has as NumPy arrays.
+
+Torch does not count a write to such an array. In eager, calls after it read what was written, and
+so does the backward of calls before it that saved the value. A chunk computes the value again, as
+it was. So a program that reads a value whose array was written is refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from koila import _core
+from koila.basics import lines
+from koila.messages.errors import StaleError
+from koila.staged import meta
+from koila.staged.facts import Info, name_of_node, where_of_node
+from koila.staged.program import Program
+
+
+class _Array:
+    """The memory of a value that an array shares.
+
+    Args:
+        number: the number of the value.
+        shared: the tensor that the array and its views hold.
+    """
+
+    def __init__(self, number: torch.Tensor, shared: torch.Tensor) -> None:
+        self._number: torch.Tensor | None = number  # until it is compared after the array is gone
+        self._checksum = meta.checksum(number)
+        self._is_written = False
+        self._shared = weakref.ref(shared)
+        self.where = lines.user_line()
+
+    def is_written(self) -> bool:
+        """Tell whether the array was written. Once it is gone, nobody can write it any more."""
+        is_gone = self._shared() is None
+        if self._number is not None and not self._is_written:
+            self._is_written = meta.checksum(self._number) != self._checksum
+        if is_gone:
+            self._number = None
+        return self._is_written
+
+    def is_over(self) -> bool:
+        """Tell whether the array is gone and was never written."""
+        return not self.is_written() and self._number is None
+
+
+def _known() -> dict[int, list[_Array]]:
+    """Return the arrays of this thread's tape, by storage."""
+    known: dict[int, list[_Array]] = _core.memo().setdefault("arrays", {})
+    return known
+
+
+def note(lazy: Any, number: torch.Tensor, shared: torch.Tensor) -> None:
+    """Note that an array has the memory of a lazy's number, as the tensor `shared`: from now on a
+    write to it is noticed, if a gradient flows through the value."""
+    value = _core.id(lazy)
+    if value is None or not number.numel():
+        return
+    info = Info.of(value)
+    if Info.of(info.base).requires_grad or info.requires_grad:
+        ofs = _known().setdefault(info.storage, [])
+        ofs[:] = [one for one in ofs if not one.is_over()]
+        ofs.append(_Array(number, shared))
+
+
+def check(program: Program) -> None:
+    """Raise if a call of a program reads a value whose array was written.
+
+    Raises:
+        StaleError: it does.
+    """
+    if "arrays" not in _core.memo():
+        return
+    written = {
+        storage: one.where for storage, ofs in _known().items() for one in ofs if one.is_written()
+    }
+    for node in program.nodes.values() if written else ():
+        for value in (value for value in _core.node(node.id)[5] if value >= 0):
+            where = written.get(program.info(value).storage)
+            if where is not None:
+                raise StaleError(
+                    f"{name_of_node(node)}: a tensor of shape {list(program.info(value).shape)} "
+                    f"that the call reads ({where_of_node(node)}) was written through a NumPy "
+                    f"array of its memory ({where}); write to a copy, numpy().copy(), or with "
+                    "torch under no_grad()"
+                )
+
+
+def check_live() -> None:
+    """As `check`, for all pending calls."""
+    if "arrays" in _core.memo() and any(
+        one.is_written() for ofs in _known().values() for one in ofs
+    ):
+        check(Program([]))
