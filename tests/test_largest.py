@@ -61,6 +61,8 @@ def test_what_it_cannot_say() -> None:
         koila.largest_batch(lambda x: torch.tensor(model(x).sum().item()), x)
     with pytest.raises(ValueError, match="give the tensors of a batch"):
         koila.largest_batch(lambda: torch.ones(()))
+    with pytest.raises(TypeError, match="give the batch as plain tensors"):
+        koila.largest_batch(lambda x: model(x).sum(), koila.lazy(x))
     found = koila.largest_batch(lambda x: model[0](x).sum(), x, memory_limit=there() + 100, most=64)
     assert found.whole == found.in_chunks == 0
     found = koila.largest_batch(lambda x: model[0](x).sum(), x, most=64)

@@ -121,3 +121,16 @@ def test_equal_samples_under_a_batch_normalization(n_rows: int, is_wrong: bool) 
     told = koila.verify(step, model, chunks=3)
     assert told.is_equal != is_wrong, told
     assert ("NOT equal" in str(told)) == is_wrong
+
+
+def test_a_step_of_which_nothing_is_in_chunks() -> None:
+    """The result says so: it has compared nothing that a user wants to know."""
+    model, x = nn.Linear(3, 1), torch.randn(8, 3)
+    found = koila.verify(lambda: model(koila.lazy(x)).mean(), model)
+    assert found.n_chunks == 1 and found.is_equal
+    assert str(found).startswith("nothing ran in chunks, so both runs were whole: equal")
+
+
+def test_what_is_no_step() -> None:
+    with pytest.raises(TypeError, match="step must be a function, which runs a step, not 3"):
+        koila.verify(3, nn.Linear(3, 1))  # type: ignore[arg-type]

@@ -66,6 +66,7 @@ def largest_batch(
         most: the largest batch to try.
 
     Raises:
+        TypeError: the batch is lazy.
         ValueError: the batch has no samples, or the step reads a number or returns no lazy loss.
 
     Examples:
@@ -143,6 +144,10 @@ def _needs(
 ) -> tuple[float, float, float]:
     """Return the bytes that a batch of `n_rows` needs whole and in a few chunks, including the
     batch, and the bytes that are left for it."""
+    if any(type(tensor) is _core.LazyTensor for tensor in batch):
+        raise TypeError(
+            "largest_batch: give the batch as plain tensors: it makes lazy batches of other sizes"
+        )
     rows = [tensor.detach()[:1].expand(n_rows, *tensor.shape[1:]) for tensor in batch]
     given = lazy(*rows)
     n_bytes = sum(n_rows * tensor[0].numel() * tensor.element_size() for tensor in batch)

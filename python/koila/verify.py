@@ -81,6 +81,8 @@ class Verification:
         n = len(self.differences)
         verdict = "equal up to rounding" if self.is_equal else "NOT equal"
         lines = [f"whole and in {count(self.n_chunks, 'chunk')}: {verdict}, of {n} tensors"]
+        if self.n_chunks == 1:
+            lines = [f"nothing ran in chunks, so both runs were whole: {verdict}, of {n} tensors"]
         if self.first_module is not None:
             lines.append(f"the first module whose output differs: {self.first_module}")
         if self.n_sensitive:
@@ -106,6 +108,7 @@ def verify(step: Callable[[], Any], *owners: Any, chunks: int = 4) -> Verificati
         chunks: the number of chunks.
 
     Raises:
+        TypeError: `step` is no function.
         ValueError: there is no module.
 
     Examples:
@@ -116,6 +119,8 @@ def verify(step: Callable[[], Any], *owners: Any, chunks: int = 4) -> Verificati
         >>> koila.verify(step, chunks=2).is_equal
         True
     """
+    if not callable(step):
+        raise TypeError(f"verify: step must be a function, which runs a step, not {step!r}")
     found = list(owners) or list(_named_by(step))
     modules = [one for one in found if isinstance(one, nn.Module)]
     if not modules:
