@@ -116,7 +116,7 @@ def test_what_is_not_found_runs_whole(draw: str, monkeypatch: pytest.MonkeyPatch
     def refuse(*_: Any) -> Tensor:
         raise RuntimeError("a call does not take stand-ins")
 
-    monkeypatch.setattr(layouts, "_part", refuse)
+    monkeypatch.setattr(layouts, "_found", refuse)
     story = story_of(turned, DRAWS[draw])
     with koila.config(chunks=3):
         lazies = story(lambda x: koila.lazy(x, batch=0))
@@ -125,6 +125,30 @@ def test_what_is_not_found_runs_whole(draw: str, monkeypatch: pytest.MonkeyPatch
     report = koila.report().programs[-1]
     assert report.n_chunks == 1
     assert "how the memory lies that it draws for" in report.why
+
+
+def test_each_call_is_run_alone_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a long chain each layout follows from that of the call before, without recursion."""
+    calls, found = [], layouts._found
+
+    def counted(value: int, known: Any) -> Any:
+        calls.append(value)
+        return found(value, known)
+
+    monkeypatch.setattr(layouts, "_found", counted)
+
+    def story(lazy: Lazy) -> Any:
+        calls.clear()
+        w = torch.full((1,), 0.5, dtype=F64, requires_grad=True)
+        h = lazy(torch.linspace(-1, 1, ROWS * 6, dtype=F64).view(ROWS, 6)).t()
+        for i in range(600):
+            h = F.prelu(h, w)
+            h = F.dropout(h, 0.01) if i % 100 == 99 else h
+        h.sum().backward()
+        return w.grad
+
+    assert_same_story(story, 3)
+    assert len(calls) == len(set(calls)) and 600 <= len(calls) <= 606
 
 
 def test_the_generator_stays_where_it_was() -> None:
@@ -167,7 +191,7 @@ def differing(want: Any, got: Any) -> list[str]:
         if value is None or Info.of(value).strides is not None or Info.of(value).place is None:
             continue
         found = layouts.settled(value).strides
-        dense = layouts._dense(eager.shape, eager)
+        dense = layouts._dense(eager.shape, eager.stride())
         step = 1 if dense == eager.stride() else 2
         strides = zip(found or (), dense, eager.shape, strict=False)
         if found is None or any(one != step * other and size > 1 for one, other, size in strides):

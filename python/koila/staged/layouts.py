@@ -10,6 +10,8 @@ the same way.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from koila import _core
@@ -34,49 +36,81 @@ def settled(value: int) -> Info:
     info = Info.of(value)
     if info.strides is not None or info.place is None or info.device.type != "cpu":
         return info
+    known: dict[int, _Layout] = _core.memo().setdefault("layouts", {})
     try:
-        part = _part(value, info.place, {})
+        # A value has a larger number than those that it is made of.
+        for one in sorted(_needed(value, known)):
+            known[one] = _found(one, known)
     except Exception:  # a call does not take stand-ins
         return info
-    step = 1 if _dense(part.shape, part) == part.stride() else 2
-    return info._replace(strides=tuple(step * stride for stride in _dense(info.shape, part)))
+    strides, has_gaps = known[value]
+    step = 2 if has_gaps else 1
+    return info._replace(strides=tuple(step * one for one in _dense(info.shape, strides)))
 
 
-def _dense(shape: tuple[int, ...], like: torch.Tensor) -> tuple[int, ...]:
-    """Return strides without gaps for `shape`, in the order in memory of the dims of `like`."""
-    return rows.empty(shape, like.stride(), like.dtype, torch.device("meta")).stride()
+class _Layout(NamedTuple):
+    """How two rows of a value lie in memory."""
+
+    strides: tuple[int, ...]
+    has_gaps: bool
 
 
-def _part(
-    value: int, place: rows.Place | None, parts: dict[tuple[int, rows.Place | None], torch.Tensor]
-) -> torch.Tensor:
-    """Return a tensor that lies in memory as two rows of a value do.
+def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """Return strides without gaps for `shape`, whose dims lie in memory as strides `order` say."""
+    return rows.empty(shape, order, torch.uint8, torch.device("meta")).stride()
+
+
+def _strides_of(info: Info) -> tuple[int, ...] | None:
+    """Return the strides of a value if a rule or its number tells them."""
+    return info.strides if info.result is None else info.result.stride()
+
+
+def _needed(value: int, known: dict[int, _Layout]) -> set[int]:
+    """Return the values whose layouts have to be found out for that of a value, with itself."""
+    needed, waiting = set[int](), [value]
+    while waiting:
+        one = waiting.pop()
+        maker = _core.maker_of(one)
+        if one in known or one in needed or maker is None:
+            continue
+        needed.add(one)
+        for read, place, _ in maker[2]:
+            info = Info.of(read)
+            if _strides_of(info) is None and place == info.place:
+                waiting.append(read)
+    return needed
+
+
+def _found(value: int, known: dict[int, _Layout]) -> _Layout:
+    """Run the call that makes a value on stand-ins. It may write these, and its draws are undone.
+
+    Args:
+        value: the value.
+        known: the layouts of what the call reads, where no rule knows them.
+    """
+    maker = _core.maker_of(value)
+    assert maker is not None
+    node, n_values, read = maker
+    inputs = {one: _stand_in(one, place, known.get(one)) for one, place, _ in read}
+    n_rows = min(_core.node(node)[4], _N_ROWS) or -1
+    state = _get_state(torch.default_generator)
+    try:
+        part: torch.Tensor = one_call.run(node, n_rows, inputs, n_values, True)[value]
+    finally:
+        _set_state(torch.default_generator, state)
+    return _Layout(part.stride(), _dense(part.shape, part.stride()) != part.stride())
+
+
+def _stand_in(value: int, place: rows.Place | None, layout: _Layout | None) -> torch.Tensor:
+    """Return ones that lie in memory as two rows of a value; zeros for indices.
 
     Args:
         value: the value.
         place: where a call finds its rows; None: it reads the whole value.
-        parts: those that are known, by value and place.
-
-    Raises:
-        RuntimeError: a call does not take stand-ins.
+        layout: its layout, if it was found out.
     """
-    if (value, place) not in parts:
-        info, maker = Info.of(value), _core.maker_of(value)
-        strides = info.strides if info.result is None else info.result.stride()
-        if strides is not None or maker is None or place != info.place:
-            parts[value, place] = _stand_in(info, place, strides)
-        else:
-            node, n_values, inputs = maker
-            tensors = {one: _part(one, at, parts) for one, at, _ in inputs}
-            parts[value, place] = _made_alone(value, node, n_values, tensors)
-    return parts[value, place]
-
-
-def _stand_in(
-    info: Info, place: rows.Place | None, strides: tuple[int, ...] | None
-) -> torch.Tensor:
-    """Return ones that lie in memory as two rows of a value; zeros for indices."""
-    shape = info.shape
+    info = Info.of(value)
+    shape, strides = info.shape, _strides_of(info) or (layout.strides if layout else None)
     if place is not None:
         _, dim, outer, inner = place
         n_rows = min(shape[dim] // (outer * inner), _N_ROWS)
@@ -84,16 +118,3 @@ def _stand_in(
     made = rows.empty(shape, strides, info.dtype, info.device)
     is_number = info.dtype.is_floating_point or info.dtype.is_complex
     return made if is_number and made.nbytes > _MANY_BYTES else made.fill_(1 if is_number else 0)
-
-
-def _made_alone(
-    value: int, node: int, n_values: int, inputs: dict[int, torch.Tensor]
-) -> torch.Tensor:
-    """Return what a call makes of stand-ins. It may write these, and its draws are undone."""
-    n_rows = min(_core.node(node)[4], _N_ROWS)
-    state = _get_state(torch.default_generator)
-    try:
-        made: torch.Tensor = one_call.run(node, n_rows or -1, inputs, n_values, True)[value]
-    finally:
-        _set_state(torch.default_generator, state)
-    return made
