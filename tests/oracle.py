@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 import koila
 from chunked import split
+from koila.staged import layouts
 
 #: Largest difference allowed, as a share of the largest entry of the tensor it is in.
 TOLERANCE = 1e-10
@@ -66,7 +67,8 @@ class FlopCounter(TorchDispatchMode):
     """Count the multiplications of matrix products, convolutions and attention that really run.
 
     They are proportional to the rows, forward and backward, whatever the chunks: so their sum tells
-    how often each row went through the model. Shape inference on meta tensors is not counted.
+    how often each row went through the model. Shape inference on meta tensors is not counted, nor
+    are calls on two rows of stand-ins, which tell how memory lies.
     """
 
     sees_koila = True
@@ -74,6 +76,24 @@ class FlopCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
+        self._finds: list[Any] = []
+
+    def __enter__(self) -> Self:
+        found = layouts._found
+
+        def uncounted(*args: Any) -> Any:
+            before = self.flops
+            result = found(*args)
+            self.flops = before
+            return result
+
+        self._finds.append(found)
+        layouts._found = uncounted
+        return super().__enter__()  # type: ignore[no-any-return]
+
+    def __exit__(self, *exc: Any) -> None:
+        layouts._found = self._finds.pop()
+        super().__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from koila import _core
-from koila.basics import rows
+from koila.basics import rows, surroundings
 from koila.staged import one_call
 from koila.staged.facts import Info
 
@@ -95,7 +95,8 @@ def _found(value: int, known: dict[int, _Layout]) -> _Layout:
     n_rows = min(_core.node(node)[4], _N_ROWS) or -1
     state = _get_state(torch.default_generator)
     try:
-        part: torch.Tensor = one_call.run(node, n_rows, inputs, n_values, True)[value]
+        with surroundings.making_calls():
+            part: torch.Tensor = one_call.run(node, n_rows, inputs, n_values, True)[value]
     finally:
         _set_state(torch.default_generator, state)
     return _Layout(part.stride(), _dense(part.shape, part.stride()) != part.stride())
