@@ -43,8 +43,8 @@ _HEAP_SHARE = 4
 #: The threshold is a share of the memory that the process may still take, between two bounds: at
 #: the lower bound each call pays for new pages, at the upper one almost none does.
 _BLOCK_SHARE, _LEAST_BLOCK, _MOST_BLOCK = 1 / 256, 2**16, 2**22
-#: Of a value that is kept for each chunk, each chunk may leave a hole. The holes of one value may
-#: take this share of the memory, or have this size each.
+#: A value that is kept for each chunk may leave as many holes as there are chunks. The threshold is
+#: lowered until the holes of one value take this share of the memory, but not below this size.
 _HOLES_SHARE, _LEAST_HOLE = 1 / 32, 2**14
 _least_left = math.inf  # the least that a limit left when the threshold was set
 

@@ -298,11 +298,11 @@ def _until_written(root: Root, hook: Any) -> Callable[..., Any]:
     arrive at that one.
     """
 
-    def is_one() -> bool:
+    def is_a_view() -> bool:
         number = _core.real(root.lazy)  # if the part has run whole
         return Info.of(root.value).view is not None if number is None else number._is_view()
 
-    is_view = root.lazy is not None and _core.held(root.lazy, is_one, (), {})
+    is_view = root.lazy is not None and _core.held(root.lazy, is_a_view, (), {})
     n_writes = root.counter._version
 
     def checked(*gradients: Any) -> Any:

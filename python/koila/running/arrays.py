@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers of recorded values that the user has as NumPy arrays.
 
-Torch does not count a write to such an array. In eager, calls after it read what was written, and
-so does the backward of calls before it that saved the value. A chunk computes the value again, as
-it was. So a program that reads a value whose array was written is refused.
+Torch does not count a write to such an array. In eager, later calls read what was written, and so
+does the backward of earlier calls that saved the value. But a chunk computes the value again, as it
+was before the write. So a program that reads a value whose array was written is refused.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def note(lazy: Any, number: torch.Tensor, shared: torch.Tensor) -> None:
         return
     info = Info.of(value)
     if Info.of(info.base).requires_grad or info.requires_grad:
-        ofs = _known().setdefault(info.storage, [])
-        ofs[:] = [one for one in ofs if not one.is_over()]
-        ofs.append(_Array(number, shared))
+        noted = _known().setdefault(info.storage, [])
+        noted[:] = [one for one in noted if not one.is_over()]
+        noted.append(_Array(number, shared))
 
 
 def check(program: Program) -> None:
@@ -78,7 +78,10 @@ def check(program: Program) -> None:
     if "arrays" not in _core.memo():
         return
     written = {
-        storage: one.where for storage, ofs in _known().items() for one in ofs if one.is_written()
+        storage: one.where
+        for storage, noted in _known().items()
+        for one in noted
+        if one.is_written()
     }
     for node in program.nodes.values() if written else ():
         for value in (value for value in _core.node(node.id)[5] if value >= 0):
@@ -95,6 +98,6 @@ def check(program: Program) -> None:
 def check_live() -> None:
     """As `check`, for all pending calls."""
     if "arrays" in _core.memo() and any(
-        one.is_written() for ofs in _known().values() for one in ofs
+        one.is_written() for noted in _known().values() for one in noted
     ):
         check(Program([]))

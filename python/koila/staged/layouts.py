@@ -41,9 +41,9 @@ def settled(value: int) -> Info:
         # A value has a larger number than those that it is made of.
         for one in sorted(_needed(value, known)):
             known[one] = _found(one, known)
-    except Exception:  # a call does not take stand-ins
+        strides, has_gaps = known[value]
+    except Exception:  # a call does not take stand-ins, or no call makes the value
         return info
-    strides, has_gaps = known[value]
     step = 2 if has_gaps else 1
     return info._replace(strides=tuple(step * one for one in _dense(info.shape, strides)))
 
