@@ -47,7 +47,7 @@ MUTANTS = [
     Mutant(
         "draws: a chunk that runs again draws anew",
         "python/koila/random/draws.py",
-        "        noise.set_state(generator, state)\n        self.spots[i] =",
+        "        generator_state.set_to(generator, state)\n        self.spots[i] =",
         "        self.spots[i] = list() or",
         "tests/test_counterexamples.py -k two_dropouts",
     ),
@@ -215,7 +215,7 @@ MUTANTS = [
     Mutant(
         "checkpoint: a custom function draws other numbers in backward",
         "python/koila/running/custom_functions.py",
-        "states = [(one, noise.get_state(one)) for one in own]",
+        "states = [(one, generator_state.get(one)) for one in own]",
         "states = []",
         "tests/test_checkpoint_functions.py",
     ),
@@ -551,7 +551,7 @@ MUTANTS = [
     Mutant(
         "checkpoint: what is recomputed draws other numbers",
         "python/koila/running/repeated.py",
-        "            noise.set_state(generator, state)",
+        "            generator_state.set_to(generator, state)",
         "            pass",
         "tests/test_checkpoints_live.py",
     ),

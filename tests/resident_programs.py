@@ -195,23 +195,23 @@ def pictures(n_rows: int, size: int = 32) -> tuple[Tensor, Tensor]:
     return torch.randn(n_rows, 3, size, size), torch.randint(10, (n_rows,))
 
 
+def residual_net(width: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+        Residual(width, width, 1), Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10),
+    )  # fmt: skip
+
+
 def resnet(lazy: Lazy) -> Iterator[Tensor]:
     """Convolutions with batch normalization and skips."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 24, 3, 1, 1, bias=False), nn.BatchNorm2d(24), nn.ReLU(),
-        Residual(24, 24, 1), Residual(24, 48, 2), Residual(48, 96, 2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10),
-    )  # fmt: skip
+    model = residual_net(24)
     return trained(lazy, model, lambda: pictures(128), lambda x, y: F.cross_entropy(model(x), y))
 
 
 def mixed_up(lazy: Lazy) -> Iterator[Tensor]:
     """Blends of images in a narrow network: a chunk of few samples has small tensors."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-        Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2),
-        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10),
-    )  # fmt: skip
+    model = residual_net(16)
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         blend = 0.7 * x + 0.3 * x[torch.randperm(len(x))]

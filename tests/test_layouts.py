@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 import koila
 import opcalls
 from koila import _core
+from koila.basics import rows
 from koila.staged import layouts
 from koila.staged.facts import Info
 from oracle import Lazy, assert_close, assert_same_story
@@ -191,7 +192,7 @@ def differing(want: Any, got: Any) -> list[str]:
         if value is None or Info.of(value).strides is not None or Info.of(value).place is None:
             continue
         found = layouts.settled(value).strides
-        dense = layouts._dense(eager.shape, eager.stride())
+        dense = rows.dense_strides(eager.shape, eager.stride())
         step = 1 if dense == eager.stride() else 2
         strides = zip(found or (), dense, eager.shape, strict=False)
         if found is None or any(one != step * other and size > 1 for one, other, size in strides):

@@ -80,9 +80,10 @@ class Verification:
     def __str__(self) -> str:
         n = len(self.differences)
         verdict = "equal up to rounding" if self.is_equal else "NOT equal"
-        lines = [f"whole and in {count(self.n_chunks, 'chunk')}: {verdict}, of {n} tensors"]
+        runs = f"whole and in {count(self.n_chunks, 'chunk')}"
         if self.n_chunks == 1:
-            lines = [f"nothing ran in chunks, so both runs were whole: {verdict}, of {n} tensors"]
+            runs = "nothing ran in chunks, so both runs were whole"
+        lines = [f"{runs}: {verdict}, of {n} tensors"]
         if self.first_module is not None:
             lines.append(f"the first module whose output differs: {self.first_module}")
         if self.n_sensitive:

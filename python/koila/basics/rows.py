@@ -107,6 +107,23 @@ def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.devic
     return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
 
 
+def dense_strides(shape: Sequence[int], like: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Return strides without gaps for `shape`, whose dims have the order in memory that strides
+    `like` have; None: row-major.
+
+    Examples:
+        >>> from koila.basics.rows import dense_strides
+        >>> dense_strides((2, 3)), dense_strides((2, 3), (1, 10))
+        ((3, 1), (1, 2))
+    """
+    order, _ = _memory_order(like or [0] * len(shape))
+    dense, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        dense[dim] = step
+        step *= max(1, shape[dim])
+    return tuple(dense)
+
+
 def zeros(
     shape: Sequence[int], strides: Sequence[int] | None, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
@@ -119,12 +136,7 @@ def empty(
 ) -> torch.Tensor:
     """Return an uninitialized dense tensor whose dims have the order in memory that `strides` have;
     None: row-major."""
-    order, _ = _memory_order(strides or [0] * len(shape))
-    dense, step = [0] * len(shape), 1
-    for dim in reversed(order):
-        dense[dim] = step
-        step *= max(1, shape[dim])
-    return torch.empty_strided(shape, dense, dtype=dtype, device=device)
+    return torch.empty_strided(shape, dense_strides(shape, strides), dtype=dtype, device=device)
 
 
 def is_cut_in_place(tensor: torch.Tensor, place: Place) -> bool:

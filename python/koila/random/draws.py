@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from koila import _core
-from koila.basics import rows
+from koila.basics import generator_state, rows
 from koila.basics.rows import Bounds
 from koila.messages.errors import KoilaError
 from koila.random import generators, noise_drawn
@@ -91,7 +91,7 @@ def start_of(i: int, out: int) -> tuple[torch.Generator, torch.Tensor | None]:
     known = cells.get((i, None), memo.get("starts", {}).get(i))
     if isinstance(cells.get((i, 0)), int) or isinstance(known, int):
         return generator, None
-    return generator, noise.get_state(generator) if known is None else known
+    return generator, generator_state.get(generator) if known is None else known
 
 
 def run_again(
@@ -127,7 +127,7 @@ def run_again(
     cells: dict[Cell, torch.Tensor | int] = memo.get("cells", {})
     starts: dict[int, torch.Tensor] = memo.get("starts", {})
     generator = generators.generator_of(_core.value(first_out)[10])
-    before = noise.get_state(generator)
+    before = generator_state.get(generator)
 
     def run(cell: Any, n_rows: int, tensors: dict[int, torch.Tensor]) -> list[Any]:
         generators.set_to(generator, cell)
@@ -145,7 +145,7 @@ def run_again(
             for one in bounds
         ]
     finally:
-        noise.set_state(generator, before)
+        generator_state.set_to(generator, before)
     results = [_gather([part[k] for part in parts], out) for k, out in enumerate(outs)]
     if is_written:
         return inputs[0][2].copy_(results[0])
@@ -224,21 +224,21 @@ class Draws:
         for run in self.program.runs:
             self.run_of.update((i, run) for i in run.nodes if self.program.node(i).is_random)
         for device in {torch.device("cpu"), *map(self._device, self.run_of)}:
-            self.before[device] = noise.get_state(generators.generator_of(device))
+            self.before[device] = generator_state.get(generators.generator_of(device))
         for i in sorted(self.run_of):
             self._draw(i, self.run_of[i])
         self.after = {
-            device: noise.get_state(generators.generator_of(device)) for device in self.before
+            device: generator_state.get(generators.generator_of(device)) for device in self.before
         } | self.hooked
 
     def _draw(self, i: int, run: Run) -> None:
         """Advance the generator past the draws of one call, unless that has been done before, and
         prepare what its chunks need to draw."""
         generator = generators.generator_of(self._device(i))
-        here = noise.get_state(generator)
+        here = generator_state.get(generator)
         has_drawn = i in self.starts  # an earlier run, or `generators.move_on`, advanced past it
         if has_drawn:
-            noise.set_state(generator, self.starts[i])
+            generator_state.set_to(generator, self.starts[i])
         else:
             self.starts[i] = here
             self.new_starts.append(i)
@@ -255,7 +255,7 @@ class Draws:
         elif not has_drawn:
             generators.advance(i, node.first_out, len(node.outs), generator)
         if has_drawn:
-            noise.set_state(generator, here)
+            generator_state.set_to(generator, here)
 
     def _sizes(self, run: Run) -> list[int]:
         """Return the number of rows of each chunk."""
@@ -280,7 +280,7 @@ class Draws:
             cell = self.old_cells.get((i, start))
             if cell is not None:
                 generators.set_to(generator, cell)
-            self.cells[i, start] = noise.get_state(generator)
+            self.cells[i, start] = generator_state.get(generator)
             if not has_drawn if stop == bounds[-1][1] else (i, stop) not in self.old_cells:
                 self._draw_alone(i, stop - start)
 
@@ -316,7 +316,7 @@ class Draws:
             share = noise_of_call.n_elements // noise_of_call.n_rows
             noise_drawn.advance(noise_of_call, share * (row - at), own)
             state = own.get_state()
-        noise.set_state(generator, state)
+        generator_state.set_to(generator, state)
         self.spots[i] = [(row, state)]
 
     def call(
@@ -366,7 +366,7 @@ class Draws:
         if threading.active_count() > 1:  # another thread may have drawn in between
             self._check_alone(i, bounds, generator)
         elif cell is None and bounds is not None and self.noises[i][0].place is not None:
-            self.spots[i].append((bounds[1], noise.get_state(generator)))
+            self.spots[i].append((bounds[1], generator_state.get(generator)))
         return result
 
     def _check_alone(self, i: int, bounds: Bounds | None, generator: torch.Generator) -> None:
@@ -380,7 +380,7 @@ class Draws:
         """
         if generator.device.type != "cpu":
             return
-        state = noise.get_state(generator)
+        state = generator_state.get(generator)
         text = ctypes.string_at(state.data_ptr(), state.nbytes)
         end = hashlib.blake2b(text, digest_size=16).digest()
         if self.ends.setdefault((i, bounds), end) == end:
@@ -416,7 +416,7 @@ class Draws:
     def enter(self) -> None:
         """Go on after hooks of the user, which began at the state of `leave` and may have drawn."""
         for device in self.before:
-            self.hooked[device] = noise.get_state(generators.generator_of(device))
+            self.hooked[device] = generator_state.get(generators.generator_of(device))
         self.after = self.hooked.copy()
 
     def roll_back(self) -> None:
@@ -430,7 +430,7 @@ class Draws:
     @staticmethod
     def _put(states: dict[torch.device, torch.Tensor]) -> None:
         for device, state in states.items():
-            noise.set_state(generators.generator_of(device), state)
+            generator_state.set_to(generators.generator_of(device), state)
 
 
 def is_by_chunks(noises: list[noise.Noise], sizes: list[int]) -> bool:

@@ -9,12 +9,12 @@ import threading
 import torch
 
 from koila import _core
-from koila.basics import surroundings
+from koila.basics import generator_state, surroundings
 from koila.basics.lines import user_line
 from koila.basics.threads import in_turn
 from koila.messages.errors import KoilaError
 from koila.random import noise_drawn, plain
-from koila.staged import noise, one_call
+from koila.staged import one_call
 from koila.staged.noise import is_uncounted, noises_of
 
 _manual_seed = torch._C.Generator.manual_seed  # taken before koila patches it
@@ -44,7 +44,7 @@ def states() -> dict[torch.device, torch.Tensor]:
     devices = [torch.device("cpu")]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         devices.append(torch.device("cuda", torch.cuda.current_device()))
-    return {device: noise.get_state(generator_of(device)) for device in devices}
+    return {device: generator_state.get(generator_of(device)) for device in devices}
 
 
 #: By thread: the generator states at which its first waiting call must draw, and the line of that
@@ -91,7 +91,7 @@ def check_undisturbed() -> None:
     """
     states, recorded = _expected.get(threading.get_ident(), ({}, ""))
     if not _core.has_draw(False) or all(
-        torch.equal(state, noise.get_state(generator_of(d))) for d, state in states.items()
+        torch.equal(state, generator_state.get(generator_of(d))) for d, state in states.items()
     ):
         return
     _expected.pop(threading.get_ident(), None)  # the error is raised once; a second try runs
@@ -140,11 +140,11 @@ def move_on() -> None:
         try:
             for i, first_out, n_outs in waiting:
                 generator = generator_of(_core.value(first_out)[10])
-                state = noise.get_state(generator)
+                state = generator_state.get(generator)
                 try:
                     advance(i, first_out, n_outs, generator)
                 except BaseException:
-                    noise.set_state(generator, state)
+                    generator_state.set_to(generator, state)
                     raise
                 starts[i] = state
                 _core.note_drawn(i)
@@ -184,4 +184,4 @@ def set_to(generator: torch.Generator, cell: torch.Tensor | int) -> None:
     if isinstance(cell, int):
         _manual_seed(generator, cell)
     else:
-        noise.set_state(generator, cell)
+        generator_state.set_to(generator, cell)

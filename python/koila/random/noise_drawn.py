@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from koila import _core
+from koila.basics import generator_state
 from koila.basics.modes import Mode
 from koila.staged.noise import (
     SIXTEEN,
     Noise,
     drawn_by,
-    get_state,
     is_contiguous,
     is_serial,
-    set_state,
 )
 
 _BLOCK = 1 << 16  # the elements drawn at a time, if only the generator's state matters
@@ -28,9 +27,9 @@ _MANY = 1 << 9  # from this many elements on, the generator is advanced without 
 
 def _skip(generator: torch.Generator, n_words: int) -> None:
     """Advance the generator by a number of words, as drawing them would."""
-    state = get_state(generator)
+    state = generator_state.get(generator)
     after = _core.skip_words(ctypes.string_at(state.data_ptr(), state.nbytes), n_words)
-    set_state(generator, torch.frombuffer(bytearray(after), dtype=torch.uint8))
+    generator_state.set_to(generator, torch.frombuffer(bytearray(after), dtype=torch.uint8))
 
 
 @functools.lru_cache(maxsize=256)
@@ -56,7 +55,7 @@ def _words(method: str, dtype: torch.dtype, values: tuple[Any, ...]) -> int:
             except ValueError:  # this torch has another generator
                 return 0
             _fill_all(noise, n_filled, moved)
-            if not torch.equal(get_state(drawn), get_state(moved)):
+            if not torch.equal(generator_state.get(drawn), generator_state.get(moved)):
                 break
         else:
             return n_words

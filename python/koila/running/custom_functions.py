@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from koila import _core
-from koila.basics import engine, lines, surroundings, switches
+from koila.basics import engine, generator_state, lines, surroundings, switches
 from koila.messages.errors import KoilaError
 from koila.random import generators
 from koila.running import checkpoints, custom_memory, recomputed
 from koila.running.recomputed import Body, Handle
 from koila.running.repeated import Call, Layout, Memory, OfPart, Ref, map_nested
-from koila.staged import meta, noise
+from koila.staged import meta
 from koila.staged.aliases import version_of
 
 
@@ -123,7 +123,7 @@ def _run(body: Body, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     context = switches.Context.current(tensors[0].device)
     own = dict.fromkeys(generators.generator_of(one.device) for one in tensors)
     own[torch.default_generator] = None
-    states = [(one, noise.get_state(one)) for one in own]
+    states = [(one, generator_state.get(one)) for one in own]
     before = list(map(version_of, tensors))
     with saved_tensors_hooks(pack, Handle.get):
         made = func(*args, **kwargs)

@@ -20,13 +20,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from koila import _core
-from koila.basics import lines, surroundings, switches
+from koila.basics import generator_state, lines, surroundings, switches
 from koila.memory import outside
 from koila.messages.errors import KoilaError, let_go
 from koila.random import draws
 from koila.reductions import norms
 from koila.running.repeated import Call, Layout, Memory, OfPart, Ref, map_nested
-from koila.staged import aliases, meta, noise
+from koila.staged import aliases, meta
 from koila.staged.aliases import version_of
 from koila.staged.facts import is_data
 
@@ -366,13 +366,13 @@ def _unasked(_: None) -> NoReturn:
 def _making(calls: list[Call]) -> Iterator[None]:
     """Let a block run calls once more, and restore the generators that they draw from."""
     generators = {generator for call in calls for generator, _ in call.states}
-    states = [(one, noise.get_state(one)) for one in generators]
+    states = [(one, generator_state.get(one)) for one in generators]
     try:
         with surroundings.making_calls():
             yield
     finally:
         for generator, state in states:
-            noise.set_state(generator, state)
+            generator_state.set_to(generator, state)
 
 
 # Live calls ---------------------------------------------------------------------------------------

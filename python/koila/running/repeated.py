@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from koila.basics import switches
+from koila.basics import generator_state, switches
 from koila.reductions import norms
-from koila.staged import noise
 
 
 class Ref(NamedTuple):
@@ -42,7 +41,7 @@ class Call(NamedTuple):
         if self.again is not None:  # torch's second run updates the statistics too
             args = (*args[:3], *self.again.running, args[5], self.again.next(), *args[7:])
         for generator, state in self.states:
-            noise.set_state(generator, state)
+            generator_state.set_to(generator, state)
         with self.context.on():
             made = self.func(*args, **kwargs)
         if made is None:  # the call was __setitem__

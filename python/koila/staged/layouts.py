@@ -15,16 +15,12 @@ from typing import NamedTuple
 import torch
 
 from koila import _core
-from koila.basics import rows, surroundings
+from koila.basics import generator_state, rows, surroundings
 from koila.staged import one_call
 from koila.staged.facts import Info
 
 _N_ROWS = 2  # a single row would not tell where the rows are in memory
 _MANY_BYTES = 1 << 20  # larger weights stay unfilled: the system gives no memory to those
-
-# Taken before koila patches these methods: the patched ones first let pending random calls draw.
-_get_state = torch._C.Generator.get_state
-_set_state = torch._C.Generator.set_state
 
 
 def settled(value: int) -> Info:
@@ -45,7 +41,9 @@ def settled(value: int) -> Info:
     except Exception:  # a call does not take stand-ins, or no call makes the value
         return info
     step = 2 if has_gaps else 1
-    return info._replace(strides=tuple(step * one for one in _dense(info.shape, strides)))
+    return info._replace(
+        strides=tuple(step * one for one in rows.dense_strides(info.shape, strides))
+    )
 
 
 class _Layout(NamedTuple):
@@ -53,11 +51,6 @@ class _Layout(NamedTuple):
 
     strides: tuple[int, ...]
     has_gaps: bool
-
-
-def _dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return strides without gaps for `shape`, whose dims lie in memory as strides `order` say."""
-    return rows.empty(shape, order, torch.uint8, torch.device("meta")).stride()
 
 
 def _strides_of(info: Info) -> tuple[int, ...] | None:
@@ -93,13 +86,13 @@ def _found(value: int, known: dict[int, _Layout]) -> _Layout:
     node, n_values, read = maker
     inputs = {one: _stand_in(one, place, known.get(one)) for one, place, _ in read}
     n_rows = min(_core.node(node)[4], _N_ROWS) or -1
-    state = _get_state(torch.default_generator)
+    state = generator_state.get(torch.default_generator)
     try:
         with surroundings.making_calls():
             part: torch.Tensor = one_call.run(node, n_rows, inputs, n_values, True)[value]
     finally:
-        _set_state(torch.default_generator, state)
-    return _Layout(part.stride(), _dense(part.shape, part.stride()) != part.stride())
+        generator_state.set_to(torch.default_generator, state)
+    return _Layout(part.stride(), rows.dense_strides(part.shape, part.stride()) != part.stride())
 
 
 def _stand_in(value: int, place: rows.Place | None, layout: _Layout | None) -> torch.Tensor:

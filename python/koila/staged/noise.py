@@ -23,10 +23,6 @@ from koila.basics import rows, table
 from koila.staged import layouts
 from koila.staged.facts import Info
 
-# Taken before koila patches these methods: the patched ones first let pending random calls draw.
-get_state: Any = torch._C.Generator.get_state
-set_state: Any = torch._C.Generator.set_state
-
 SIXTEEN = 16  # the numbers in a block of normal_()
 
 
@@ -73,7 +69,7 @@ class Noise(NamedTuple):
     ) -> torch.Tensor:
         """Draw the whole tensor, or a chunk of shape `shape` with its dims in the same order in
         memory."""
-        strides = self.strides if shape is None else _dense(shape, self.strides)
+        strides = self.strides if shape is None else rows.dense_strides(shape, self.strides)
         return self.fill(
             torch.empty_strided(shape or self.shape, strides, dtype=self.stored, device="cpu"),
             generator,
@@ -83,26 +79,13 @@ class Noise(NamedTuple):
 # What calls draw ----------------------------------------------------------------------------------
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    return _dense(shape, range(len(shape), 0, -1))
-
-
-def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return strides without gaps for `shape`, whose dims lie in memory as strides `order` say."""
-    strides, step = [0] * len(shape), 1
-    for dim in sorted(range(len(shape)), key=lambda d: (order[d], -d)):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)
-
-
 def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return torch.empty_strided(shape, strides, device="meta").is_contiguous()
 
 
 def _like(shape: Sequence[int], strides: Sequence[int] | None) -> tuple[int, ...]:
     """Return the strides of empty_like() of a tensor of this shape; None: they are not known."""
-    return _contiguous(shape) if strides is None else rows.strides_like(shape, strides)
+    return rows.dense_strides(shape) if strides is None else rows.strides_like(shape, strides)
 
 
 def _dropout(call: _Draw, follows: bool) -> list[Noise]:
@@ -110,7 +93,7 @@ def _dropout(call: _Draw, follows: bool) -> list[Noise]:
     (source, *_), shape = call.inputs, call.inputs[0].shape
     if not follows:
         shape = (*shape[:2], *(1 for _ in shape[2:]))
-    strides = _like(shape, source.strides) if follows else _contiguous(shape)
+    strides = _like(shape, source.strides) if follows else rows.dense_strides(shape)
     is_known = source.strides is not None or not follows
     values, place = (1 - call.word("p"),), call.out.place
     return [Noise("bernoulli_", {}, values, shape, strides, source.dtype, place, follows, is_known)]
@@ -119,7 +102,7 @@ def _dropout(call: _Draw, follows: bool) -> list[Noise]:
 def _fill(method: str, out: Info, values: tuple[Any, ...], words: dict[str, Any]) -> Noise:
     """Describe a call that fills its output."""
     is_known = out.strides is not None
-    strides = out.strides or _contiguous(out.shape)
+    strides = out.strides or rows.dense_strides(out.shape)
     return Noise(method, words, values, out.shape, strides, out.dtype, out.place, True, is_known)
 
 
@@ -134,7 +117,7 @@ def _bernoulli_of_tensor(source: Info, out: Info, is_in_place: bool) -> Noise:
 def _multinomial(source: Info, out: Info, is_replaced: bool) -> Noise:
     """Describe multinomial(): a number for each sample, or without replacement for each weight."""
     if is_replaced:
-        strides = _contiguous(out.shape)
+        strides = rows.dense_strides(out.shape)
         return Noise("uniform_", {}, (), out.shape, strides, torch.float64, out.place, False)
     strides = _like(source.shape, source.strides)
     is_known = source.strides is not None
@@ -155,7 +138,9 @@ def _attention(out: Info, query: Info, key: Info, p: float) -> Noise:
         dim = place[1] - (len(out.shape) - len(shape))
         is_theirs = 0 <= dim < len(shape) - 1 and shape[dim] == out.shape[place[1]]
         place = (place[0], dim, *place[2:]) if is_theirs else None
-    return Noise("bernoulli_", {}, (1 - p,), shape, _contiguous(shape), out.dtype, place, False)
+    return Noise(
+        "bernoulli_", {}, (1 - p,), shape, rows.dense_strides(shape), out.dtype, place, False
+    )
 
 
 def _recurrent(source: Info, hidden: Info, args: tuple[Any, ...]) -> list[Noise]:
@@ -166,7 +151,7 @@ def _recurrent(source: Info, hidden: Info, args: tuple[Any, ...]) -> list[Noise]
     n_features = hidden.shape[-1] * (2 if is_both else 1)
     shape = (source.shape[time], source.shape[batch], n_features)
     place = source.place and (source.place[0], 1, *source.place[2:])
-    strides = _contiguous(shape)
+    strides = rows.dense_strides(shape)
     noise = Noise("bernoulli_", {}, (1 - p,), shape, strides, source.dtype, place, False)
     return [noise] * (n_layers - 1)
 
@@ -203,7 +188,7 @@ def _of_like(method: str) -> Callable[[_Draw], list[Noise]]:
 def _of_shifted(call: _Draw) -> list[Noise]:
     std, out = call.word("std", 1.0), call.out
     values = (0.0, std if len(call.inputs) == 1 and std is not None else 1.0)
-    strides = _contiguous(out.shape)
+    strides = rows.dense_strides(out.shape)
     return [Noise("normal_", {}, values, out.shape, strides, out.dtype, out.place, False)]
 
 
