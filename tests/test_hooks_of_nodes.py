@@ -189,8 +189,8 @@ def after_an_inner_view(net: Any, x: Tensor) -> Tensor:
 
 
 def before_a_view_that_is_written(net: Any, x: Tensor) -> Tensor:
-    """In eager the write gives `h` another grad_fn. The gradient of the call after it arrives there,
-    and not at the node that has the hook."""
+    """In eager the write gives `h` another grad_fn. The gradient of the call after the write
+    arrives there, and not at the node that has the hook."""
     h = net[0](x).view(-1, 2, 2).flatten(1)
     z = cut(h)
     h.grad_fn.register_prehook(lambda go: (go[0] * 0.5,))

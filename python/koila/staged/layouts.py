@@ -41,9 +41,8 @@ def settled(value: int) -> Info:
     except Exception:  # a call does not take stand-ins, or no call makes the value
         return info
     step = 2 if has_gaps else 1
-    return info._replace(
-        strides=tuple(step * one for one in rows.dense_strides(info.shape, strides))
-    )
+    dense = rows.dense_strides(info.shape, strides)
+    return info._replace(strides=tuple(step * stride for stride in dense))
 
 
 class _Layout(NamedTuple):
@@ -92,7 +91,8 @@ def _found(value: int, known: dict[int, _Layout]) -> _Layout:
             part: torch.Tensor = one_call.run(node, n_rows, inputs, n_values, True)[value]
     finally:
         generator_state.set_to(torch.default_generator, state)
-    return _Layout(part.stride(), rows.dense_strides(part.shape, part.stride()) != part.stride())
+    strides = part.stride()
+    return _Layout(strides, has_gaps=rows.dense_strides(part.shape, strides) != strides)
 
 
 def _stand_in(value: int, place: rows.Place | None, layout: _Layout | None) -> torch.Tensor:
