@@ -675,6 +675,20 @@ MUTANTS = [
         "tests/test_detached_and_written.py",
     ),
     Mutant(
+        "numbers: a graph that raises leads to the leaves alone",
+        "python/koila/running/numbers.py",
+        "before.append(self.numbers.get(one, one))",
+        "before += []",
+        "tests/test_second_paths.py",
+    ),
+    Mutant(
+        "spent: the values that no backward reached are not compared",
+        "python/koila/running/spent.py",
+        "if pending & node.pending:",
+        "if pending & set():",
+        "tests/test_second_paths.py",
+    ),
+    Mutant(
         "cut: a value that was written after it was read has all of its gradient",
         "python/koila/recording/cut.py",
         "return frozenset(found.union(one for one in ids if _core.graph_of(one) in found))",

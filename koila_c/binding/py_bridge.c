@@ -51,39 +51,38 @@ kl_bridge_behind(PyObject *Py_UNUSED(module), PyObject *object)
         return NULL;
     }
     const KlTape *core = &tape->core;
-    PyObject *leaves = PyList_New(0);
+    PyObject *leaves = PyList_New(0), *held = PyList_New(0);
     bool *is_reached = kl_alloc_zeroed(core->n_values, sizeof(*is_reached));
-    if (leaves == NULL || is_reached == NULL) {
-        Py_CLEAR(leaves);
-        (void)PyErr_NoMemory();
-        goto done;
+    bool is_good = leaves != NULL && held != NULL && is_reached != NULL;
+    if (is_good) {
+        is_reached[id] = true;
     }
-    is_reached[id] = true;
-    for (size_t i = core->n_nodes; i-- > 0;) {
+    for (size_t i = core->n_nodes; i-- > 0 && is_good;) {
         const KlNode *node = &core->nodes[i];
         bool is_on_the_way = false;
         for (uint32_t k = 0; k < node->n_outs && !node->is_done; k++) {
             KlValueId out = node->first_out + k;
-            is_on_the_way =
-                is_on_the_way || (is_reached[out] && core->values[out].meta.requires_grad);
+            is_on_the_way |= is_reached[out] && core->values[out].meta.requires_grad;
         }
-        for (uint32_t k = node->n_inputs; k-- > 0 && is_on_the_way;) {
+        for (uint32_t k = node->n_inputs; k-- > 0 && is_on_the_way && is_good;) {
             KlValueId input = core->inputs[node->first_input + k].value;
-            if (input == KL_ID_NONE) {
+            if (input == KL_ID_NONE || !core->values[input].meta.requires_grad) {
                 continue;
             }
-            PyObject *real = tape->values[input].real;
+            const KlPyValue *entry = &tape->values[input];
+            is_good = (entry->real == NULL || PyList_Append(leaves, entry->real) == 0) &&
+                      (entry->handle == NULL || is_reached[input] ||
+                       kl_py_append_new(held, PyLong_FromUnsignedLong(input)) == 0);
             is_reached[input] = true;
-            if (real != NULL && core->values[input].meta.requires_grad &&
-                PyList_Append(leaves, real) < 0) {
-                Py_CLEAR(leaves);
-                goto done;
-            }
         }
     }
-done:
+    PyObject *found = is_good              ? PyTuple_Pack(2, leaves, held)
+                      : is_reached == NULL ? PyErr_NoMemory()
+                                           : NULL;
     kl_alloc_free(is_reached);
-    return leaves;
+    Py_XDECREF(leaves);
+    Py_XDECREF(held);
+    return found;
 }
 
 PyObject *

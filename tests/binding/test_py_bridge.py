@@ -31,8 +31,9 @@ def test_what_is_reached() -> None:
     h, w = known()
     assert core.can_cut()
     ((value, number),) = core.reached()
-    (leaf,) = core.behind(value)
-    assert leaf is w and value == core.id(h) and not core.is_spent(h)
+    (leaf,), held = core.behind(value)
+    assert leaf is w and held == [] and value == core.id(h) and not core.is_spent(h)
+    assert core.behind(core.id(h * 2)) == ([w], [value])
     torch.testing.assert_close(number, batch() @ w.detach())
 
 

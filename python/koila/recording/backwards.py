@@ -103,10 +103,12 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     words = words_of(names, args, kwargs)
     _refuse_roots(words, names[0], names[1])
     left = _tell_why(func, words, names[0])
+    inputs = () if words.get("inputs") is None else _listed(words["inputs"])
+    pending = spent.pending_of(inputs)
     try:
         unsplit.run(func, args, kwargs, left)
-        if words.get("inputs") is not None:
-            spent.check(_reals(words[names[0]]), _reals(words["inputs"]))
+        if inputs:
+            spent.check(_reals(words[names[0]]), _reals(inputs), pending)
     finally:
         _core.note_backward()
 
@@ -265,10 +267,11 @@ def _autograd_grad(
     if not words.get("is_grads_batched"):  # batched gradients have one dim more than the roots
         _refuse_roots(words, "outputs", "grad_outputs")
     left = _tell_why(func, words, "outputs", cause)
+    pending = spent.pending_of(_listed(words["inputs"]))
     try:
         found = unsplit.run(func, args, kwargs, left)
-        if any(gradient is None for gradient in found):
-            spent.check(_reals(words["outputs"]), _reals(words["inputs"]))
+        if pending or any(gradient is None for gradient in found):
+            spent.check(_reals(words["outputs"]), _reals(words["inputs"]), pending)
         return found
     except RuntimeError:
         spent.check(_reals(words["outputs"]), _reals(words["inputs"]))

@@ -302,7 +302,7 @@ def _handed_out(cut: Cut, roots: dict[int, Root]) -> dict[int, torch.Tensor]:
     has_derivatives = "recipes" in _core.memo()
     known = unsplit.leaves_behind(Program(list(roots)), roots) if has_derivatives else None
     for value in roots:
-        behind = {id(leaf): leaf for leaf in reversed(_core.behind(value))}
+        behind = {id(leaf): leaf for leaf in reversed(_core.behind(value)[0])}
         if known is not None:
             behind = {key: leaf for key, leaf in behind.items() if key in known[value]}
         leaves.update(behind)

@@ -84,7 +84,7 @@ def _behind(tensor: Any) -> list[torch.Tensor]:
     real, value = _core.real(tensor), _core.id(tensor)
     if real is not None:
         return [real]
-    return [] if value is None else _core.behind(value)
+    return [] if value is None else _core.behind(value)[0]
 
 
 def _parameters_of(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -28,6 +29,36 @@ def _in_memory_of(number: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         return made
     layout = made.storage_offset(), made.shape, made.stride()
     return torch.empty(0, dtype=made.dtype, device=made.device).set_(memory, *layout)
+
+
+class GoneGraphs:
+    """The graphs that raise, in place of those that a backward freed or a write made outdated. Each
+    leads to the leaves, and to the other values of the user, that its value depends on: so a
+    gradient for one of these raises, too, where another path leads to it."""
+
+    def __init__(self) -> None:
+        #: By value: its number, which needs a gradient, and the user's values it depends on.
+        self.numbers: dict[int, torch.Tensor] = {}
+        self.held: dict[int, set[int]] = {}
+
+    def put(self, function: Callable[..., torch.Tensor], value: int, number: torch.Tensor) -> Any:
+        """Return the number of a value with such a graph; those of values before it come first.
+
+        Args:
+            function: `spent` or `outdated`.
+            value: its id.
+            number: its number.
+        """
+        leaves, held = _core.behind(value)
+        before: list[torch.Tensor | int] = [*leaves]
+        reached = set[int]()  # values that a graph in `before` leads to
+        for one in sorted(held, reverse=True):
+            if one not in reached:
+                before.append(self.numbers.get(one, one))
+                reached |= self.held.get(one, set())
+        self.held[value] = set(held)
+        self.numbers[value] = function(number, before)
+        return self.numbers[value]
 
 
 class Numbers:
@@ -63,16 +94,23 @@ class Numbers:
             for value in group
             if Info.of(value).result is not None and not program.info(value).is_uncertain
         }
-        #: (value, its number, whether it leaves the tape), for `deliver` at the commit.
-        self.found: list[tuple[int, torch.Tensor, bool]] = []
+        is_final: dict[int, bool] = {}
         for storage, group in groups.items():
             # A recorded call may write a lazy that stays. So lazies of a storage stay or leave
             # together.
             n_leaving = sum(map(self._is_leaving, group))
-            is_final = n_leaving >= program.n_sharing.get(storage, len(group))
+            are_final = n_leaving >= program.n_sharing.get(storage, len(group))
             if program.info(group[0]).is_uncertain:
-                is_final = any(map(self._is_spent, group))
-            self.found += [(value, self._number(value), is_final) for value in group]
+                are_final = any(map(self._is_spent, group))
+            is_final.update(dict.fromkeys(group, are_final))
+        self.gone = GoneGraphs()
+        #: (value, its number, whether it leaves the tape), for `deliver` at the commit.
+        self.found: list[tuple[int, torch.Tensor, bool]] = []
+        for value in sorted(is_final):
+            number = self._number(value)
+            self.found.append((value, number, is_final[value]))
+            if number.requires_grad:
+                self.gone.numbers.setdefault(value, number)
 
     def _is_spent(self, value: int) -> bool:
         """Return whether backward went through the node of a value, by any output of the node."""
@@ -94,7 +132,7 @@ class Numbers:
             return self._of_kept(value)
         result = self._of_storage(value)
         is_new = self._is_spent(value) and not result.requires_grad
-        return spent(result, _core.behind(value)) if is_new else result
+        return self.gone.put(spent, value, result) if is_new else result
 
     def _of_kept(self, value: int) -> torch.Tensor:
         """Return the number of a value that the run kept whole; the same tensor at each call.
@@ -110,7 +148,7 @@ class Numbers:
                 known = self.read.get(self.program.info(value).storage)
                 result = result if known is None else _in_memory_of(known, result)
             is_spent = self._is_spent(value)
-            self.made[value] = spent(result, _core.behind(value)) if is_spent else result
+            self.made[value] = self.gone.put(spent, value, result) if is_spent else result
         return self.made[value]
 
     def _of_storage(self, value: int) -> torch.Tensor:
@@ -156,11 +194,12 @@ def settle_outdated(is_over: bool = False) -> None:
     keeps such values would otherwise keep their programs alive.
     """
     all_such, some = _core.outdated(is_over)
-    for value in (*all_such, *some):
+    gone = GoneGraphs()
+    for value in sorted((*all_such, *some)):
         result, requires_grad = _core.value(value)[6], _core.value(value)[2]
         assert result is not None
         if requires_grad:
-            result = hooks.give(value, outdated(result, _core.behind(value)))
+            result = hooks.give(value, gone.put(outdated, value, result))
         if all_such:
             _core.deliver(value, result, True)
         else:
