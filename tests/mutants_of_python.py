@@ -677,15 +677,15 @@ MUTANTS = [
     Mutant(
         "numbers: a graph that raises leads to the leaves alone",
         "python/koila/running/numbers.py",
-        "before.append(self.numbers.get(one, one))",
+        "before.append(self.numbers[one])",
         "before += []",
         "tests/test_second_paths.py",
     ),
     Mutant(
-        "spent: the values that no backward reached are not compared",
-        "python/koila/running/spent.py",
-        "if pending & node.pending:",
-        "if pending & set():",
+        "numbers: what was computed from a pending value loses its graph",
+        "python/koila/running/numbers.py",
+        "if found == tracked:",
+        "if found:",
         "tests/test_second_paths.py",
     ),
     Mutant(

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two paths lead from a loss to a value, and a backward went through one of them before. Torch
-raises if that path saved something; koila raises, or returns the whole gradient, never the share of
-the other path alone."""
+raises if that path saved something; koila raises, or returns the gradient that torch returns where
+the graph was retained, never the share of the other path alone."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import koila
+from koila.running import spent
 
 F64 = torch.float64
 ROWS = 6
@@ -54,20 +54,20 @@ def across(nets: Nets, v: Tensor) -> Tensor:
 LOSSES = [rows, across]
 
 
-def everything(nets: Nets, loss: Tensor, h: Tensor) -> None:
-    loss.backward()
+def everything(nets: Nets, loss: Tensor, h: Tensor, retain: bool) -> None:
+    loss.backward(retain_graph=retain)
 
 
-def head_alone(nets: Nets, loss: Tensor, h: Tensor) -> None:
-    loss.backward(inputs=[nets.head.weight])
+def head_alone(nets: Nets, loss: Tensor, h: Tensor, retain: bool) -> None:
+    loss.backward(inputs=[nets.head.weight], retain_graph=retain)
 
 
-def grad_of_head(nets: Nets, loss: Tensor, h: Tensor) -> None:
-    torch.autograd.grad(loss, nets.head.weight)
+def grad_of_head(nets: Nets, loss: Tensor, h: Tensor, retain: bool) -> None:
+    torch.autograd.grad(loss, nets.head.weight, retain_graph=retain)
 
 
-def grad_of_value(nets: Nets, loss: Tensor, h: Tensor) -> None:
-    torch.autograd.grad(loss, h)
+def grad_of_value(nets: Nets, loss: Tensor, h: Tensor, retain: bool) -> None:
+    torch.autograd.grad(loss, h, retain_graph=retain)
 
 
 FIRSTS = [everything, head_alone, grad_of_head, grad_of_value]
@@ -105,13 +105,14 @@ def outcome(
     x: Tensor,
     middle: Callable[[Nets, Tensor], Tensor],
     loss: Callable[[Nets, Tensor], Tensor],
-    first: Callable[[Nets, Tensor, Tensor], None],
+    first: Callable[[Nets, Tensor, Tensor, bool], None],
     second: Callable[[Nets, Tensor, Tensor], Tensor],
     taken: Callable[[Tensor], Tensor],
+    retain: bool,
 ) -> Any:
     h = taken(nets.body(x))
     v = middle(nets, h)
-    first(nets, loss(nets, v), h)
+    first(nets, loss(nets, v), h, retain)
     return second(nets, v.sum() * 2 + h.pow(3).mean(), h).detach() + 0
 
 
@@ -124,26 +125,82 @@ def outcome(
 def test_no_share_is_lost(
     middle: Callable[[Nets, Tensor], Tensor],
     loss: Callable[[Nets, Tensor], Tensor],
-    first: Callable[[Nets, Tensor, Tensor], None],
+    first: Callable[[Nets, Tensor, Tensor, bool], None],
     second: Callable[[Nets, Tensor, Tensor], Tensor],
     taken: Callable[[Tensor], Tensor],
     chunks: int | None,
 ) -> None:
-    wanted = None
-    with contextlib.suppress(RuntimeError):
-        wanted = outcome(nets := Nets(), nets.x, middle, loss, first, second, taken)
+    parts = middle, loss, first, second, taken
+    is_freed = False
+    try:
+        outcome(nets := Nets(), nets.x, *parts, retain=False)
+    except RuntimeError:
+        is_freed = True
+    wanted = outcome(nets := Nets(), nets.x, *parts, retain=True)
     nets = Nets()
     setting = {} if chunks is None else {"chunks": chunks}
     with koila.config(**setting):  # type: ignore[arg-type]
         x = koila.lazy(nets.x, batch=0)
         try:
-            found = outcome(nets, x, middle, loss, first, second, taken)
+            found = outcome(nets, x, *parts, retain=False)
         except (RuntimeError, koila.KoilaError) as error:
             assert "second time" in str(error), error
-            assert wanted is None or (chunks or 1) > 1, "eager raises nothing"
+            assert is_freed or (chunks or 1) > 1, "eager raises nothing"
         else:
-            assert wanted is not None, "eager raises"
             assert torch.allclose(torch.as_tensor(found), wanted, rtol=1e-10, atol=1e-12)
+
+
+def read(h: Tensor) -> None:
+    h.sum().item()
+
+
+def with_its_own_graph(h: Tensor) -> None:
+    made = torch.autograd.grad(h.sum(), h, create_graph=True)[0]
+    assert made.shape == h.shape
+
+
+def in_one_chunk(h: Tensor) -> None:
+    with koila.config(chunks=1):
+        h.sum().backward(retain_graph=True)
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("between", [read, with_its_own_graph, in_one_chunk])
+@pytest.mark.parametrize("middle", MIDDLES)
+def test_what_happens_to_the_value_meanwhile(
+    middle: Callable[[Nets, Tensor], Tensor], between: Callable[[Tensor], None], chunks: int
+) -> None:
+    """A backward for a weight alone leaves the value pending; then it gets a number, or a graph."""
+
+    def run(nets: Nets, x: Tensor, retain: bool) -> Tensor:
+        h = nets.body(x)
+        v = middle(nets, h)
+        head_alone(nets, rows(nets, v), h, retain)
+        between(h)
+        return plain(nets, v.sum() * 2 + h.pow(3).mean(), h) + 0
+
+    wanted = run(nets := Nets(), nets.x, True)
+    with koila.config(chunks=chunks):
+        try:
+            found = run(nets := Nets(), koila.lazy(nets.x, batch=0), False)
+        except RuntimeError as error:
+            assert "second time" in str(error), error
+        else:
+            assert torch.allclose(torch.as_tensor(found), wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_a_value_that_the_loss_does_not_depend_on_has_no_gradient(chunks: int) -> None:
+    nets = Nets()
+    with koila.config(chunks=chunks):
+        h = nets.body(koila.lazy(nets.x, batch=0))
+        loss, after = h.pow(2).mean(), h * 2
+        loss.backward()
+        assert torch.autograd.grad(loss, after, allow_unused=True) == (None,)
+        with pytest.raises(RuntimeError, match="appears to not have been used"):
+            torch.autograd.grad(loss, after)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, h)
 
 
 def test_a_path_that_no_backward_went_is_whole() -> None:
@@ -173,7 +230,7 @@ def test_a_long_chain_of_held_values_has_few_edges() -> None:
     counts = []
     while node is not None and len(counts) < 100:
         edges = [one for one, _ in node.next_functions if one is not None]
-        if hasattr(node, "pending"):
+        if getattr(node, "_forward_cls", None) is spent._Spent:
             counts.append(len(edges))
         node = max(edges, key=lambda one: "Accumulate" not in one.name(), default=None)
     assert len(counts) > 50

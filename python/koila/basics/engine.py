@@ -91,13 +91,7 @@ def is_in_hook() -> bool:
 
 
 def getters(inputs: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
-    """Return a function that tells whether a gradient of a tensor reaches one of `inputs`.
-
-    A graph may end at a value of which only the number is left (`spent.py`). Its node has edges to
-    the leaves behind it; to other tensors it may have led, so if one of these is among the inputs,
-    the answer is True.
-    """
-    may_be_hidden = any(t.grad_fn is not None for t in inputs)
+    """Return a function that tells whether a gradient of a tensor reaches one of `inputs`."""
     wanted: set[tuple[Any, int | None]] = {(id(t), None) for t in inputs}
     wanted.update((t.grad_fn, t.output_nr) for t in inputs if t.grad_fn is not None)
 
@@ -109,8 +103,6 @@ def getters(inputs: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
         while steps:
             step = steps.pop()
             if step in wanted or (id(getattr(step[0], "variable", None)), None) in wanted:
-                return True
-            if may_be_hidden and getattr(getattr(step[0], "_forward_cls", None), "is_left", False):
                 return True
             if step[0] is not None and step[0] not in seen:
                 seen.add(step[0])

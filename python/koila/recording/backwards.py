@@ -14,7 +14,7 @@ from koila.basics.rows import as_new
 from koila.planning import unsplit
 from koila.recording import handed_out, replicated, sharded, within
 from koila.reporting import reports
-from koila.running import derived, replay, spent
+from koila.running import derived, replay
 
 
 def _listed(obj: Any) -> list[Any]:
@@ -66,8 +66,6 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
     is_retained = bool(words.get("retain_graph"))
 
     def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> None:
-        if inputs is not None:
-            spent.check(cuts, inputs)
         if cuts:
             engine.backward(cuts, found, is_retained=is_retained, inputs=inputs or ())
 
@@ -103,12 +101,8 @@ def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     words = words_of(names, args, kwargs)
     _refuse_roots(words, names[0], names[1])
     left = _tell_why(func, words, names[0])
-    inputs = () if words.get("inputs") is None else _listed(words["inputs"])
-    pending = spent.pending_of(inputs)
     try:
         unsplit.run(func, args, kwargs, left)
-        if inputs:
-            spent.check(_reals(words[names[0]]), _reals(inputs), pending)
     finally:
         _core.note_backward()
 
@@ -190,7 +184,6 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
     is_retained = bool(words.get("retain_graph"))
 
     def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> Any:
-        spent.check(cuts, inputs)
         made = torch.autograd.grad(
             cuts,
             inputs,
@@ -267,15 +260,8 @@ def _autograd_grad(
     if not words.get("is_grads_batched"):  # batched gradients have one dim more than the roots
         _refuse_roots(words, "outputs", "grad_outputs")
     left = _tell_why(func, words, "outputs", cause)
-    pending = spent.pending_of(_listed(words["inputs"]))
     try:
-        found = unsplit.run(func, args, kwargs, left)
-        if pending or any(gradient is None for gradient in found):
-            spent.check(_reals(words["outputs"]), _reals(words["inputs"]), pending)
-        return found
-    except RuntimeError:
-        spent.check(_reals(words["outputs"]), _reals(words["inputs"]))
-        raise
+        return unsplit.run(func, args, kwargs, left)
     finally:
         if not kwargs.get("create_graph") and not kwargs.get("retain_graph"):
             _core.note_backward()

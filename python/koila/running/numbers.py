@@ -33,8 +33,8 @@ def _in_memory_of(number: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
 
 class GoneGraphs:
     """The graphs that raise, in place of those that a backward freed or a write made outdated. Each
-    leads to the leaves, and to the other values of the user, that its value depends on: so a
-    gradient for one of these raises, too, where another path leads to it."""
+    leads to the leaves, and to the numbers of the user's other values, that its value depends on:
+    so a gradient for one of these raises, too, where another path leads to it."""
 
     def __init__(self) -> None:
         #: By value: its number, which needs a gradient, and the user's values it depends on.
@@ -50,11 +50,10 @@ class GoneGraphs:
             number: its number.
         """
         leaves, held = _core.behind(value)
-        before: list[torch.Tensor | int] = [*leaves]
-        reached = set[int]()  # values that a graph in `before` leads to
-        for one in sorted(held, reverse=True):
+        before, reached = [*leaves], set[int]()  # what the graphs of `before` lead to
+        for one in sorted(self.numbers.keys() & held, reverse=True):
             if one not in reached:
-                before.append(self.numbers.get(one, one))
+                before.append(self.numbers[one])
                 reached |= self.held.get(one, set())
         self.held[value] = set(held)
         self.numbers[value] = function(number, before)
@@ -79,13 +78,14 @@ class Numbers:
     ) -> None:
         self.program = program
         self.cross = cross
-        self.is_spent = is_spent
         self.made: dict[int, torch.Tensor] = {}
         #: By storage, and whether autograd sees them: views, each of that which it was taken of. A
         #: write with a graph through one gives those the graph that torch would give it.
         self.taken: dict[tuple[int, bool], dict[int, torch.Tensor]] = {}
+        wanted = list(program.wanted if values is None else values)
+        self.spent = self._find_spent(wanted) if is_spent else frozenset[int]()
         groups: dict[int, list[int]] = defaultdict(list)
-        for value in program.wanted if values is None else values:
+        for value in wanted:
             groups[program.info(value).storage].append(value)
         #: By storage, a number that the user has read: numbers that share its memory go into it.
         self.read = {
@@ -101,7 +101,7 @@ class Numbers:
             n_leaving = sum(map(self._is_leaving, group))
             are_final = n_leaving >= program.n_sharing.get(storage, len(group))
             if program.info(group[0]).is_uncertain:
-                are_final = any(map(self._is_spent, group))
+                are_final = not self.spent.isdisjoint(group)
             is_final.update(dict.fromkeys(group, are_final))
         self.gone = GoneGraphs()
         #: (value, its number, whether it leaves the tape), for `deliver` at the commit.
@@ -112,15 +112,27 @@ class Numbers:
             if number.requires_grad:
                 self.gone.numbers.setdefault(value, number)
 
-    def _is_spent(self, value: int) -> bool:
+    def _find_spent(self, values: Iterable[int]) -> frozenset[int]:
+        """Return those of the values whose graph a backward freed.
+
+        It went through the call that made such a value, and through all before it that the user
+        holds: a backward for some tensors alone leaves those before these pending. A value that was
+        computed from a pending one stays pending, too. The tape knows which calls were freed, and
+        a second backward through them raises.
+        """
+        tracked = {value for value in values if self.program.info(value).requires_grad}
+        found = set(filter(self._is_passed, tracked))
+        if found == tracked:
+            return frozenset(found)
+        return frozenset(value for value in found if found.issuperset(_core.behind(value)[1]))
+
+    def _is_passed(self, value: int) -> bool:
         """Return whether backward went through the node of a value, by any output of the node."""
-        if not self.is_spent or not self.program.info(value).requires_grad:
-            return False
         node = self.program.node_of(value)
         return any(map(self.program.needs_gradient, node.outs if node is not None else (value,)))
 
     def _is_leaving(self, value: int) -> bool:
-        return self._is_spent(value) or not self.program.info(value).requires_grad
+        return value in self.spent or not self.program.info(value).requires_grad
 
     def _number(self, value: int) -> torch.Tensor:
         if leaves.is_begun(value):
@@ -131,7 +143,7 @@ class Numbers:
         if self.program.made(value).is_kept:
             return self._of_kept(value)
         result = self._of_storage(value)
-        is_new = self._is_spent(value) and not result.requires_grad
+        is_new = value in self.spent and not result.requires_grad
         return self.gone.put(spent, value, result) if is_new else result
 
     def _of_kept(self, value: int) -> torch.Tensor:
@@ -147,7 +159,7 @@ class Numbers:
                 result = as_new(self.cross[value].read_whole(False))
                 known = self.read.get(self.program.info(value).storage)
                 result = result if known is None else _in_memory_of(known, result)
-            is_spent = self._is_spent(value)
+            is_spent = value in self.spent
             self.made[value] = self.gone.put(spent, value, result) if is_spent else result
         return self.made[value]
 
@@ -159,7 +171,7 @@ class Numbers:
         base = self.program.info(value).base
         real = self.program.info(base).real
         memory = real if real is not None else self._of_kept(base)
-        is_spent = self._is_spent(value)
+        is_spent = value in self.spent
         if memory.requires_grad and (real is not None or not is_spent):
             memory = memory.detach()
         is_graph = is_spent or not memory.requires_grad
@@ -169,7 +181,7 @@ class Numbers:
     def deliver(self) -> None:
         """Give each lazy its number, at the commit."""
         for value, result, is_final in self.found:
-            given = hooks.give(value, result) if self._is_spent(value) else result
+            given = hooks.give(value, result) if value in self.spent else result
             _core.deliver(value, given, is_final)
             if leaves.is_begun(value):
                 _core.cut(value, given)
@@ -181,7 +193,7 @@ class Numbers:
         goes no further back.
         """
         for value, result, is_final in self.found:
-            if is_final and self._is_spent(value):
+            if is_final and value in self.spent:
                 _core.cut(value, result)
 
 

@@ -42,10 +42,7 @@ def used_up() -> KoilaError:
 class _Refusing(engine.Function):
     """The node behind a number whose graph is gone; `refuse` raises the reason. Its inputs are the
     leaves and numbers that the number was computed from, so that autograd.grad finds a path to
-    them; `pending`: the values it was computed from that a backward has not reached."""
-
-    is_left = True
-    pending: frozenset[tuple[object, int]] = frozenset()
+    them."""
 
     @staticmethod
     def forward(
@@ -88,32 +85,15 @@ class _Outdated(_Refusing):
         )
 
 
-def _program() -> object:
-    """Return an object that stands for the program of this thread."""
-    return _core.memo().setdefault("program", object())
-
-
-def pending_of(inputs: Iterable[Any]) -> frozenset[tuple[object, int]]:
-    """Return the values of those inputs that are lazies of this thread's program."""
-    ids = [_core.id(t) for t in inputs if type(t) is _core.LazyTensor]
-    return frozenset((_program(), value) for value in ids if value is not None)
-
-
-def _hung_on(
-    function: Any, number: torch.Tensor, before: Iterable[torch.Tensor | int]
-) -> torch.Tensor:
+def _hung_on(function: Any, number: torch.Tensor, before: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return a tensor in the memory of `number` that requires a gradient: behind it is a node of
-    `function`, a subclass of _Refusing, whose inputs are the tensors of `before` (none: a new leaf)
-    and whose pending values have its ids."""
-    before = list(before)
+    `function`, a subclass of _Refusing, whose inputs are `before` (none: a new leaf)."""
     with torch._C._InferenceMode(False), torch.enable_grad():
-        inputs = list({id(one): one for one in before if isinstance(one, torch.Tensor)}.values())
+        inputs = list({id(one): one for one in before}.values())
         if not inputs:
             inputs.append(torch.ones((), device="cpu").requires_grad_())
         with engine.as_recorded(inputs):
             root = function.apply(number.dtype, number.device, *inputs)
-        ids = frozenset(one for one in before if isinstance(one, int))
-        root.grad_fn.pending = frozenset((_program(), value) for value in ids)
         # To torch the result of expand() is a view of the root; that of _unsafe_view is none.
         hung: torch.Tensor = torch.ops.aten._unsafe_view.default(
             root.expand(number.shape), number.shape
@@ -122,13 +102,13 @@ def _hung_on(
     return hung
 
 
-def spent(number: torch.Tensor, before: Iterable[torch.Tensor | int]) -> torch.Tensor:
+def spent(number: torch.Tensor, before: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return `number`, in the same memory, with a graph behind it that raises as one that a
     backward freed. As in eager, the graph does not keep the memory.
 
     Args:
         number: the number.
-        before: the tensors that it was computed from, and the ids of pending values.
+        before: the tensors that it was computed from.
 
     Examples:
         >>> import torch
@@ -139,7 +119,7 @@ def spent(number: torch.Tensor, before: Iterable[torch.Tensor | int]) -> torch.T
     return _hung_on(_Spent, number, before)
 
 
-def outdated(number: torch.Tensor, before: Iterable[torch.Tensor | int]) -> torch.Tensor:
+def outdated(number: torch.Tensor, before: Iterable[torch.Tensor]) -> torch.Tensor:
     """As `spent`, but the graph raises that a tensor it was computed with has changed."""
     return _hung_on(_Outdated, number, before)
 
@@ -149,38 +129,6 @@ def check_program(program: object) -> None:
     retain_graph, also if no lazy refers to their values any more."""
     if _core.spend(program, True) is not None:
         _Spent.refuse()
-
-
-def check(
-    roots: Iterable[Any],
-    inputs: Iterable[Any],
-    pending: frozenset[tuple[object, int]] = frozenset(),
-) -> None:
-    """Raise if a path from `roots` to one of `inputs` may have led through a number whose graph is
-    gone. torch would leave out its share, or say that the input was not used.
-
-    Args:
-        roots: tensors.
-        inputs: tensors.
-        pending: what `pending_of` returned for the inputs before their values were computed.
-    """
-    missing = {(t.grad_fn, t.output_nr) for t in inputs if t is not None and t.grad_fn is not None}
-    wanted, seen = missing.copy(), set[Any]()
-    steps = [(t.grad_fn, t.output_nr) for t in roots if t is not None and (missing or pending)]
-    refusing: Any = None
-    while steps:
-        node, _ = step = steps.pop()
-        missing.discard(step)
-        function: Any = getattr(node, "_forward_cls", None)
-        if getattr(function, "is_left", False):
-            refusing = refusing or function
-            if pending & node.pending:
-                function.refuse()
-        if step not in wanted and node is not None and node not in seen:
-            seen.add(node)
-            steps += node.next_functions
-    if missing and refusing is not None:
-        refusing.refuse()
 
 
 def is_failed(lazy: _core.LazyTensor) -> bool:
