@@ -102,6 +102,23 @@ def test_a_checksum_sees_a_write(dtype: torch.dtype) -> None:
     assert meta.checksum(tensor) not in (before, after)
 
 
+@pytest.mark.parametrize("take", ["expand", "step", "odd", "turned", "conj", "none"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex64, torch.bool])
+def test_a_checksum_of_any_layout(dtype: torch.dtype, take: str) -> None:
+    whole = torch.ones(24, dtype=dtype)
+    tensor = {
+        "expand": whole[:1].expand(8),
+        "step": whole[::2],
+        "odd": whole[1:9],
+        "turned": whole.view(4, 6).t(),
+        "conj": whole.conj(),
+        "none": whole[:0],
+    }[take]
+    before = meta.checksum(tensor)
+    whole.zero_()
+    assert (meta.checksum(tensor) == before) == (take == "none")
+
+
 # Default devices ----------------------------------------------------------------------------------
 
 

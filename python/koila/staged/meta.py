@@ -358,6 +358,7 @@ def checksum(tensor: torch.Tensor) -> tuple[int, int]:
         bits = plain.reshape(-1)
         n_together = 8 // bits.element_size() or 1  # elements that are read as one integer
         is_even = bits.numel() % n_together == 0 == bits.storage_offset() % n_together
+        is_even = is_even and bits.is_contiguous()  # what was expanded is not
         bits = bits.view(torch.int64 if is_even else _AS_INTS[bits.element_size()])
         sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
         for start in range(0, bits.numel(), _CHECKED_AT_ONCE):
