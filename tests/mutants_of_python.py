@@ -675,6 +675,13 @@ MUTANTS = [
         "tests/test_detached_and_written.py",
     ),
     Mutant(
+        "cut: a backward computes again also what it does not read",
+        "python/koila/recording/cut.py",
+        "is_read = read is None or id(one.stand_in) in ids",
+        "is_read = read is None or True",
+        "tests/test_checkpoint_functions.py",
+    ),
+    Mutant(
         "numbers: a graph that raises leads to the leaves alone",
         "python/koila/running/numbers.py",
         "before.append(self.numbers[one])",

@@ -379,6 +379,20 @@ def only_a_part(lazy: Lazy, is_reentrant: bool) -> Any:
     return number, net.told(), torch.rand(2)
 
 
+@add
+def what_is_not_asked_for_beside(lazy: Lazy, is_reentrant: bool) -> Any:
+    """One part has calls that read what the first backward freed, and those of another loss."""
+    net = Net()
+    z = lazy(rows(4))
+    first = cubed(net.layers[0](z))
+    second = checkpoint(lambda h: cubed(net.layers[1](h)), first, use_reentrant=is_reentrant)
+    beside = second.square().sum()
+    second.square().mean().backward()
+    other = z.detach().clone().requires_grad_()
+    loss = cubed(net.layers[2](other)).square().mean()
+    return torch.autograd.grad(loss, other), net.told(), beside.detach() + 0, first.detach() + 0
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @KINDS
 @pytest.mark.parametrize("chunks", [None, 1, 2, 3, N_ROWS])

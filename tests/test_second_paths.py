@@ -203,6 +203,21 @@ def test_a_value_that_the_loss_does_not_depend_on_has_no_gradient(chunks: int) -
             torch.autograd.grad(loss, h)
 
 
+def test_no_hook_sees_the_call_that_koila_learns_the_text_of_the_error_from() -> None:
+    spent._second_time.cache_clear()
+    seen = list[Tensor]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        seen.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        assert "second time" in spent._second_time()
+        assert not seen
+        torch.ones(2, requires_grad=True).exp()
+        assert seen
+
+
 def test_a_path_that_no_backward_went_is_whole() -> None:
     """A number whose graph is gone stands in the loss, and does not depend on the value."""
 

@@ -135,11 +135,13 @@ class Cut:
                 if is_same:
                     self.uncounted.add(leaf)
 
-    def fill(self) -> None:
-        """Compute the leaves again that were freed (`freed.py`)."""
+    def fill(self, read: Sequence[torch.Tensor] | None = None) -> None:
+        """Compute again the leaves that were freed (`freed.py`): all, or those that `read` has."""
         roots = self.waiting if self.freed else ()
-        for leaf in list(self.freed) if roots else ():
-            tensor = self.freed[leaf].compute() if leaf in self.freed else None
+        ids = set(map(id, read or ()))
+        for leaf, one in list(self.freed.items()) if roots else ():
+            is_read = read is None or id(one.stand_in) in ids
+            tensor = one.compute() if is_read and leaf in self.freed else None
             if tensor is not None and leaf in self.freed:  # a nested call may have put it back
                 self._put_back(roots[0], leaf, tensor)
 
@@ -155,12 +157,6 @@ class Cut:
         for leaf, freed in list(self.freed.items()) if roots else ():
             if freed.layout.is_of(tensor):
                 self._put_back(roots[0], leaf, freed.layout.taken_of(tensor))
-
-    def fill_if_read(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Compute the freed leaves again if one of these tensors is the stand-in of one."""
-        freed = {id(one.stand_in) for one in self.freed.values()}
-        if not freed.isdisjoint(map(id, tensors)):
-            self.fill()
 
     def original(self, leaf: torch.Tensor) -> torch.Tensor:
         """Return the user's tensor that a copy has replaced, or `leaf` itself."""
@@ -204,8 +200,8 @@ class Cut:
     ) -> Sequence[torch.Tensor | None]:
         if any(root.lazy is None for root, _ in given):
             raise spent.used_up()
-        self.prepare()
         roots = [root for root, _ in given]
+        self.prepare(roots)
         gradients = [gradient for _, gradient in given]
         if torch.is_grad_enabled():  # create_graph=True: the gradients need a graph
             return self._on_a_graph(roots, gradients, leaves, behind)
@@ -215,12 +211,15 @@ class Cut:
             self._free(roots)
         return found
 
-    def prepare(self) -> None:
-        """Make what the part reads as it was, before its backward."""
+    def prepare(self, roots: Sequence[Root]) -> None:
+        """Make what the part reads as it was, before a backward from these roots."""
         checkpoints.write_what_is_moved()
         for prepare in self.before.values():
             prepare()
-        self.fill()
+        lazies = [root.lazy for root in roots if self.freed]
+        if lazies:
+            own = functools.partial(Program, lazies, unwanted=self.roots)
+            self.fill(_core.held(lazies[0], lambda: own().entered, (), {}))
         self.keep_what_it_reads(self.early)
 
     def _on_a_graph(
@@ -446,6 +445,7 @@ class Cut:
                 same: torch.Tensor = apply(Same, leaf.detach(), made[key])
             return same
 
+        self.fill()
         self._note_inner()
         roots = self.roots
         _core.replace_leaves(roots[0], stand_in)

@@ -89,7 +89,7 @@ class SecondRun:
             for value, number in self.known.items():
                 if value in roots and not roots[value].how_written():
                     _core.deliver(value, number, False)
-            cut.fill_if_read(Program([], unwanted=unwanted).entered)
+            cut.fill(Program([], unwanted=unwanted).entered)
             return replay.compute_again(unwanted)
         finally:
             forget_numbers(cut)

@@ -63,7 +63,7 @@ def _within(cut: Cut, values: list[Root], find: Find) -> list[torch.Tensor | Non
     sent = zip(roots, find(tensors), strict=True)
     arrived = [(root, gradient) for root, gradient in sent if gradient is not None]
     if arrived:
-        cut.prepare()
+        cut.prepare([root for root, _ in arrived])
     return [
         _gradient_of(cut, value, [one for one in arrived if one[0].value in found])
         for value, found in zip(values, after, strict=True)

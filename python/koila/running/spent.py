@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from koila import _core
-from koila.basics import engine
+from koila.basics import engine, surroundings
 from koila.messages.errors import KoilaError, StaleError
 
 _DATA: Any = vars(torch._C.TensorBase)["data"]
@@ -19,7 +19,7 @@ _DATA: Any = vars(torch._C.TensorBase)["data"]
 @functools.cache
 def _second_time() -> str:
     """Return the text of torch's error for a second backward through a graph."""
-    with torch._C._InferenceMode(False), torch.enable_grad():
+    with surroundings.outside(), torch._C._InferenceMode(False), torch.enable_grad():
         leaf = torch.ones((), device="cpu", requires_grad=True)
         root = leaf.exp()
         try:
