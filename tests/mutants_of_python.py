@@ -682,6 +682,20 @@ MUTANTS = [
         "tests/test_checkpoint_functions.py",
     ),
     Mutant(
+        "given: nobody looks for writes to what a read gave",
+        "python/koila/running/given.py",
+        "return self.is_counted() or (watched is not None and watched.is_written())",
+        "return False",
+        "tests/test_given_numbers.py",
+    ),
+    Mutant(
+        "given: x.data of what a read gave is not watched",
+        "python/koila/patches/attributes.py",
+        "given.watch(real)",
+        "real.numel()",
+        "tests/test_given_numbers.py",
+    ),
+    Mutant(
         "numbers: a graph that raises leads to the leaves alone",
         "python/koila/running/numbers.py",
         "before.append(self.numbers[one])",

@@ -17,7 +17,7 @@ from koila.messages.errors import KoilaError
 from koila.patches import patching, writes
 from koila.recording import apart, bridge
 from koila.reporting import reports
-from koila.running import recomputed
+from koila.running import given, recomputed
 from koila.staged import aliases
 
 
@@ -37,7 +37,8 @@ def _patch_data() -> None:
             bridge.watch_handed_out(self)
             real = _core.real(self)
             if real is not None:
-                recomputed.watch(real)
+                given.watch(real)
+                share(real)
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
         share(self)
         return aliases.noted(original.__get__(self))

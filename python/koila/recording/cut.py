@@ -333,8 +333,8 @@ class Cut:
         for one, value in [*known, *((other, other.value) for other in self.others)]:
             if value is not None and value < program.n_values:  # else that tape is gone
                 moved[one.how_written()].add(program.info(value).storage)
-        uncounted = self.uncounted | _values_in(program, moved["uncounted"])
-        counted = self.written | _values_in(program, moved["counted"])
+        uncounted = self.uncounted | overwritten.values_in(program, moved["uncounted"])
+        counted = self.written | overwritten.values_in(program, moved["counted"])
         overwritten.check_leaves(program, counted | uncounted, uncounted, self.region)
 
     def go_back_twice(
@@ -487,14 +487,3 @@ class Cut:
         )
         by_input = zip(wanted, found, strict=True)
         return {id(one): gradient for one, gradient in by_input if gradient is not None}
-
-
-def _values_in(program: Program, storages: set[int]) -> set[int]:
-    """Return the values of a program that are in these storages."""
-    if not storages:
-        return set()
-    nodes = program.nodes.values()
-    read = (program.imports[i].value for node in nodes for i in node.imports if i >= 0)
-    made = (value for node in nodes for value in node.outs)
-    values = set(itertools.chain(read, made))
-    return {value for value in values if program.info(value).storage in storages}

@@ -12,7 +12,7 @@ import torch
 from koila import _core
 from koila.basics.rows import as_new
 from koila.basics.threads import in_turn
-from koila.running import views
+from koila.running import given, views
 from koila.running.cross import Cross
 from koila.running.spent import outdated, spent
 from koila.staged import hooks, leaves
@@ -181,10 +181,12 @@ class Numbers:
     def deliver(self) -> None:
         """Give each lazy its number, at the commit."""
         for value, result, is_final in self.found:
-            given = hooks.give(value, result) if value in self.spent else result
-            _core.deliver(value, given, is_final)
+            number = hooks.give(value, result) if value in self.spent else result
+            if is_final and not number.requires_grad:
+                given.note(value, number)
+            _core.deliver(value, number, is_final)
             if leaves.is_begun(value):
-                _core.cut(value, given)
+                _core.cut(value, number)
 
     def leave(self) -> None:
         """Turn values that backward went through into leaves for the calls that still read them.

@@ -8,6 +8,7 @@ and torch is asked on meta tensors whether the backward of the call really needs
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -147,13 +148,33 @@ def check_leaves(
                 info = program.info(value)
                 is_other = value != written and _is_uncounted(program, value)
                 if written in uncounted or is_other:
-                    raise StaleError(
-                        f"{_call(node.id)} keeps a tensor of shape {list(info.shape)}, which was "
-                        "written through .data before its backward; write it after backward()"
-                    )
+                    _refuse_uncounted(info, _call(node.id))
                 if node.region:
                     recomputed.refuse_written(info.shape, _call(node.id))
                 _raise(program, value, _call(node.id), _ELSEWHERE)
+
+
+def _refuse_uncounted(info: Info, call: str) -> NoReturn:
+    raise StaleError(
+        f"{call} keeps a tensor of shape {list(info.shape)}, which was "
+        "written through .data before its backward; write it after backward()"
+    )
+
+
+def refuse_uncounted(program: Program, value: int) -> NoReturn:
+    """Raise that a value which a call of a program reads was written through .data."""
+    _refuse_uncounted(program.info(value), _reader(program, value, [*program.nodes.values()]))
+
+
+def values_in(program: Program, storages: set[int]) -> set[int]:
+    """Return the values of a program that are in these storages."""
+    if not storages:
+        return set()
+    nodes = program.nodes.values()
+    read = (program.imports[i].value for node in nodes for i in node.imports if i >= 0)
+    made = (value for node in nodes for value in node.outs)
+    values = set(itertools.chain(read, made))
+    return {value for value in values if program.info(value).storage in storages}
 
 
 def note_moved(program: Program, values: Collection[int]) -> None:

@@ -23,6 +23,7 @@ from koila.running import (
     arrays,
     checkpoints,
     deliver,
+    given,
     interpret,
     overwritten,
     spent,
@@ -69,8 +70,8 @@ class Replay(Stages):
             Pairs of a real tensor that entered the program and its gradient.
         """
         self.gradients = gradients
-        for root, given in zip(self.program.roots, gradients, strict=True):
-            self.roots[root] = self.roots[root] + given if root in self.roots else given
+        for root, new in zip(self.program.roots, gradients, strict=True):
+            self.roots[root] = self.roots[root] + new if root in self.roots else new
         self._go()
         if len(gradients) == 1:  # torch calls the hooks of an only root, even with no leaf behind
             visible.call_hooks(self, self.program.roots[0], gradients[0])
@@ -206,6 +207,7 @@ def _stage(
         return program, plans.Plan(0)
     arrays.check(program)
     if roots:
+        given.check(program)
         # torch's engine is running if this is the backward of a part that was cut off.
         is_some = gets is not None or not torch.autograd._is_checkpoint_valid()
         checkpoints.check(program, is_some)
