@@ -17,6 +17,7 @@ import koila
 from koila import _core
 from koila.staged import aliases
 from oracle import assert_like, eager
+from test_checkpoint_functions import cubed
 
 N_ROWS = 7
 FLAT = (
@@ -121,3 +122,16 @@ def test_data_of_a_tensor_that_has_no_memory() -> None:
     x = koila.lazy(torch.ones(N_ROWS, 3))
     assert torch.sparse.mm(sparse, (x * 2).T).sum().item() == 2 * N_ROWS * 3
     assert len(kept) == 3
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_data_of_a_sparse_tensor_beside_a_part(chunks: int) -> None:
+    """A part that was cut off watches for writes through the .data of what it handed out."""
+    weight = torch.ones(3, 3, requires_grad=True)
+    with koila.config(chunks=chunks):
+        h = koila.lazy(torch.ones(N_ROWS, 3)) @ weight
+        loss = (cubed(h) + h).sum()
+        data = torch.eye(3).to_sparse().data
+        assert data.is_sparse and h.detach().data.sum().item() == N_ROWS * 9
+        loss.backward()
+    assert weight.grad is not None and weight.grad.sum().item() == N_ROWS * 9 * 28

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import _core
 from koila.basics import engine, surroundings
@@ -36,7 +35,7 @@ from koila.recording.cut import Copy, Cut
 from koila.recording.handed_out import Group, HandedOut, Memory, OfLeaves, Root, apply, note_view
 from koila.reporting import reports
 from koila.running import arrays, checkpoints, replay, unwritten, views, visible
-from koila.staged import hooks, meta
+from koila.staged import aliases, hooks, meta
 from koila.staged.facts import Info, is_data
 from koila.staged.program import Program
 
@@ -191,9 +190,9 @@ def _watch_roots(tensor: torch.Tensor) -> None:
     for cut in list(_state.cuts):
         cut.keep_memory_of(tensor)
     known = [one for cut in _state.cuts for one in (*cut.alive(), *cut.others) if not one.watched]
-    memory = StorageWeakRef(tensor.untyped_storage()) if known else None
+    memory = aliases.memory_of(tensor) if known else None
     for one in known:
-        if one.memory == memory:
+        if memory is not None and one.memory == memory:
             one.watch(tensor)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import weakref
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import _core
 from koila.running import overwritten
@@ -30,7 +29,7 @@ class _Given:
 
     def __init__(self, storage: int, number: torch.Tensor) -> None:
         self.storage = storage
-        self.memory = StorageWeakRef(number.untyped_storage())
+        self.memory = aliases.memory_of(number)
         self._number = weakref.ref(number)
         self._version = aliases.version_of(number)
         self._watched: aliases.Kept | None = None
@@ -62,9 +61,9 @@ def note(value: int, number: torch.Tensor) -> None:
 def watch(tensor: torch.Tensor) -> None:
     """Note that x.data, or an array, was taken of a tensor: torch counts no write to it."""
     given: list[_Given] = _core.memo().get("given numbers", [])
-    memory = StorageWeakRef(tensor.untyped_storage()) if given else None
+    memory = aliases.memory_of(tensor) if given else None
     for one in given:
-        if one.memory == memory:
+        if memory is not None and one.memory == memory:
             one.watch()
 
 

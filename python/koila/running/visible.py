@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import _core
 from koila.basics.rows import as_new
@@ -119,8 +118,9 @@ def _keep_leaves(stages: Stages) -> None:
 def watch(tensor: torch.Tensor) -> None:
     """Note that a hook took x.data of a tensor: writes through it change no version."""
     for kept in (one for stages in _now.steps for one in stages.kept.values()):
-        memories = [StorageWeakRef(t.untyped_storage()) for t in (tensor, kept.tensor)]
-        if type(tensor) is _core.LazyTensor or memories[0] == memories[1]:
+        memories = [aliases.memory_of(one) for one in (tensor, kept.tensor)]
+        is_same = memories[0] is not None and memories[0] == memories[1]
+        if type(tensor) is _core.LazyTensor or is_same:
             kept.watch()
 
 

@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import _core
 from koila.staged import meta
@@ -42,6 +43,13 @@ def _forget(key: int, tensor: int, ref: weakref.ref[torch.Tensor]) -> None:
         del left[tensor]
         if not left:
             del by_storage[key]
+
+
+def memory_of(tensor: torch.Tensor) -> StorageWeakRef | None:
+    """Return a weak reference to the memory of a tensor; None if it has none of its own, as a
+    sparse tensor."""
+    is_strided = tensor.layout is torch.strided
+    return StorageWeakRef(tensor.untyped_storage()) if is_strided else None
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
