@@ -397,8 +397,8 @@ MUTANTS = [
     Mutant(
         "bridge: what has the memory of what was handed out is written unseen",
         "python/koila/recording/bridge.py",
-        "if one.memory == memory:",
-        "if one.memory is None:",
+        "if memory is not None and one.memory == memory:",
+        "if memory is not None and one.memory is None:",
         "tests/test_overwritten.py",
     ),
     Mutant(
@@ -680,6 +680,13 @@ MUTANTS = [
         "is_read = read is None or id(one.stand_in) in ids",
         "is_read = read is None or True",
         "tests/test_checkpoint_functions.py",
+    ),
+    Mutant(
+        "program: a hook on a view sees also what comes after a write without a graph",
+        "python/koila/staged/program.py",
+        "if node.writes and info.storage in storages and not info.requires_grad:",
+        "if node.writes and info.storage in storages and info is None:",
+        "tests/test_hooks_written.py",
     ),
     Mutant(
         "given: nobody looks for writes to what a read gave",

@@ -206,6 +206,15 @@ def after_a_view_that_is_written(net: Any, x: Tensor) -> Tensor:
     return z.sum() + h.abs().max()
 
 
+def on_a_view_that_is_written(net: Any, x: Tensor) -> Tensor:
+    """The same for a hook of the tensor, which stands on its node."""
+    h = net[0](x).view(-1, 2, 2).flatten(1)
+    z = cut(h)
+    h.register_hook(lambda gradient: gradient * 0.5)
+    h.detach().mul_(0.5)
+    return z.sum() + h.abs().max()
+
+
 REFUSED = [
     uses_grad_inputs,
     unpacks_grad_inputs,
@@ -216,6 +225,7 @@ REFUSED = [
     after_an_inner_view,
     before_a_view_that_is_written,
     after_a_view_that_is_written,
+    on_a_view_that_is_written,
 ]
 
 
@@ -223,9 +233,36 @@ REFUSED = [
 @pytest.mark.parametrize("program", REFUSED)
 def test_what_only_eager_has_is_refused(program: Any, chunks: int) -> None:
     net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4)).double()
-    text = "cannot be registered on this grad_fn"
+    text = "cannot be registered on this grad_fn|is on a view that was written since"
     with koila.config(chunks=chunks), pytest.raises(koila.KoilaError, match=text):
         program(net, koila.lazy(torch.randn(N_ROWS, 6, dtype=torch.float64))).backward()
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_hook_on_what_is_written_or_not(is_view: bool, chunks: int | None) -> None:
+    """A write to a tensor that is no view leaves its hook; a view that nobody writes keeps its."""
+
+    def run(x: Tensor) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4)).double()
+        h = net[0](x).view(-1, 2, 2).flatten(1) if is_view else net[0](x)
+        z = cut(h)
+        seen: list[Tensor] = []
+        h.register_hook(lambda g: (seen.append(torch.tensor(g.tolist())), g * 0.5)[1])
+        if not is_view:
+            h.detach().mul_(0.5)
+        (z.sum() + h.abs().max()).backward()
+        assert net[0].weight.grad is not None
+        return [*seen, net[0].weight.grad]
+
+    x = torch.randn(N_ROWS, 6, dtype=torch.float64)
+    wanted = run(x)
+    with koila.config(**({} if chunks is None else {"chunks": chunks})):  # type: ignore[arg-type]
+        found = run(koila.lazy(x))
+    assert len(found) == len(wanted) == 2
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
 
 
 def hooked(h: Any, k: Any) -> None:

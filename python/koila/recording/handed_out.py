@@ -291,8 +291,9 @@ def _is_only_output(root: Root) -> bool:
     return root.lazy is None or bool(_core.held(root.lazy, is_one, (), {}))
 
 
-def _until_written(root: Root, hook: Any) -> Callable[..., Any]:
-    """Return a hook of the node of a handed-out value, which refuses where eager would not call it.
+def _until_written(root: Root, hook: Any, refusal: KoilaError) -> Callable[..., Any]:
+    """Return a hook of a handed-out value, or of its node, that refuses where eager would not call
+    it.
 
     A write to a tensor that is a view gives it another node in eager, and gradients of later calls
     arrive at that one.
@@ -307,10 +308,23 @@ def _until_written(root: Root, hook: Any) -> Callable[..., Any]:
 
     def checked(*gradients: Any) -> Any:
         if is_view and root.counter._version != n_writes:
-            raise _refusal(hook)
+            raise refusal
         return hook(*gradients)
 
     return checked
+
+
+def until_written(tensor: torch.Tensor, hook: Any) -> Any:
+    """Return a hook of a tensor, as `_until_written` if the tensor was handed out."""
+    root = root_of(tensor)
+    if root is None:
+        return hook
+    text = (
+        f"register_hook: {hook!r} is on a view that was written since: eager would call it with a "
+        "part of the gradient, and the program was cut after the call that made the view; run it "
+        "whole: koila.config(chunks=1)"
+    )
+    return _until_written(root, hook, KoilaError(text))
 
 
 def _register_prehook(node: Any, hook: Any) -> Any:
@@ -320,8 +334,10 @@ def _register_prehook(node: Any, hook: Any) -> Any:
         raise _refusal(hook)
     root.has_hook = True
     if root.lazy is None or not root.is_inner(root.value):
-        return torch._C._FunctionBase.register_prehook(node, _until_written(root, hook))
-    checked = _until_written(root, hook)
+        return torch._C._FunctionBase.register_prehook(
+            node, _until_written(root, hook, _refusal(hook))
+        )
+    checked = _until_written(root, hook, _refusal(hook))
 
     def of_value(gradient: torch.Tensor) -> Any:
         made = checked((gradient,))
@@ -338,7 +354,7 @@ def _register_posthook(node: Any, hook: Any) -> Any:
     if not _is_only_output(root) or (root.lazy is not None and root.is_inner(root.value)):
         raise _refusal(hook)
     root.has_hook = True
-    checked = _until_written(root, hook)
+    checked = _until_written(root, hook, _refusal(hook))
 
     def after(_: Any, gradients: Any) -> None:
         if checked(_GradInputs(hook), gradients) is not None:

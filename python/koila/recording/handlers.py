@@ -201,6 +201,7 @@ def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     real = _core.real(args[0]) if type(args[0]) is LazyTensor else None
     if real is not None:
         handed_out.note_hook(real)
+        args = (args[0], *(handed_out.until_written(real, hook) for hook in args[1:]))
     whole = handed_out.whole_gradient_of(real) if real is not None else None
     if whole is None:
         handed_out.refuse_inner(args[:1], "register_hook")  # its whole gradient arrives nowhere

@@ -43,6 +43,12 @@ def _of(value: int) -> OrderedDict[Any, Any] | None:
     return hooks
 
 
+def hooked() -> list[int]:
+    """Return the values of this thread's tape that have hooks."""
+    every: dict[int, OrderedDict[Any, Any]] = _core.memo().get("hooks", {})
+    return [value for value, hooks in every.items() if hooks]
+
+
 def _made_for(value: int) -> OrderedDict[Any, Any]:
     """Return the hooks of a value, an empty dictionary if it has none yet."""
     made: OrderedDict[Any, Any] = (

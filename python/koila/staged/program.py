@@ -353,9 +353,26 @@ class Program:
         node = self._find_unstageable_write() if self.has_writes else None
         if node is not None:
             return node, "memory that several parts use is written where no part can"
+        node = self._find_write_below_hook() if self.roots and self.has_writes else None
+        if node is not None:
+            return node, "it writes memory without a graph that a value with a hook is a view of"
         for node in self.nodes.values() if self.is_drawing else ():
             if node.is_random and noise.is_only_whole(node.id, node.first_out):
                 return node, "how the memory lies that it draws for is known only when it has run"
+        return None
+
+    def _find_write_below_hook(self) -> Node | None:
+        """Return a write without a graph to the storage of a view with a hook, or None.
+
+        After it, torch gives the view another node, which the hook is not on: the hook gets the
+        gradient of the calls before the write only.
+        """
+        hooked = [self.info(value) for value in hooks.hooked() if value < self.n_values]
+        storages = {info.storage for info in hooked if info.view is not None}
+        for node in self.nodes.values() if storages else ():
+            info = self.info(node.first_out)
+            if node.writes and info.storage in storages and not info.requires_grad:
+                return node
         return None
 
     def _find_unstageable_write(self) -> Node | None:
