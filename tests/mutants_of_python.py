@@ -689,6 +689,13 @@ MUTANTS = [
         "tests/test_hooks_written.py",
     ),
     Mutant(
+        "numbers: what was made in inference mode is saved for backward",
+        "python/koila/running/numbers.py",
+        "if self.cross[value].is_inference and not result.is_inference():",
+        "if not self.cross and not result.is_inference():",
+        "tests/test_inference_mode.py",
+    ),
+    Mutant(
         "given: nobody looks for writes to what a read gave",
         "python/koila/running/given.py",
         "return self.is_counted() or (watched is not None and watched.is_written())",

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from koila.running import spent
-from oracle import Lazy, assert_same_story
+from oracle import Lazy, Story, assert_same_story
 from stories import each_split_further, rows
 
 
@@ -86,3 +87,52 @@ def test_lazies_that_were_made_in_it_are_used_again(chunks: int | None) -> None:
         return seen, w.grad
 
     assert_same_story(story, chunks)
+
+
+def after_the_block(use: str) -> Story:
+    """What is done after the block with values that were recorded in it, each with its error."""
+
+    def story(lazy: Lazy) -> Any:
+        x, w = lazy(rows(4)), weight()
+        outside = x * 2
+        with torch.inference_mode():
+            v = x @ w
+            names = {"v": v, "part": v[:, 1:], "total": v.sum(0), "of_outside": outside[:, :2]}
+            env = {**names, "w": w, "x": x, "torch": torch}
+        kinds = [one.is_inference() for one in (*names.values(), outside)]
+        error = ""
+        try:
+            exec(f"made = {use}", env)
+            env["made"].sum().backward()
+        except RuntimeError as caught:
+            error = str(caught)[:60]
+        return kinds, error, w.grad, *names.values()
+
+    return story
+
+
+USES = [
+    "v * w[0]",
+    "part * w[0, 1:]",
+    "total * w[0]",
+    "of_outside * w[0, :2]",
+    "v.clone() * w[0]",
+    "v + w[0]",
+    "v.add_(1.0)",
+    "part.mul_(2.0)",
+    "v.detach() @ w",
+    "torch.cat([v, x]) @ w",
+]
+
+
+@pytest.mark.parametrize("use", USES)
+@each_split_further
+def test_made_in_it(chunks: int | None, use: str) -> None:
+    """Inference tensors are refused where eager refuses them."""
+    assert_same_story(after_the_block(use), chunks)
+
+
+def test_some_of_these_are_refused() -> None:
+    errors = [after_the_block(use)(lambda x: x)[1] for use in USES]
+    assert sum("Inference tensors cannot be saved" in error for error in errors) == 4
+    assert sum("Inplace update to inference tensor" in error for error in errors) == 2

@@ -231,6 +231,14 @@ def as_new(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def as_inference(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an inference tensor with the same memory."""
+    layout = tensor.storage_offset(), tensor.shape, tensor.stride()
+    with torch.inference_mode():
+        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return made.set_(tensor.untyped_storage(), *layout)
+
+
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a new leaf with the memory of a tensor; its gradients accumulate in at least
     float32."""

@@ -125,6 +125,7 @@ class Cross:
         self.is_put_together = False  # chunks are copied into `gathered` as they are made
         self.is_one_gradient = False  # chunks add to the gradient of all rows, which a hook reads
         self.is_offloaded = False  # chunks are kept off its device
+        self.is_inference = False  # it was recorded in inference mode, and needs no gradient
         self.emptied: dict[int, int] = {}  # chunk -> bytes of its storage, which was freed
         self.watch: Watch | None = None  # of a gradient that was sent back before it was known
 
@@ -142,7 +143,7 @@ class Cross:
 
     def add_chunk(self, chunk: int, tensor: torch.Tensor, grid: Sequence[Bounds]) -> None:
         """Keep what a body computed for a chunk, where this value's chunks are kept."""
-        place = self.info.place
+        place, self.is_inference = self.info.place, tensor.is_inference()
         if place is None:
             self.whole = _to_keep(tensor)  # without rows: every chunk computes the same
         elif self.is_offloaded:
@@ -150,9 +151,7 @@ class Cross:
         elif self.is_put_together and len(grid) > 1:
             if self.gathered is None:
                 info = self.info
-                strides: Sequence[int] | None = info.strides
-                if strides is None:
-                    strides = rows.strides_of_chunk(tensor, place)
+                strides = info.strides or rows.strides_of_chunk(tensor, place)
                 self.gathered = rows.empty(info.shape, strides, info.dtype, info.device)
             n_rows = grid[-1][1]
             rows.put(self.gathered, place, n_rows, grid[chunk], tensor.detach(), False)

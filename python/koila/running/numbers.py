@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from koila import _core
-from koila.basics.rows import as_new
+from koila.basics.rows import as_inference, as_new
 from koila.basics.threads import in_turn
 from koila.running import given, views
 from koila.running.cross import Cross
@@ -159,6 +159,8 @@ class Numbers:
                 result = as_new(self.cross[value].read_whole(False))
                 known = self.read.get(self.program.info(value).storage)
                 result = result if known is None else _in_memory_of(known, result)
+                if self.cross[value].is_inference and not result.is_inference():
+                    result = as_inference(result)
             is_spent = value in self.spent
             self.made[value] = self.gone.put(spent, value, result) if is_spent else result
         return self.made[value]
