@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import koila
 from koila.reporting.report_types import ProgramReport, Stage
 from koila.summary import Summary
 
@@ -189,6 +191,12 @@ def test_after_a_refusal_the_least_limit_is_that_of_the_refused(folder: Path) ->
     assert "koila: 1 pass failed" in ran.stderr
     again = run(folder, "-m", "koila", "--memory-limit", told[1].replace(" ", ""), "adam.py")
     assert again.returncode == 0, again.stderr
+
+
+def test_the_versions(folder: Path) -> None:
+    done = run(folder, "-m", "koila", "--version", "train.py")
+    assert done.returncode == 0 and done.stderr == ""
+    assert done.stdout == f"koila {koila.__version__}, torch {torch.__version__}\n"
 
 
 def test_a_bar_for_progress_takes_no_word(folder: Path) -> None:

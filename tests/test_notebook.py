@@ -70,6 +70,10 @@ def test_cells() -> None:
         "%koila off",
         "import koila\nprint(type(next(iter(DataLoader(data)))[0]).__name__, koila.config())",
         "%%koila --rows 3\n1",
+        "%koila --memory-limit foo",
+        "%%koila --chunks 0\n1",
+        "%koila --report 'x",
+        "print(type(next(iter(DataLoader(data)))[0]).__name__, koila.config())",
     )
     loss = texts[1].strip()
     assert re.fullmatch(r"\d\.\d{9}", loss)
@@ -83,7 +87,12 @@ def test_cells() -> None:
     assert re.search(r"Cell In\[\d+\]:\d", texts[8])
     assert "koila: 2 batches of data loaders" in texts[9]
     assert texts[10] == "Tensor koila.config()\n"
-    assert "unrecognized arguments: --rows 3" in texts[11]
+    wrong = [plain(text).strip() for text in texts[11:15]]
+    assert wrong[0] == "UsageError: %%koila: unrecognized arguments: --rows 3"
+    assert wrong[1].startswith("UsageError: memory_limit='foo' is no size; write for example")
+    assert wrong[2] == "UsageError: chunks must be at least 1, not 0"
+    assert wrong[3].startswith("UsageError: No closing quotation")
+    assert texts[15] == "Tensor koila.config()\n"
 
 
 def test_an_error_names_the_cell_that_recorded_the_call() -> None:

@@ -18,6 +18,9 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+import torch
+
+import koila
 from koila import launch
 
 
@@ -31,6 +34,8 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     launch.add_options(parser)
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
+    version = f"koila {koila.__version__}, torch {torch.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     n_own = _count_own(words)
     _refuse_missing_values(parser, words[:n_own])
     args = parser.parse_args(words[:n_own])
@@ -71,7 +76,7 @@ def _count_own(words: list[str]) -> int:
         takes_another = (
             words[at].startswith("--")
             and "=" not in words[at]
-            and words[at] not in ("--help", "--progress")
+            and words[at] not in ("--help", "--progress", "--version")
         )
         at += 2 if takes_another else 1
     return min(at, len(words))

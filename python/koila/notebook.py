@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from koila import launch
@@ -21,12 +22,29 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{self.prog}: {message}")
 
 
+@contextlib.contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Let IPython print what is wrong with a magic's options as one line, without a traceback."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        from IPython.core.error import UsageError
+
+        raise UsageError(str(error).removeprefix("config: ")) from None
+
+
+@_usage_errors()
 def _parse(name: str, line: str) -> argparse.Namespace:
     parser = _Parser(prog=name, add_help=False)
     launch.add_options(parser)
     if name == "%koila":
         parser.add_argument("state", nargs="?", choices=("on", "off"), default="on")
     return parser.parse_args(shlex.split(line))
+
+
+@_usage_errors()
+def _configure(args: argparse.Namespace) -> None:
+    launch.configure(args)
 
 
 def _tell(lines: list[str]) -> None:
@@ -62,7 +80,7 @@ def _koila_cell(shell: Any, line: str, cell: str) -> None:
     """
     args = _parse("%%koila", line)
     with launch.settings_kept():
-        launch.configure(args)
+        _configure(args)
         with launch.lazy_loaders() as summary:
             summary.has_error = not _run(shell, cell)
         _tell(summary.lines())
@@ -82,7 +100,7 @@ def _koila_line(line: str) -> None:
     with contextlib.ExitStack() as stack:
         if args.chunks is not None or args.memory_limit is not None or args.progress:
             stack.enter_context(launch.settings_kept())
-        launch.configure(args)
+        _configure(args)
         found: list[Summary] = []
         stack.callback(lambda: _tell(found[0].lines()))  # runs after the loaders' block has ended
         found.append(stack.enter_context(launch.lazy_loaders()))
