@@ -112,8 +112,8 @@ class Limits(NamedTuple):
         if self.is_one:
             return f"{_mib(self.least)}{coming}"
         return (
-            f"{_mib(self.best)} (for {FEW_CHUNKS} chunks; {_mib(self.least)} is the least, for "
-            f"{self.n_chunks}){coming}"
+            f"{_mib(self.least)} (in {self.n_chunks} chunks; {FEW_CHUNKS} chunks need "
+            f"{_mib(self.best)}){coming}"
         )
 
     def to_come(self) -> str:
