@@ -696,6 +696,20 @@ MUTANTS = [
         "tests/test_inference_mode.py",
     ),
     Mutant(
+        "numbers: a gradient that was read lies as what it is the gradient of",
+        "python/koila/running/numbers.py",
+        "if strides is None or strides == number.stride():",
+        "if strides is None or strides != ():",
+        "tests/test_layouts.py",
+    ),
+    Mutant(
+        "layouts: an expanded input has a layout",
+        "python/koila/staged/layouts.py",
+        "is_expanded = [stride == 0 for stride in strides or ()]",
+        "is_expanded = [stride is None for stride in strides or ()]",
+        "tests/test_layouts.py",
+    ),
+    Mutant(
         "given: nobody looks for writes to what a read gave",
         "python/koila/running/given.py",
         "return self.is_counted() or (watched is not None and watched.is_written())",

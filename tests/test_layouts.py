@@ -21,7 +21,7 @@ from koila import _core
 from koila.basics import rows
 from koila.staged import layouts
 from koila.staged.facts import Info
-from oracle import Lazy, assert_close, assert_same_story
+from oracle import Lazy, assert_close, assert_same_story, assert_seen, eager, tell
 from sanitizers import fewer
 
 F64 = torch.float64
@@ -110,6 +110,39 @@ def test_chunks_draw_what_eager_draws(make: str, draw: str, chunks: int) -> None
     assert_same_story(story_of(MAKES[make], DRAWS[draw]), chunks)
 
 
+DERIVED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "turned": lambda q, h: (q * h).sin().mean(),
+    "turned back": lambda q, h: (q.t().tanh() * h.t()).pow(2).sum(),
+    "alone": lambda q, h: q.sin().mean(),
+    "turned back alone": lambda q, h: q.t().tanh().pow(2).mean(),
+    "by a weight": lambda q, h: (q @ h[:4, :4].detach().sum(0)).exp().sum(),
+}
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("loss", DERIVED)
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_a_gradient_lies_as_in_eager(
+    is_turned: bool, is_read: bool, loss: str, chunks: int
+) -> None:
+    """What is drawn for it afterwards lands where eager puts it."""
+
+    def story(lazy: Lazy) -> Any:
+        w = torch.randn(4, 4, dtype=F64, requires_grad=True)
+        h = lazy(torch.randn(ROWS, 4, dtype=F64)) @ w
+        q = (h.t().contiguous().t() if is_turned else h * 1).detach().requires_grad_()
+        (slope,) = torch.autograd.grad(DERIVED[loss](q, h), q, create_graph=True)
+        total = slope.sum().item() if is_read else 0.0
+        strides = slope.detach().stride() if chunks < ROWS else None  # of one row: any
+        return total, strides, torch.rand_like(slope.detach()), F.dropout(slope, 0.5)
+
+    want, _ = tell(story, eager)
+    with koila.config(chunks=chunks):
+        got, _ = tell(story, koila.lazy)
+    assert_seen(got, want, loss, exact_bits=False)
+
+
 @pytest.mark.parametrize("draw", ["dropout", "dropout_", "rand_like"])
 def test_what_is_not_found_runs_whole(draw: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the same draw then too, and the reason is said."""
@@ -187,16 +220,16 @@ def found_and_given(op: Any, n_samples: int) -> list[str]:
 def differing(want: Any, got: Any) -> list[str]:
     wrong = []
     leaves = map(pytree.tree_leaves, (want, got))
-    for eager, lazy in zip(*leaves, strict=True):
+    for whole, lazy in zip(*leaves, strict=True):
         value = _core.id(lazy) if isinstance(lazy, koila.LazyTensor) else None
         if value is None or Info.of(value).strides is not None or Info.of(value).place is None:
             continue
         found = layouts.settled(value).strides
-        dense = rows.dense_strides(eager.shape, eager.stride())
-        step = 1 if dense == eager.stride() else 2
-        strides = zip(found or (), dense, eager.shape, strict=False)
+        dense = rows.dense_strides(whole.shape, whole.stride())
+        step = 1 if dense == whole.stride() else 2
+        strides = zip(found or (), dense, whole.shape, strict=False)
         if found is None or any(one != step * other and size > 1 for one, other, size in strides):
-            wrong.append(f"{found}, and is {eager.stride()}, {tuple(eager.shape)}")
+            wrong.append(f"{found}, and is {whole.stride()}, {tuple(whole.shape)}")
     return wrong
 
 

@@ -271,9 +271,11 @@ def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | str:
     if name not in ("sum", "mean") or of.place is None or of.dtype != info.dtype:
         start = _name_and_line(node)
         return f"it starts from {start}, and only a sum() or mean() of samples goes by samples"
-    share = 1 / math.prod(of.shape) if name == "mean" else 1.0
-    each = torch.full((), share, dtype=of.dtype, device=of.device).expand(of.shape)
-    return terms, _core.like(each, _core.lazy_of(terms))
+    ones = torch.ones((), dtype=of.dtype, device=of.device).expand(of.shape)
+    each: Any = _core.like(ones, _core.lazy_of(terms))
+    if name == "mean":
+        each = each / math.prod(of.shape)  # as in eager: it is dense, and so is what it leads to
+    return terms, each
 
 
 def _between(

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from koila import _core
+from koila.basics import rows
 from koila.basics.rows import as_inference, as_new
 from koila.basics.threads import in_turn
 from koila.running import given, views
 from koila.running.cross import Cross
 from koila.running.spent import outdated, spent
-from koila.staged import hooks, leaves
+from koila.staged import hooks, layouts, leaves
 from koila.staged.facts import Info
 from koila.staged.program import Program
 
@@ -29,6 +30,18 @@ def _in_memory_of(number: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
         return made
     layout = made.storage_offset(), made.shape, made.stride()
     return torch.empty(0, dtype=made.dtype, device=made.device).set_(memory, *layout)
+
+
+def _laid_out(value: int, number: torch.Tensor) -> torch.Tensor:
+    """Return the number of a value with the strides that eager would give it. Chunks give a
+    gradient those of what it is the gradient of."""
+    made_by = _core.maker_of(value) if Info.of(value).strides is None else None
+    if made_by is None or _core.node(made_by[0])[1] != "gradient_of":
+        return number
+    strides = layouts.settled(value).strides
+    if strides is None or strides == number.stride():
+        return number
+    return rows.empty(number.shape, strides, number.dtype, number.device).copy_(number)
 
 
 class GoneGraphs:
@@ -156,7 +169,7 @@ class Numbers:
             result = Info.of(value).result  # the user may hold this tensor already
             if result is None:
                 # It may be a view taken without a graph, and torch would refuse a write to that.
-                result = as_new(self.cross[value].read_whole(False))
+                result = _laid_out(value, as_new(self.cross[value].read_whole(False)))
                 known = self.read.get(self.program.info(value).storage)
                 result = result if known is None else _in_memory_of(known, result)
                 if self.cross[value].is_inference and not result.is_inference():

@@ -52,8 +52,9 @@ class _Layout(NamedTuple):
     has_gaps: bool
 
 
-def _strides_of(info: Info) -> tuple[int, ...] | None:
+def _strides_of(value: int) -> tuple[int, ...] | None:
     """Return the strides of a value if a rule or its number tells them."""
+    info = Info.of(value)
     return info.strides if info.result is None else info.result.stride()
 
 
@@ -67,8 +68,7 @@ def _needed(value: int, known: dict[int, _Layout]) -> set[int]:
             continue
         needed.add(one)
         for read, place, _ in maker[2]:
-            info = Info.of(read)
-            if _strides_of(info) is None and place == info.place:
+            if _strides_of(read) is None and place == Info.of(read).place:
                 waiting.append(read)
     return needed
 
@@ -104,11 +104,16 @@ def _stand_in(value: int, place: rows.Place | None, layout: _Layout | None) -> t
         layout: its layout, if it was found out.
     """
     info = Info.of(value)
-    shape, strides = info.shape, _strides_of(info) or (layout.strides if layout else None)
+    shape, strides = info.shape, _strides_of(value) or (layout.strides if layout else None)
     if place is not None:
         _, dim, outer, inner = place
         n_rows = min(shape[dim] // (outer * inner), _N_ROWS)
         shape = rows.chunk_shape(shape, place, n_rows)
-    made = rows.empty(shape, strides, info.dtype, info.device)
+    # An expanded input leaves the layout of the result to the others.
+    is_expanded = [stride == 0 for stride in strides or ()]
+    once = [1 if is_one else n for n, is_one in zip(shape, is_expanded, strict=False)]
+    made = rows.empty(once if strides else shape, strides, info.dtype, info.device)
     is_number = info.dtype.is_floating_point or info.dtype.is_complex
-    return made if is_number and made.nbytes > _MANY_BYTES else made.fill_(1 if is_number else 0)
+    if not is_number or made.nbytes <= _MANY_BYTES:
+        made.fill_(1 if is_number else 0)
+    return made.expand(shape) if any(is_expanded) else made
