@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-import koila
-from koila import launch
+from koila import __version__, launch
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -34,7 +33,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     )
     launch.add_options(parser)
     parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m")
-    version = f"koila {koila.__version__}, torch {torch.__version__}"
+    version = f"koila {__version__}, torch {torch.__version__}"
     parser.add_argument("--version", action="version", version=version)
     n_own = _count_own(words)
     _refuse_missing_values(parser, words[:n_own])
