@@ -126,7 +126,8 @@ def test_data_of_a_tensor_that_has_no_memory() -> None:
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_data_of_a_sparse_tensor_beside_a_part(chunks: int) -> None:
-    """A part that was cut off watches for writes through the .data of what it handed out."""
+    """While a part waits for its backward, koila watches the tensors that it handed out: someone
+    may write them through their .data."""
     weight = torch.ones(3, 3, requires_grad=True)
     with koila.config(chunks=chunks):
         h = koila.lazy(torch.ones(N_ROWS, 3)) @ weight

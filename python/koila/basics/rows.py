@@ -231,12 +231,16 @@ def as_new(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def in_memory(memory: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in this memory, with the offset, shape and strides of `like`."""
+    layout = like.storage_offset(), like.shape, like.stride()
+    return torch.empty(0, dtype=like.dtype, device=like.device).set_(memory, *layout)
+
+
 def as_inference(tensor: torch.Tensor) -> torch.Tensor:
     """Return an inference tensor with the same memory."""
-    layout = tensor.storage_offset(), tensor.shape, tensor.stride()
     with torch.inference_mode():
-        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return made.set_(tensor.untyped_storage(), *layout)
+        return in_memory(tensor.untyped_storage(), tensor)
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -218,8 +218,11 @@ class Cut:
             prepare()
         lazies = [root.lazy for root in roots if self.freed]
         if lazies:
-            own = functools.partial(Program, lazies, unwanted=self.roots)
-            self.fill(_core.held(lazies[0], lambda: own().entered, (), {}))
+
+            def read() -> list[torch.Tensor]:
+                return Program(lazies, unwanted=self.roots).entered
+
+            self.fill(_core.held(lazies[0], read, (), {}))
         self.keep_what_it_reads(self.early)
 
     def _on_a_graph(

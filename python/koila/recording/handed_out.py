@@ -291,7 +291,17 @@ def _is_only_output(root: Root) -> bool:
     return root.lazy is None or bool(_core.held(root.lazy, is_one, (), {}))
 
 
-def _until_written(root: Root, hook: Any, refusal: KoilaError) -> Callable[..., Any]:
+def _refusal_of_view(hook: Any) -> KoilaError:
+    return KoilaError(
+        f"register_hook: {hook!r} is on a view that was written since: eager would call it with a "
+        "part of the gradient, and the program was cut after the call that made the view; run it "
+        "whole: koila.config(chunks=1)"
+    )
+
+
+def _until_written(
+    root: Root, hook: Any, refusal: Callable[[Any], KoilaError] = _refusal
+) -> Callable[..., Any]:
     """Return a hook of a handed-out value, or of its node, that refuses where eager would not call
     it.
 
@@ -308,7 +318,7 @@ def _until_written(root: Root, hook: Any, refusal: KoilaError) -> Callable[..., 
 
     def checked(*gradients: Any) -> Any:
         if is_view and root.counter._version != n_writes:
-            raise refusal
+            raise refusal(hook)
         return hook(*gradients)
 
     return checked
@@ -317,14 +327,7 @@ def _until_written(root: Root, hook: Any, refusal: KoilaError) -> Callable[..., 
 def until_written(tensor: torch.Tensor, hook: Any) -> Any:
     """Return a hook of a tensor, as `_until_written` if the tensor was handed out."""
     root = root_of(tensor)
-    if root is None:
-        return hook
-    text = (
-        f"register_hook: {hook!r} is on a view that was written since: eager would call it with a "
-        "part of the gradient, and the program was cut after the call that made the view; run it "
-        "whole: koila.config(chunks=1)"
-    )
-    return _until_written(root, hook, KoilaError(text))
+    return hook if root is None else _until_written(root, hook, _refusal_of_view)
 
 
 def _register_prehook(node: Any, hook: Any) -> Any:
@@ -334,10 +337,8 @@ def _register_prehook(node: Any, hook: Any) -> Any:
         raise _refusal(hook)
     root.has_hook = True
     if root.lazy is None or not root.is_inner(root.value):
-        return torch._C._FunctionBase.register_prehook(
-            node, _until_written(root, hook, _refusal(hook))
-        )
-    checked = _until_written(root, hook, _refusal(hook))
+        return torch._C._FunctionBase.register_prehook(node, _until_written(root, hook))
+    checked = _until_written(root, hook)
 
     def of_value(gradient: torch.Tensor) -> Any:
         made = checked((gradient,))
@@ -354,7 +355,7 @@ def _register_posthook(node: Any, hook: Any) -> Any:
     if not _is_only_output(root) or (root.lazy is not None and root.is_inner(root.value)):
         raise _refusal(hook)
     root.has_hook = True
-    checked = _until_written(root, hook, _refusal(hook))
+    checked = _until_written(root, hook)
 
     def after(_: Any, gradients: Any) -> None:
         if checked(_GradInputs(hook), gradients) is not None:

@@ -28,13 +28,12 @@ def _in_memory_of(number: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
     memory = number.untyped_storage()
     if memory.nbytes() < made.untyped_storage().nbytes():
         return made
-    layout = made.storage_offset(), made.shape, made.stride()
-    return torch.empty(0, dtype=made.dtype, device=made.device).set_(memory, *layout)
+    return rows.in_memory(memory, made)
 
 
 def _laid_out(value: int, number: torch.Tensor) -> torch.Tensor:
-    """Return the number of a value with the strides that eager would give it. Chunks give a
-    gradient those of what it is the gradient of."""
+    """Return the number of a value with the strides that eager would give it. Chunks give the
+    gradient for a tensor the strides of that tensor."""
     made_by = _core.maker_of(value) if Info.of(value).strides is None else None
     if made_by is None or _core.node(made_by[0])[1] != "gradient_of":
         return number

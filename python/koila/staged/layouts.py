@@ -52,9 +52,8 @@ class _Layout(NamedTuple):
     has_gaps: bool
 
 
-def _strides_of(value: int) -> tuple[int, ...] | None:
+def _strides_of(info: Info) -> tuple[int, ...] | None:
     """Return the strides of a value if a rule or its number tells them."""
-    info = Info.of(value)
     return info.strides if info.result is None else info.result.stride()
 
 
@@ -68,7 +67,8 @@ def _needed(value: int, known: dict[int, _Layout]) -> set[int]:
             continue
         needed.add(one)
         for read, place, _ in maker[2]:
-            if _strides_of(read) is None and place == Info.of(read).place:
+            info = Info.of(read)
+            if _strides_of(info) is None and place == info.place:
                 waiting.append(read)
     return needed
 
@@ -104,7 +104,7 @@ def _stand_in(value: int, place: rows.Place | None, layout: _Layout | None) -> t
         layout: its layout, if it was found out.
     """
     info = Info.of(value)
-    shape, strides = info.shape, _strides_of(value) or (layout.strides if layout else None)
+    shape, strides = info.shape, _strides_of(info) or (layout.strides if layout else None)
     if place is not None:
         _, dim, outer, inner = place
         n_rows = min(shape[dim] // (outer * inner), _N_ROWS)
