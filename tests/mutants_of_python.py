@@ -199,6 +199,20 @@ MUTANTS = [
         "tests/test_statistics_in_order.py",
     ),
     Mutant(
+        "checkpoint: a hook set after a body ran live is left out",
+        "python/koila/running/recomputed.py",
+        "        module_state.check(self.modules)\n",
+        "        module_state.check([])\n",
+        "tests/test_checkpoint_state.py",
+    ),
+    Mutant(
+        "checkpoint: a module that counts is recorded",
+        "python/koila/running/checkpoint_bodies.py",
+        "    if any(map(seems_to_count, found.modules)):\n",
+        "    if any(map(seems_to_count, ())):\n",
+        "tests/test_checkpoint_state.py",
+    ),
+    Mutant(
         "checkpoint: what a custom function returned is kept for the next part",
         "python/koila/recording/freed.py",
         "        get = custom_functions.way_to(real)",

@@ -4,6 +4,7 @@ moves statistics twice, and differentiates what the second run makes of what the
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -403,6 +404,83 @@ def test_a_hook_that_is_set_meanwhile(kind: str, is_reentrant: bool) -> None:
         handle.remove()
         loss.backward()
         assert linear.weight.grad is not None
+
+
+@pytest.mark.usefixtures("nothing_logged")
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_hook_that_is_set_after_the_body_ran_live(
+    is_reentrant: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As before, where a derivative that cannot be recorded made the calls run on the whole batch:
+    autograd, and no program, then asks for the second run."""
+    linear, body = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    with koila.config(chunks=3):
+        h = linear(koila.lazy(torch.randn(N_ROWS, 4).double())).tanh()
+        made = checkpoint(lambda x: body(x).tanh(), h, use_reentrant=is_reentrant)
+        h.data.clamp_(-1, 1)
+        g = torch.autograd.grad(body(made).pow(2).sum(), made, create_graph=True)[0]
+        assert "grad cannot be recorded" in caplog.text
+        handle = body.register_full_backward_pre_hook(lambda m, go: (go[0] * 0.5,))
+        said = r"Linear in its function got or lost a hook .*test_checkpoint_state\.py"
+        with pytest.raises(koila.KoilaError, match=said):
+            g.pow(2).sum().backward()
+        handle.remove()
+
+
+class Annealed(nn.Module):
+    """Its temperature falls with each of its forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.tau, self.n = nn.Linear(4, 4), 1.0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.n += 1
+        self.tau = max(self.tau * 0.9, 0.5)
+        return (self.linear(x) / self.tau).tanh()
+
+
+@pytest.mark.usefixtures("nothing_logged")
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_module_that_counts(is_reentrant: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """torch's second run counts, too, and the next step goes on from there."""
+    torch.manual_seed(0)
+    first, body = nn.Linear(4, 4).double(), Annealed().double()
+    nets = [(first, body), copy.deepcopy((first, body))]
+    for (linear, own), is_lazy in zip(nets, [False, True], strict=True):
+        for i in range(2):
+            x = torch.linspace(-1, 1 + i, N_ROWS * 4).double().view(N_ROWS, 4)
+            with koila.config(chunks=3):
+                h = linear(koila.lazy(x) if is_lazy else x).relu()
+                checkpoint(own, h, use_reentrant=is_reentrant).pow(2).sum().backward()
+    assert nets[0][1].n == nets[1][1].n == 4
+    assert nets[0][1].tau == nets[1][1].tau
+    for one, other in zip(nets[0][0].parameters(), nets[1][0].parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+    reason = "leaves this one to torch" if is_reentrant else "updates a number of its own"
+    assert reason in (str(koila.report()) if is_reentrant else caplog.text)
+
+
+class Cached(nn.Module):
+    """It stores numbers that a second run leaves as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.length, self.width, self.n = nn.Linear(4, 4), 0, 4, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) != self.length:
+            self.length = len(x)
+        self.n = self.width * 2
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def test_a_module_that_stores_the_same_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    with koila.config(chunks=3):
+        h = nn.Linear(4, 4)(koila.lazy(torch.randn(N_ROWS, 4)))
+        checkpoint(Cached(), h, use_reentrant=False).sum().backward()
+        assert koila.is_lazy(h)
+    assert "a number of its own" not in caplog.text
 
 
 @pytest.mark.parametrize("chunks", [None, 1, 3])

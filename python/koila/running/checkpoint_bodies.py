@@ -23,14 +23,9 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from koila import _core
 from koila.random import generators, plain
 from koila.running import recomputed
+from koila.running.module_state import names_in
 from koila.staged import aliases
 from koila.staged.facts import Info
-
-
-def names_in(code: types.CodeType) -> set[str]:
-    """Return the names of globals and attributes that a code object and its inner functions use."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*map(names_in, inner))
 
 
 def words_in(code: types.CodeType) -> set[str]:
@@ -180,6 +175,34 @@ def seems_to_write(module: nn.Module) -> bool:
     return not _written_by(kind).isdisjoint(module._buffers)
 
 
+@functools.cache
+def _counted_by(kind: type) -> frozenset[str]:
+    """Return the names of attributes that a method of a class sets to a result of operators on
+    their own old value, in one statement: `self.n += 1`, `self.tau = max(self.tau * 0.9, 0.1)`."""
+    names: set[str] = set()
+    for method in _methods_of(kind):
+        is_changed: dict[str, bool] = {}  # the attributes that the statement has read so far
+        for step in dis.get_instructions(method):
+            if step.opname == "LOAD_ATTR":
+                is_changed[step.argval] = False
+            elif step.opname == "BINARY_OP":
+                is_changed = dict.fromkeys(is_changed, True)
+            elif step.opname == "STORE_ATTR" and is_changed.get(step.argval):
+                names.add(step.argval)
+            if step.opname.startswith(("STORE_", "POP_", "RETURN_")):
+                is_changed = {}
+    return frozenset(names)
+
+
+def seems_to_count(module: nn.Module) -> bool:
+    """Return whether a user's module seems to update a number of its own, such as `self.step`."""
+    kind: Any = type(module)
+    if _is_torchs(kind.__module__):
+        return False
+    own = (vars(module).get(name) for name in _counted_by(kind))
+    return any(isinstance(one, int | float) and not isinstance(one, bool) for one in own)
+
+
 def draws(words: Iterable[str]) -> bool:
     """Return whether code with these names and texts seems to call a function that draws random
     numbers; attention draws only with a `dropout_p`."""
@@ -242,6 +265,8 @@ def why_left(found: Reached, is_preserving: bool) -> str:
         and module.weight.requires_grad
         for module in filter(updates, found.modules)
     )
+    if any(map(seems_to_count, found.modules)):
+        return f"a module in it updates a number of its own, again in backward; {hint}"
     return "" if are_known else f"a module in it updates a buffer, again in backward; {hint}"
 
 

@@ -15,13 +15,12 @@ import contextlib
 import functools
 import itertools
 import threading
-import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from koila import _core
@@ -30,7 +29,7 @@ from koila.memory import outside
 from koila.messages.errors import KoilaError
 from koila.planning import explain, planner
 from koila.reductions import norms
-from koila.running import checkpoint_bodies, recomputed, unwritten
+from koila.running import checkpoint_bodies, module_state, recomputed, unwritten
 from koila.running.checkpoint_bodies import Reached
 from koila.staged.facts import Info, Node
 from koila.staged.program import Program
@@ -112,35 +111,6 @@ def _region(is_reentrant: bool) -> Iterator[int]:
         _core.set_region(before)
 
 
-@functools.cache
-def _has_modes(kind: type) -> bool:
-    """Return whether the forward of a module class reads `training`."""
-    forward = getattr(kind, "forward", None)
-    if not isinstance(forward, types.FunctionType):
-        return False
-    return "training" in checkpoint_bodies.names_in(forward.__code__)
-
-
-def _hooks_of(module: nn.Module) -> tuple[int, ...]:
-    """Return the ids of the hooks that a call of a module runs."""
-    kinds: Any = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return tuple(key for hooks in kinds for key in hooks)
-
-
-def _note_modes(region: int, found: list[nn.Module]) -> None:
-    """Keep, with the tape, the mode and the hooks of the modules of a body, for `check`."""
-    modes = [
-        (module, module.training if _has_modes(kind) else None, _hooks_of(module))
-        for module, kind in ((module, cast("Any", type(module))) for module in found)
-    ]
-    _core.memo().setdefault("modes", {})[region] = modes
-
-
 @contextlib.contextmanager
 def _recording(
     found: Reached, is_reentrant: bool, is_preserving: bool, given: tuple[Any, ...]
@@ -164,7 +134,7 @@ def _recording(
     _torch.batch_norm, unwritten.on_read = _batch_norm, _note_read
     try:
         with _region(is_reentrant) as region:
-            _note_modes(region, found.modules)
+            _core.memo().setdefault("modules", {})[region] = module_state.of(found.modules)
             _state.around = (*around, region)
             _core.memo().setdefault("around", {})[region] = _state.around
             _state.has_reentrant |= is_reentrant
@@ -265,19 +235,8 @@ def check(program: Program, has_inputs: bool) -> None:
         recomputed.refuse_inputs()
     if _state.has_reentrant or program.has_checkpoints:
         _check_hooks(passes(program))
-    known = _core.memo().get("modes", {}) if regions else {}
-    for module, was, hooks in (one for region in regions for one in known.get(region, ())):
-        change = ""
-        if was is not None and module.training != was:
-            change = f"was set to {'training' if module.training else 'evaluation'}"
-        elif _hooks_of(module) != hooks:
-            change = "got or lost a hook"
-        if change:
-            raise KoilaError(
-                f"checkpoint: {type(module).__name__} in its function {change} between forward and "
-                f"backward ({lines.user_line()}), where torch runs that once more; koila runs "
-                "it once. Do that after backward, or run it whole: koila.config(chunks=1)"
-            )
+    known = _core.memo().get("modules", {}) if regions else {}
+    module_state.check(one for region in regions for one in known.get(region, ()))
 
 
 #: Tensors, each with the passes of torch's engine that send a gradient to it: that of backward (0),

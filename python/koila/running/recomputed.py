@@ -25,6 +25,8 @@ from koila.memory import outside
 from koila.messages.errors import KoilaError, let_go
 from koila.random import draws
 from koila.reductions import norms
+from koila.running import module_state
+from koila.running.module_state import ModuleState
 from koila.running.repeated import Call, Layout, Memory, OfPart, Ref, map_nested
 from koila.staged import aliases, meta
 from koila.staged.aliases import version_of
@@ -244,6 +246,8 @@ class Body:
         self.handed: dict[int, list[weakref.ref[Handle]]] = {}  # key -> what inner bodies read
         #: Leaves, without their graphs, to which the backward of a reentrant body sends gradients.
         self.leaves: list[Tensor] = []
+        #: The modules that the function can call, as they were when it was recorded.
+        self.modules: list[ModuleState] = _core.memo().get("modules", {}).get(region, [])
 
     def read(self, tensor: Tensor, name: str) -> Ref:
         """Note that a call of the body reads a tensor; return a reference to the tensor."""
@@ -315,6 +319,7 @@ class Body:
     def recompute(self) -> None:
         """Run the calls once more, until all that they saved, and that inner bodies read, is
         provided to its handles."""
+        module_state.check(self.modules)
         left = set(self.handed)
         env = _Env(self.entered)
         for key, one in self.entered.items():
