@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import koila
 from chunked import split
+from limits import there
 
 N_ROWS = 5
 
@@ -102,6 +103,16 @@ WITHOUT_A_GRAPH = {
     "a view with a hook that changes it": "v = h.t(); v.grad_fn; k = v + 1\n"
     "v.register_hook(lambda q: q * 2); h.detach().add_(1.0); l = (k + v.exp()).sum()",
 }
+#: Run as they were written: a program with hooks is not cut before what it has read is written.
+WEIGHTS = {
+    "a hook, and then the weight's .data": "h.register_hook(lambda q: (see(q), q * 2)[1])\n"
+    "lin.weight.data.clamp_(-.2, .2); l = h.std(0).sum()",
+    "a hook, and then the weight": "h.register_hook(see)\n"
+    "with torch.no_grad(): lin.weight.mul_(.5)\nl = h.pow(2).sum()",
+    "a hook, and then another weight": "h.register_hook(lambda q: q * 2)\n"
+    "lin.weight.data = lin.weight.data * 2; l = h.pow(2).sum()",
+    "kept, and then the bias": "h.retain_grad(); torch.nn.init.ones_(lin.bias); l = h.pow(2).sum()",
+}
 
 
 def step(text: str, lazy: Any) -> dict[str, Any]:
@@ -122,17 +133,32 @@ def step(text: str, lazy: Any) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
-@pytest.mark.parametrize("name", [*PROGRAMS, *TURNED, *BEHIND, *WITHOUT_A_GRAPH])
+@pytest.mark.parametrize("name", [*PROGRAMS, *TURNED, *BEHIND, *WITHOUT_A_GRAPH, *WEIGHTS])
 def test_hooks_and_writes(name: str, chunks: int) -> None:
-    text = {**PROGRAMS, **TURNED, **BEHIND, **WITHOUT_A_GRAPH}[name]
+    text = {**PROGRAMS, **TURNED, **BEHIND, **WITHOUT_A_GRAPH, **WEIGHTS}[name]
     want = step(text, lambda x: x)
     is_first_cut = name in (".data between two backwards", ".data after a read")
     whole = "h.t_()" if name in TURNED else ".data" if name in BEHIND else ""
     whole = "without a graph" if name in WITHOUT_A_GRAPH else whole
-    with split(chunks, whole="" if is_first_cut else whole, partly=whole if is_first_cut else ""):
+    partly = "calls with a hook read before" if name in WEIGHTS else whole if is_first_cut else ""
+    with split(chunks, whole="" if is_first_cut else whole, partly=partly):
         got = step(text, koila.lazy)
     assert {k for k in got if got[k] is None} == {k for k in want if want[k] is None}
     assert len(got["seen"]) == len(want["seen"])
     pairs = [(got[k], want[k]) for k in want if isinstance(want[k], Tensor)]
     for value, wanted in [*pairs, *zip(got["seen"], want["seen"], strict=True)]:
         torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-14)
+
+
+def test_a_weight_that_is_written_under_a_tight_limit() -> None:
+    """Where the whole batch does not fit, the numbers are computed, and the backward is refused."""
+    first, last = nn.Linear(16, 16), nn.Linear(16, 1024)
+    x = torch.randn(4096, 16)
+    with koila.config(memory_limit=there() + 8 * 2**20):
+        h = first(koila.lazy(x))
+        h.register_hook(lambda q: q * 2)
+        loss = last(h).tanh().pow(2).mean()
+        last.weight.data.mul_(0.5)
+        assert loss.item() > 0
+        with pytest.raises(koila.StaleError, match="was changed in place after"):
+            loss.backward()

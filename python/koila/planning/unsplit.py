@@ -107,14 +107,9 @@ def check_whole(program: Program, decision: reports.Decision, needed: float) -> 
     Raises:
         MemoryLimitError: it does not fit.
     """
-    if config.get("chunks") is not None:
-        return math.inf
-
-    def left() -> float:
-        return limits.left_for(program, needed) + budget.slack()
-
-    if needed <= left() or (storages.look_again(True) and needed <= left()):
-        return left()
+    has, is_enough = _left(program, needed)
+    if is_enough:
+        return has
     large = "".join(one.made("makes") for one in decision.whole[:1] if one.n_bytes > 0)
     what = f"autograd's graph ({lines.user_line()}) is"
     if program.n_nodes:
@@ -122,7 +117,23 @@ def check_whole(program: Program, decision: reports.Decision, needed: float) -> 
         what = f"{name_of_node(first)} ({where_of_node(first)})"
         what += f" and {count(others, 'other call')} run" if others else " runs"
     what = f"{what} on the whole batch: {decision.why}"
-    raise planner.too_large(program, what, needed, left(), large)
+    raise planner.too_large(program, what, needed, has, large)
+
+
+def _left(program: Program, needed: float) -> tuple[float, bool]:
+    """Return the bytes left for a program that runs whole, and whether they are enough."""
+    if config.get("chunks") is not None:
+        return math.inf, True
+    left = limits.left_for(program, needed) + budget.slack()
+    if needed > left and storages.look_again(True):
+        left = limits.left_for(program, needed) + budget.slack()
+    return left, needed <= left
+
+
+def fits() -> bool:
+    """Return whether all pending calls fit whole, with their backward."""
+    program = _pending()
+    return _left(program, estimates.estimate(program, bool(program.roots)).whole)[1]
 
 
 def check_known(func: Callable[..., Any], why: str, n_bytes: float) -> None:

@@ -163,12 +163,28 @@ def before_plain_write(func: Callable[..., Any], tensor: torch.Tensor) -> Callab
         is_cut = not planner.is_whole() and _cut(
             func, "it writes a tensor that calls before it read"
         )
-        if not is_cut:
+        if not is_cut and not _run_whole(func):
             flush.flush("a write of plain torch")
     if not _state.cuts or (tensor.requires_grad and not is_cut):
         return None
     kept = [(cut, copies) for cut, copies in before_write(func, (tensor,)) if copies]
     return functools.partial(after_write, kept) if kept else None
+
+
+def _run_whole(func: Callable[..., Any]) -> bool:
+    """Run pending calls on the whole batch if one has a hook: such a program cannot be cut.
+
+    Returns:
+        False: there is no hook or no graph, or they do not fit. Then the caller computes their
+        numbers in chunks, without a graph.
+    """
+    if planner.is_whole() or not hooks.is_any() or not _core.pending_bytes(True):
+        return False  # what has no graph is not read again in a backward
+    if not unsplit.fits():
+        return False
+    explain.decide_whole(func, "it writes a tensor that calls with a hook read before")
+    _core.flush()
+    return True
 
 
 def watch_handed_out(lazy: _core.LazyTensor) -> None:
