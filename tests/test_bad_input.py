@@ -510,6 +510,28 @@ def test_an_error_of_torch_hides_koilas_frames(read: str) -> None:
     assert re.fullmatch(rf"koila: recorded at .*{__file__}:\d+", caught.value.__notes__[0])
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x @ torch.ones(7, 2),
+        lambda x: x.view(5, -1, 4),
+        lambda x: torch.cat([x, x[:, :2]]),
+        lambda x: F.linear(x, torch.ones(2, 3)),
+    ],
+)
+def test_an_illegal_call_shows_the_frames_of_eager(
+    call: Callable[[Tensor], Tensor],
+) -> None:
+    """Its type and text are torch's, and no frame of koila is in its traceback."""
+    x = torch.ones(N_ROWS, 6)
+    with pytest.raises(RuntimeError) as wanted:
+        call(x)
+    with pytest.raises(RuntimeError) as caught:
+        call(koila.lazy(x))
+    assert paths_of(caught) == paths_of(wanted) == [__file__, __file__]
+    assert (caught.type, str(caught.value)) == (wanted.type, str(wanted.value))
+
+
 def test_an_error_of_a_hook_keeps_its_frames() -> None:
     """And those of torch between koila's and the hook's, as in eager."""
     model = Mlp(n_hidden=64)

@@ -62,7 +62,7 @@ static const struct {
     {&kl_py.koila_error, "koila_error"},
     {&kl_py.stale_error, "stale_error"},
     {&kl_py.meta_infer, "meta_infer"},
-    {&kl_py.refuse, "refuse"},
+    {&kl_py.refusal, "refusal"},
     {&kl_py.is_row_range, "is_row_range"},
     {&kl_py.checksum, "checksum"},
     {&kl_py.draw_like, "draw_like"},

@@ -168,7 +168,7 @@ typedef struct KlPyState {
     PyObject *requires_grad, *out; /* str */
     PyObject *koila_error, *stale_error;
     PyObject *meta_infer;   /* meta.infer */
-    PyObject *refuse;       /* meta.refuse */
+    PyObject *refusal;      /* meta.refusal */
     PyObject *is_row_range; /* meta.is_row_range */
     PyObject *thawed;       /* engine.py: alias of a leaf with its recorded requires_grad */
     PyObject *note_draw, *check_run; /* generators.py: note draws; bridge.py: check a live run */

@@ -490,8 +490,7 @@ kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlP
     for (Py_ssize_t i = 0; i < n_args; i++) {
         flat[i] = PyTuple_GET_ITEM(args, i);
     }
-    PyObject *name = NULL;
-    PyObject *value = NULL;
+    PyObject *name = NULL, *value = NULL;
     Py_ssize_t cursor = 0;
     for (Py_ssize_t k = 0; PyDict_Next(kwargs, &cursor, &name, &value); k++) {
         names[k] = name;

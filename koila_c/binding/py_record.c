@@ -739,9 +739,14 @@ raise_if_illegal(const Function *function, PyObject *func, PyObject *args, PyObj
     if (!can_ask || function->is_random || may_write(function, out_of(kwargs))) {
         return 0;
     }
-    return kl_py_done(PyObject_CallFunctionObjArgs(kl_py.refuse, func, args,
-                                                   kwargs != NULL ? kwargs : Py_None,
-                                                   is_illegal ? Py_True : Py_False, NULL));
+    PyObject *error =
+        PyObject_CallFunctionObjArgs(kl_py.refusal, func, args, kwargs != NULL ? kwargs : Py_None,
+                                     is_illegal ? Py_True : Py_False, NULL);
+    if (error != NULL && error != Py_None) {
+        kl_failure_raise(error); /* here, for its traceback to have the user's frames alone */
+    }
+    Py_XDECREF(error);
+    return PyErr_Occurred() != NULL ? -1 : 0;
 }
 
 /* Run a call whose results torch's C++ gets. With gradients off, numbers of its LazyTensors are enough. */

@@ -145,8 +145,7 @@ read_result(const char *text, Equation *equation, const uint8_t *counts)
         equation->n_out = equation->n_all;
     } else {
         uint8_t term[KL_DIMS_MAX];
-        int32_t n = 0;
-        int32_t dots = -1;
+        int32_t n = 0, dots = -1;
         text += 2;
         if (!read_term(&text, term, &n, &dots) || *text != '\0') {
             return false;

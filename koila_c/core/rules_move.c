@@ -101,8 +101,7 @@ shape_movedim(const KlCall *call, KlInferred *result, KlError *error)
     const KlMeta *input = call->inputs[0];
     int32_t order[KL_DIMS_MAX];
     const int64_t *from = NULL, *to = NULL;
-    uint32_t n = 0, n_to = 0;
-    uint32_t used = 0;
+    uint32_t n = 0, n_to = 0, used = 0;
     KlStatus status = kl_rules_ints(call, 1, &from, &n);
     status = status == KL_OK ? kl_rules_ints(call, 2, &to, &n_to) : status;
     if (status == KL_OK && (n != n_to || input->n_dims == 0)) {

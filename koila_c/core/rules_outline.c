@@ -144,8 +144,7 @@ kl_outline_read(const KlCall *call, KlOutline *outline, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
     const KlArg *index = &call->args[1];
-    int32_t n_taken = 0, n_none = 0;
-    int32_t n_ellipsis = 0;
+    int32_t n_taken = 0, n_none = 0, n_ellipsis = 0;
     memset(outline, 0, sizeof(*outline));
     if (index->kind != KL_ARG_INDEX || call->args[0].kind != KL_ARG_VALUE) {
         return KL_DECLINED;

@@ -86,8 +86,7 @@ is_equal_shape(const KlMeta *left, const KlMeta *right)
 static bool
 iterate_fast(KlMeta *out, const KlMeta *const *operands, uint32_t n)
 {
-    bool is_contiguous = true, is_last = true;
-    bool is_dense = true;
+    bool is_contiguous = true, is_last = true, is_dense = true;
     for (uint32_t i = 0; i < n; i++) {
         if (!is_equal_shape(operands[i], out)) {
             return false;

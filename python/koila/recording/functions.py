@@ -241,7 +241,7 @@ def register_all() -> None:
             "koila_error": KoilaError,
             "stale_error": StaleError,
             "meta_infer": meta.infer,
-            "refuse": surroundings.in_outside(meta.refuse),
+            "refusal": surroundings.in_outside(meta.refusal),
             "is_row_range": meta.is_row_range,
             "checksum": meta.checksum,
             "draw_like": meta.draw_like,

@@ -227,15 +227,16 @@ def infer(
     return answer
 
 
-def refuse(
+def refusal(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, is_illegal: bool
-) -> None:
-    """Raise the error that torch raises for a call whose sizes or dtypes are illegal.
+) -> tuple[type[Exception], tuple[Any, ...], None] | None:
+    """Return the type and the arguments of the error that torch raises for a call whose sizes or
+    dtypes are illegal; None: it is legal.
 
-    The error is raised while the call is recorded, before any pending call has run. It is the real
+    The caller raises it while the call is recorded, before any pending call has run. It is the real
     kernel's: a meta kernel's text may differ. So the call runs on real tensors of the same sizes
     and dtypes, once filled with 0 and once with 1. If the two errors differ, or only one is raised,
-    the cause is in the numbers, and nothing is raised here.
+    the cause is in the numbers, and the call is legal.
 
     Args:
         func: the call.
@@ -245,13 +246,11 @@ def refuse(
     """
     kwargs = kwargs or {}
     if not is_illegal and (_writes(func) or not _is_refused(func, args, kwargs)):
-        return
+        return None
     of_zeros, of_ones = (_error_of(func, args, kwargs, number) for number in (0, 1))
-    if of_zeros is not None and of_ones is not None and str(of_zeros) == str(of_ones):
-        try:
-            raise of_zeros
-        finally:
-            del of_zeros  # its traceback refers to this frame: a cycle
+    if of_zeros is None or of_ones is None or str(of_zeros) != str(of_ones):
+        return None
+    return type(of_zeros), of_zeros.args, None
 
 
 def _error_of(
