@@ -4,6 +4,8 @@ not fit."""
 
 from __future__ import annotations
 
+import re
+import traceback
 import weakref
 from typing import Any
 
@@ -149,3 +151,58 @@ def test_what_it_saved_is_freed() -> None:
         node = weakref.ref(koila._core.force(made).grad_fn)
         del h, made
         assert node() is None
+
+
+def test_the_limit_that_is_proposed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call is stopped when it needs more than is left, so the least limit is not known: what is
+    proposed has room, and few tries find a limit that works."""
+    monkeypatch.setattr(Wide, "n_forward", 24)
+    monkeypatch.setattr(Wide, "n_back", 48)
+    x, model = torch.randn(ROWS, WIDTH), Model()
+    limit, tries = there() + 8 * SIZE, []
+    while len(tries) < 8:
+        try:
+            with koila.config(memory_limit=limit):
+                model(koila.lazy(x)).square().mean().backward()
+        except MemoryLimitError as error:
+            text = str(error)
+            said = re.search(r"more than .* set memory_limit='(\S+)MiB', and more if", text)
+            assert said is not None, text
+            assert error.least_limit is None
+            frames = traceback.extract_tb(error.__traceback__)
+            assert not any(one.filename.startswith(koila.__path__[0]) for one in frames)
+            limit = int(float(said[1]) * 2**20)
+            tries.append(limit)
+            continue
+        break
+    assert 2 <= len(tries) <= 5, tries
+
+
+class Reversible(torch.autograd.Function):
+    """x + tanh(x w), recomputed and differentiated in its backward, as reversible layers do it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        with torch.no_grad():
+            return x + layer(x).tanh()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            ctx.layer(x).tanh().backward(gradients[0])
+        return gradients[0] + x.grad, None
+
+
+def test_a_backward_inside_of_a_function_s_backward(caplog: pytest.LogCaptureFixture) -> None:
+    """It is a part of the backward around it, and no backward of plain tensors of the user."""
+    first = nn.Linear(WIDTH, WIDTH)
+    layer = nn.Sequential(nn.Linear(WIDTH, 512), nn.GELU(), nn.Linear(512, WIDTH))
+    with koila.config(chunks=3):
+        h = first(koila.lazy(torch.randn(2 * ROWS, WIDTH)))
+        made: Any = Reversible.apply(h, layer)  # type: ignore[no-untyped-call]
+        made.square().mean().backward()
+    assert layer[0].weight.grad is not None
+    assert "nothing in it is lazy" not in caplog.text + str(koila.report())

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 from koila import _core
 from koila.basics import engine, lines, surroundings, switches
 from koila.memory import budget, order
+from koila.messages.errors import KoilaError, hide_frames
 from koila.patches import attributes, distributions, patching, tracers, transforms, writes
 from koila.random import generators, plain
 from koila.recording import apart, bridge, flush, handed_out, handlers, replicated, sharded
@@ -41,7 +42,11 @@ def _patch_function_apply() -> None:
                 return checkpoints.run(*args, begin=bridge.begin_checkpoint)
             if replicated.is_sink(cls, args):
                 return replicated.behind_outputs(*args)
-            return custom_functions.run_live(original, args, kwargs)
+            try:
+                return custom_functions.run_live(original, args, kwargs)
+            except KoilaError as error:
+                hide_frames(error)
+                raise
         return original(*args, **kwargs)
 
     own = patching.replace_in_c(vars(torch._C._FunctionBase)["apply"], apply)

@@ -234,7 +234,13 @@ def in_lines(text: str) -> str:
     return f"  {text}\n" if text else ""
 
 
-def answer(found: Limits, needed: str, has: str, is_enough: bool) -> str:
+#: The limit that is proposed after a call was stopped, as a multiple of what it needed until then.
+_AFTER_STOP = 1.5
+
+
+def answer(
+    found: Limits, needed: str, has: str, is_enough: bool, *, is_stopped: bool = False
+) -> str:
     """Return the first line of an error: the bytes needed, the bytes left, and what to do.
 
     Args:
@@ -242,7 +248,9 @@ def answer(found: Limits, needed: str, has: str, is_enough: bool) -> str:
         needed: the bytes needed, in words.
         has: the bytes left, in words.
         is_enough: the bytes left were to suffice, but an allocator failed.
+        is_stopped: a call was stopped when it needed so much, and would have needed more.
     """
+    least = "more than" if is_stopped else "at least"
     limit = config.get("memory_limit")
     smaller = "make the model, the sequence or the batch smaller"
     if is_enough:
@@ -252,12 +260,16 @@ def answer(found: Limits, needed: str, has: str, is_enough: bool) -> str:
         )
     if limit is None or found.least <= limit:
         return (
-            f"at least {needed} are needed beside what is there, and {has} are free: free some, "
+            f"{least} {needed} are needed beside what is there, and {has} are free: free some, "
             f"or {smaller}"
         )
+    words = found.settings()
+    if is_stopped:
+        more = _AFTER_STOP * found.least
+        words = f"{Limits(more, 1, more).settings()}, and more if the call is stopped again"
     return (
-        f"at least {_mib(found.least)} are needed and memory_limit is {_limit_next_to(found)}: "
-        f"{found.settings()}"
+        f"{least} {_mib(found.least)} are needed and memory_limit is {_limit_next_to(found)}: "
+        f"{words}"
     )
 
 

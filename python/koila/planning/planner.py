@@ -127,7 +127,13 @@ def _least_limit(program: Program, made: Plan, is_graph: bool) -> float | None:
 
 
 def too_large(
-    program: Program, what: str, needed: float, left: float, large: str = ""
+    program: Program,
+    what: str,
+    needed: float,
+    left: float,
+    large: str = "",
+    *,
+    is_stopped: bool = False,
 ) -> MemoryLimitError:
     """Return the error for calls that run on the whole batch and do not fit.
 
@@ -137,18 +143,20 @@ def too_large(
         needed: the bytes that they need.
         left: the bytes that are left for them.
         large: what takes most of these bytes; may be empty.
+        is_stopped: a call was stopped when it needed so much; how much more it needs is not known.
     """
     needs, has = sizes(needed, max(left, 0.0))
     n_bytes = limits.as_limit(program, needed)
+    found, more = Limits(n_bytes, 1, n_bytes), ", and more after that," if is_stopped else ""
     error = MemoryLimitError(
-        f"{limits.answer(Limits(n_bytes, 1, n_bytes), needs, has, False)}\n"
-        f"  the whole batch needs {needs} beside what is there, and {has} are left\n"
+        f"{limits.answer(found, needs, has, False, is_stopped=is_stopped)}\n"
+        f"  the whole batch needs {needs}{more} beside what is there, and {has} are left\n"
         f"{limits.in_lines(limits.limit_in_words(program))}"
         f"{limits.in_lines(large and f'too large: {large}')}"
         f"{limits.in_lines(limits.others(program))}"
         f"  {what}"
     )
-    error.least_limit = limits.in_tenths(n_bytes)
+    error.least_limit = None if is_stopped else limits.in_tenths(n_bytes)
     return error
 
 

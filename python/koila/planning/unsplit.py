@@ -156,10 +156,15 @@ def check_known(func: Callable[..., Any], why: str, n_bytes: float) -> None:
     check_whole(program, decision, waiting + n_bytes)
 
 
-def too_much(func: Callable[..., Any], why: str, needed: float, left: float) -> MemoryLimitError:
-    """Return the error for a call on the whole batch that needs more bytes than are left."""
+def too_much(
+    func: Callable[..., Any], why: str, needed: float, left: float, *, is_stopped: bool = False
+) -> MemoryLimitError:
+    """Return the error for a call on the whole batch that needs more bytes than are left.
+
+    If it was stopped (`is_stopped`), it needs more than `needed`.
+    """
     what = f"{reports.name_of(func)} ({lines.user_line()}) runs on the whole batch: {why}"
-    return planner.too_large(Program([]), what, needed, left)
+    return planner.too_large(Program([]), what, needed, left, is_stopped=is_stopped)
 
 
 def _pending() -> Program:
@@ -417,7 +422,8 @@ def counting(left: Left | None) -> Iterator[Counter]:
             yield counter
     except TooMuchError as error:
         let_go(error)
-        raise too_much(left.func, left.why, counter.most, left.n_bytes) from None
+        words = left.func, left.why, counter.most, left.n_bytes
+        raise too_much(*words, is_stopped=True) from None
 
 
 def run(
