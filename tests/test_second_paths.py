@@ -250,3 +250,29 @@ def test_a_long_chain_of_held_values_has_few_edges() -> None:
         node = max(edges, key=lambda one: "Accumulate" not in one.name(), default=None)
     assert len(counts) > 50
     assert max(counts) <= 2, counts
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("is_unused_allowed", [False, True])
+def test_values_of_a_step_that_is_over(chunks: int | None, is_unused_allowed: bool) -> None:
+    """Their graphs are gone; a gradient of one for the other is refused, and never None."""
+
+    def gradient(lazy: Any) -> Tensor:
+        nets = Nets()
+        optimizer = torch.optim.SGD(nets.body.parameters(), 0.1)
+        h = nets.body(lazy(nets.x))
+        copied = h.clone()
+        h.pow(2).mean().backward()
+        v = (copied * 2).tanh()
+        u = torch.where(h > 0, h, v * 0.1)
+        optimizer.step()
+        lazy(nets.x)
+        return torch.autograd.grad(u.sum(), v, allow_unused=is_unused_allowed)[0]
+
+    with koila.config(chunks=chunks):
+        try:
+            found = gradient(koila.lazy)
+        except koila.StaleError:
+            assert chunks not in (None, 1)
+            return
+    torch.testing.assert_close(found, gradient(lambda x: x), rtol=1e-10, atol=1e-12)

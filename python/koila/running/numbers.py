@@ -223,11 +223,13 @@ def settle_outdated(is_over: bool = False) -> None:
     """
     all_such, some = _core.outdated(is_over)
     gone = GoneGraphs()
-    for value in sorted((*all_such, *some)):
+    numbers: dict[int, torch.Tensor] = {}
+    for value in sorted((*all_such, *some)):  # all before one leaves the tape: they lead there
         result, requires_grad = _core.value(value)[6], _core.value(value)[2]
         assert result is not None
-        if requires_grad:
-            result = hooks.give(value, gone.put(outdated, value, result))
+        numbers[value] = gone.put(outdated, value, result) if requires_grad else result
+    for value, number in numbers.items():
+        result = hooks.give(value, number) if number.requires_grad else number
         if all_such:
             _core.deliver(value, result, True)
         else:
