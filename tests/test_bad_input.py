@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
 
 import koila
+from limits import there
 from oracle import assert_same_story, gradients, split, unchanged
 from programs_vision import ConvBatchNorm, DropoutMlp, Mlp
 from stories import N_ROWS, each_split, make, rows, train
@@ -494,6 +495,17 @@ def test_limit_too_small_for_one_row(read: str) -> None:
             loss.backward() if read == "backward" else loss.item()
     assert isinstance(caught.value, koila.KoilaError)
     assert any(unit in str(caught.value) for unit in ("byte", "KiB", "MiB", " B"))
+
+
+def test_a_refusal_at_a_call_that_is_not_recorded() -> None:
+    """It shows the user's frames alone, and no other exception before it."""
+    net = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+    x, times = koila.lazy(torch.randn(512, 64), torch.randint(1, 4, (512,)))
+    limit = koila.config(memory_limit=there() + 2**16)
+    with limit, pytest.raises(koila.MemoryLimitError, match="at least") as caught:
+        torch.repeat_interleave(net(x), times, dim=0)
+    assert paths_of(caught) == [__file__]
+    assert caught.value.__context__ is None or caught.value.__suppress_context__
 
 
 @pytest.mark.parametrize("read", ["backward", "item"])

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import traceback
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import torch
 
@@ -14,6 +16,9 @@ from koila.basics.lines import INSIDE
 
 if TYPE_CHECKING:
     from koila.messages.memory_plan import MemoryPlan
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class KoilaError(RuntimeError):
@@ -76,6 +81,21 @@ def hide_frames(error: BaseException) -> None:
     for frame in reversed(kept):
         rest = TracebackType(rest, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     error.__traceback__ = rest
+
+
+def hiding_frames(func: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a function that the user's code gets to, so that a KoilaError leaves it without koila's
+    frames."""
+
+    @functools.wraps(func)
+    def entered(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return func(*args, **kwargs)
+        except KoilaError as error:
+            hide_frames(error)
+            raise
+
+    return entered
 
 
 def _is_of_call(error: BaseException) -> bool:

@@ -200,7 +200,9 @@ class Needs:
         needed, has = sizes(self.n_bytes, left)
         is_whole = 2 * self.fixed >= self.n_bytes
         fixed = f", of which {size(self.fixed)} do not shrink with the chunks" if is_whole else ""
-        large = _large(program, names) if is_whole else f"what {call} holds for its samples"
+        large = (
+            _large(program, names, self.fixed) if is_whole else f"what {call} holds for its samples"
+        )
         found = limits_of(program, bool(program.roots))
         error = MemoryLimitError(
             f"{answer(found, needed, has, self.n_bytes <= left)}\n"
@@ -308,8 +310,13 @@ def ran_out(program: Program, said: str) -> MemoryLimitError:
     return needs.refusal(program, said)
 
 
-def _large(program: Program, names: layers.Names) -> str:
-    """Describe the largest thing that does not shrink with the chunks.
+#: The least share of what does not shrink with the chunks that a refusal calls too large.
+_CONSIDERABLE = 0.1
+
+
+def _large(program: Program, names: layers.Names, fixed: float) -> str:
+    """Describe the largest thing of the `fixed` bytes that do not shrink with the chunks; empty if
+    none is a considerable part of them.
 
     That is the result of a call on the whole batch, an output that the user's script holds, an
     activation that one pass over the chunks keeps for the next, a parameter and its gradient, or
@@ -338,4 +345,5 @@ def _large(program: Program, names: layers.Names) -> str:
     state = sum(tensor.nbytes for tensor in budget.optimizer_state())
     if state:
         found.append((state, f"the optimizer's state takes {size(state)}"))
-    return max(found, default=(0, ""))[1]
+    n_bytes, words = max(found, default=(0, ""))
+    return words if n_bytes >= _CONSIDERABLE * fixed else ""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from typing import NamedTuple
@@ -478,12 +479,13 @@ def plan_read(program: Program, is_known_only: bool) -> Plan | None:
         return None if planned.n_chunks == 1 and program.is_all and not is_read else planned
     step = Program([]) if is_known_only else program
     ends = step.ends()
-    try:
-        planned = plan(Program(ends), True, False) if ends else plan(step, False)
-    except MemoryLimitError:
+    with_graph: Plan | None = None
+    with contextlib.suppress(MemoryLimitError):
+        with_graph = plan(Program(ends), True, False) if ends else plan(step, False)
+    if with_graph is None:
         return plan(program, False)  # the script may never call backward()
-    is_due = is_read or not planned.is_whole
-    planned = dataclasses.replace(planned, way=AS_IT_IS)  # no graph is kept here
+    is_due = is_read or not with_graph.is_whole
+    planned = dataclasses.replace(with_graph, way=AS_IT_IS)  # no graph is kept here
     if is_pinning or not ends or planned.shape is None:
         return planned if is_due else None
     assert planned.allowed is not None

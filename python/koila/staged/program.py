@@ -344,7 +344,9 @@ class Program:
         return [value for run in runs for value in run.exports if value not in run.inner]
 
     def _find_unstageable(self) -> tuple[Node, str] | None:
-        if self.roots and self._data_write is not None:
+        # The graph of pending calls may keep that memory: only a run of them all, in their order,
+        # leaves in it what the write left.
+        if self._data_write is not None and (self.roots or _core.pending_bytes(True)):
             why = (
                 "its memory is written through .data, which changes what is kept for backward; "
                 "write it without .data, under torch.no_grad()"
