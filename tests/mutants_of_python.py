@@ -213,6 +213,27 @@ MUTANTS = [
         "tests/test_checkpoint_state.py",
     ),
     Mutant(
+        "read: what a pending graph keeps is written through .data",
+        "python/koila/staged/program.py",
+        "if self._data_write is not None and (self.roots or _core.pending_bytes(True)):",
+        "if self._data_write is not None and self.roots:",
+        "tests/test_written_data.py",
+    ),
+    Mutant(
+        "arrays: one that is gone is compared after torch wrote its memory",
+        "python/koila/recording/bridge.py",
+        "    arrays.compare_gone()\n",
+        "    arrays.check_live\n",
+        "tests/test_arrays.py",
+    ),
+    Mutant(
+        "outdated: a value leads to those alone that are still on the tape",
+        "python/koila/running/numbers.py",
+        "gone.put(outdated, value, result) if requires_grad else result",
+        "GoneGraphs().put(outdated, value, result) if requires_grad else result",
+        "tests/test_second_paths.py",
+    ),
+    Mutant(
         "checkpoint: what a custom function returned is kept for the next part",
         "python/koila/recording/freed.py",
         "        get = custom_functions.way_to(real)",
@@ -796,8 +817,8 @@ MUTANTS = [
     Mutant(
         "arrays: a write to an array that is gone by the backward is not seen",
         "python/koila/running/arrays.py",
-        "        is_gone = self._shared() is None\n",
-        "        self._number = None if self._shared() is None else self._number\n"
+        "        is_gone = self.is_gone()\n",
+        "        self._number = None if self.is_gone() else self._number\n"
         "        is_gone = False\n",
         "tests/test_arrays.py",
     ),

@@ -177,3 +177,18 @@ def test_the_next_step_is_not_spoilt() -> None:
     want = run(only_read, lambda x: x)
     for one, wanted in zip(got, want, strict=True):
         torch.testing.assert_close(one, wanted, rtol=1e-10, atol=1e-14)
+
+
+def summed_then_written(x: Tensor, layer: nn.Module) -> Tensor:
+    """The array is gone when torch writes the tensor, in its memory."""
+    h = layer(x)[:, :4]
+    _ = h.detach().numpy().sum().item()
+    with torch.autograd.graph.save_on_cpu():
+        _ = h * 3
+    h.add_(0.1)
+    return h.pow(2).sum()
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_an_array_that_is_gone(chunks: int) -> None:
+    check(summed_then_written, chunks)

@@ -133,6 +133,7 @@ def before_write(func: Callable[..., Any], given: Any) -> list[tuple[Cut, dict[i
     Weights of a custom autograd function are not copied: it computes their gradient, so it does
     not write them.
     """
+    arrays.compare_gone()
     is_custom = isinstance(getattr(func, "__self__", None), type)
     tensors = [t for t in _tensors_in(given) if not (is_custom and t.requires_grad and t.is_leaf)]
     cuts = list(_state.cuts) if tensors else ()

@@ -36,19 +36,36 @@ class _Array:
         self._is_written = False
         self._shared = weakref.ref(shared)
         self.where = lines.user_line()
+        _not_compared.add(self)
 
     def is_written(self) -> bool:
         """Tell whether the array was written. Once it is gone, nobody can write it any more."""
-        is_gone = self._shared() is None
+        is_gone = self.is_gone()
         if self._number is not None and not self._is_written:
             self._is_written = meta.checksum(self._number) != self._checksum
         if is_gone:
             self._number = None
+            _not_compared.discard(self)
         return self._is_written
+
+    def is_gone(self) -> bool:
+        return self._shared() is None
 
     def is_over(self) -> bool:
         """Tell whether the array is gone and was never written."""
         return not self.is_written() and self._number is None
+
+
+#: Arrays that may be written, or that are gone and were not compared since.
+_not_compared: weakref.WeakSet[_Array] = weakref.WeakSet()
+
+
+def compare_gone() -> None:
+    """Find which arrays that are gone were written, before torch writes tensors of their memory."""
+    for one in list(_not_compared):
+        if one.is_gone():
+            _not_compared.discard(one)  # comparing it makes calls that lead here
+            one.is_written()
 
 
 def _known() -> dict[int, list[_Array]]:
