@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import koila
 from chunked import split
 from limits import there
+from training_lines import hook_on
 
 N_ROWS = 5
 
@@ -162,3 +163,29 @@ def test_a_weight_that_is_written_under_a_tight_limit() -> None:
         assert loss.item() > 0
         with pytest.raises(koila.StaleError, match="was changed in place after"):
             loss.backward()
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_a_hook_on_a_view_that_was_written_before(chunks: int) -> None:
+    """The view was handed out at a cut. Eager registers the hook on a new node, which no gradient
+    of the calls before the write arrives at."""
+
+    def step(lazy: Any) -> Tensor:
+        torch.manual_seed(0)
+        net, head = nn.Linear(6, 4).double(), nn.Linear(4, 4).double()
+        v = net(lazy(torch.randn(N_ROWS, 6).double())).unsqueeze(-1).mul(2).flatten(1)
+        with torch.autograd.graph.save_on_cpu():
+            c = head(v)
+        v[:, :2].detach().mul_(0.9)
+        hook_on(v, lambda q: q * 0.5)
+        c.tanh().sum().backward()
+        assert net.weight.grad is not None
+        return net.weight.grad
+
+    want = step(lambda x: x)
+    with koila.config(chunks=chunks):
+        if chunks > 1:
+            with pytest.raises(koila.KoilaError, match="on a view that was written since"):
+                step(koila.lazy)
+            return
+        torch.testing.assert_close(step(koila.lazy), want, rtol=0, atol=0)

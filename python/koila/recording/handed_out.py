@@ -314,10 +314,9 @@ def _until_written(
         return Info.of(root.value).view is not None if number is None else number._is_view()
 
     is_view = root.lazy is not None and _core.held(root.lazy, is_a_view, (), {})
-    n_writes = root.counter._version
 
     def checked(*gradients: Any) -> Any:
-        if is_view and root.counter._version != n_writes:
+        if is_view and root.counter._version != root.n_writes:  # before the hook, or after it
             raise refusal(hook)
         return hook(*gradients)
 
