@@ -215,7 +215,7 @@ MUTANTS = [
     Mutant(
         "read: what a pending graph keeps is written through .data",
         "python/koila/staged/program.py",
-        "if self._data_write is not None and (self.roots or _core.pending_bytes(True)):",
+        "if self._data_write is not None and (self.roots or _does_graph_keep_written()):",
         "if self._data_write is not None and self.roots:",
         "tests/test_written_data.py",
     ),

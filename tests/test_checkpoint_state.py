@@ -455,7 +455,8 @@ def test_a_module_that_counts(is_reentrant: bool, caplog: pytest.LogCaptureFixtu
                 checkpoint(own, h, use_reentrant=is_reentrant).pow(2).sum().backward()
     assert nets[0][1].n == nets[1][1].n == 4
     assert nets[0][1].tau == nets[1][1].tau
-    for one, other in zip(nets[0][0].parameters(), nets[1][0].parameters(), strict=True):
+    wanted, found = (nn.ModuleList(pair).parameters() for pair in nets)
+    for one, other in zip(wanted, found, strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
     reason = "leaves this one to torch" if is_reentrant else "updates a number of its own"
     assert reason in (str(koila.report()) if is_reentrant else caplog.text)
@@ -479,7 +480,7 @@ def test_a_module_that_stores_the_same_numbers(caplog: pytest.LogCaptureFixture)
     with koila.config(chunks=3):
         h = nn.Linear(4, 4)(koila.lazy(torch.randn(N_ROWS, 4)))
         checkpoint(Cached(), h, use_reentrant=False).sum().backward()
-        assert koila.is_lazy(h)
+    assert koila.report().n_chunks == 3
     assert "a number of its own" not in caplog.text
 
 

@@ -107,11 +107,11 @@ def test_a_peak_is_seen() -> None:
     give_back()
     before = resident.n_bytes()
     peak = resident.Peak()
-    for _ in range(20):
+    for _ in range(60):  # so often that a sample is taken while all pages are there
         torch.ones(16 * MIB).sum()  # 64 MiB, for some milliseconds
     found = peak.stop()
     assert found is not None and before is not None
-    assert 56 * MIB <= found <= 80 * MIB
+    assert 60 * MIB <= found <= 80 * MIB
     assert abs(resident.n_bytes() - before) <= 8 * MIB  # type: ignore[operator]
 
 

@@ -5,7 +5,6 @@ written. koila gives the same gradient, where the program is cut or read before 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import koila
 from oracle import Lazy, eager
+from test_bridge import Square
 
 ROWS = 11
 
@@ -38,21 +38,10 @@ BETWEEN: dict[str, Callable[[Tensor, Tensor, Tensor, Lazy], Tensor]] = {
     "nothing": lambda z, data, y, lazy: z,
     "a mask": lambda z, data, y, lazy: z[y > 0],
     "a read": lambda z, data, y, lazy: z * (1 + 0 * z.sum().item()),
-    "a read of what was written": lambda z, data, y, lazy: z * (1 + 0 * data.sum().item()),
+    "a read of the written tensor": lambda z, data, y, lazy: z * (1 + 0 * data.sum().item()),
     "a batch": lambda z, data, y, lazy: (lazy(torch.ones(ROWS, 6)), z)[1],
     "a custom function": lambda z, data, y, lazy: Square.apply(z),  # type: ignore[no-untyped-call]
 }
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return 2 * gradients[0] * ctx.saved_tensors[0]
 
 
 def step(

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import traceback
-from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,9 +14,6 @@ from koila.basics.lines import INSIDE
 
 if TYPE_CHECKING:
     from koila.messages.memory_plan import MemoryPlan
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class KoilaError(RuntimeError):
@@ -83,19 +78,20 @@ def hide_frames(error: BaseException) -> None:
     error.__traceback__ = rest
 
 
-def hiding_frames(func: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function that the user's code gets to, so that a KoilaError leaves it without koila's
-    frames."""
+class HiddenFrames:
+    """Wraps a block that the user's code, or torch for it, gets to: a KoilaError leaves it without
+    koila's frames."""
 
-    @functools.wraps(func)
-    def entered(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return func(*args, **kwargs)
-        except KoilaError as error:
+    def __enter__(self) -> None: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if isinstance(error, KoilaError):
             hide_frames(error)
-            raise
-
-    return entered
 
 
 def _is_of_call(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 from koila import _core
 from koila.basics import engine, lines, surroundings, switches
 from koila.memory import budget, order
-from koila.messages.errors import hiding_frames
+from koila.messages.errors import HiddenFrames
 from koila.patches import attributes, distributions, patching, tracers, transforms, writes
 from koila.random import generators, plain
 from koila.recording import apart, bridge, flush, handed_out, handlers, replicated, sharded
@@ -42,10 +42,11 @@ def _patch_function_apply() -> None:
                 return checkpoints.run(*args, begin=bridge.begin_checkpoint)
             if replicated.is_sink(cls, args):
                 return replicated.behind_outputs(*args)
-            return custom_functions.run_live(original, args, kwargs)
+            with HiddenFrames():
+                return custom_functions.run_live(original, args, kwargs)
         return original(*args, **kwargs)
 
-    own = patching.replace_in_c(vars(torch._C._FunctionBase)["apply"], hiding_frames(apply))
+    own = patching.replace_in_c(vars(torch._C._FunctionBase)["apply"], apply)
     patching.replace(engine.Function, "apply", own)
     node: Any = torch.autograd.function.BackwardCFunction
     for name in ("apply", "apply_boxed"):

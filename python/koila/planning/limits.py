@@ -236,7 +236,8 @@ def in_lines(text: str) -> str:
     return f"  {text}\n" if text else ""
 
 
-#: The limit that is proposed after a call was stopped, as a multiple of what it needed until then.
+#: koila stops a call that takes more memory than is left. The error then proposes a memory_limit of
+#: this multiple of the bytes that were in use at that moment.
 _AFTER_STOP = 1.5
 
 
@@ -310,7 +311,8 @@ def ran_out(program: Program, said: str) -> MemoryLimitError:
     return needs.refusal(program, said)
 
 
-#: The least share of what does not shrink with the chunks that a refusal calls too large.
+#: An error says that a tensor is too large if the tensor takes at least this share of the bytes
+#: that do not shrink with the chunks.
 _CONSIDERABLE = 0.1
 
 

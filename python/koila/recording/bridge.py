@@ -28,6 +28,7 @@ import torch
 from koila import _core
 from koila.basics import engine, surroundings
 from koila.basics.threads import in_turn
+from koila.messages.errors import HiddenFrames
 from koila.planning import explain, planner, steps, unsplit
 from koila.random import generators
 from koila.recording import flush, freed, reasons
@@ -99,20 +100,21 @@ def call(
     Returns:
         What the call returns, with lazies in place of tensors unless `is_plain`.
     """
-    unwritten.note_read((args, kwargs))
-    replay.settle_leaves()
-    is_large = has_graph and not planner.is_whole() and _core.pending_bytes(False) >= _WORTH
-    is_light = is_large and _core.won_whole() >= 0
-    why = "" if planner.is_whole() else reasons.why(func, args, kwargs)
-    is_cut = not is_light and not planner.is_whole() and _cut(func, why)
-    if is_light:
-        light = "its graph keeps no more than a part that reads its inputs again"
-        reports.give_reason(f"{why}; {light}")
-    elif has_graph and not is_cut:
-        unsplit.check(func, why or reasons.why(func, args, kwargs))
-    if not is_cut and any(map(_core.leaves_of, _tensors_in((args, kwargs), False))):
-        _core.flush()  # pending calls read a plain tensor that this call may write
-    return _core.live(func, args, kwargs, is_plain)
+    with HiddenFrames():
+        unwritten.note_read((args, kwargs))
+        replay.settle_leaves()
+        is_large = has_graph and not planner.is_whole() and _core.pending_bytes(False) >= _WORTH
+        is_light = is_large and _core.won_whole() >= 0
+        why = "" if planner.is_whole() else reasons.why(func, args, kwargs)
+        is_cut = not is_light and not planner.is_whole() and _cut(func, why)
+        if is_light:
+            light = "its graph keeps no more than a part that reads its inputs again"
+            reports.give_reason(f"{why}; {light}")
+        elif has_graph and not is_cut:
+            unsplit.check(func, why or reasons.why(func, args, kwargs))
+        if not is_cut and any(map(_core.leaves_of, _tensors_in((args, kwargs), False))):
+            _core.flush()  # pending calls read a plain tensor that this call may write
+        return _core.live(func, args, kwargs, is_plain)
 
 
 def begin_checkpoint() -> None:

@@ -24,7 +24,7 @@ from koila.basics import (
     threads,
 )
 from koila.memory import order
-from koila.messages.errors import KoilaError, StaleError, hiding_frames, is_out_of_memory
+from koila.messages.errors import KoilaError, StaleError, is_out_of_memory
 from koila.random import draws, generators, plain
 from koila.recording import (
     apart,
@@ -254,7 +254,7 @@ def register_all() -> None:
             "in_transform": handlers.in_transform,
             "run_again": draws.run_again,
             "bind_hooks": hooks.bind,
-            "bridge": hiding_frames(bridge.call),
+            "bridge": bridge.call,
             "before_write": bridge.before_write,
             "after_write": bridge.after_write,
             "runs_at_once": bridge.runs_at_once,

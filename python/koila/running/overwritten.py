@@ -22,9 +22,8 @@ from koila.reductions import norms
 from koila.running import checkpoints, derived, recomputed
 from koila.staged import meta
 from koila.staged.facts import Info, Node, name_of_call
-from koila.staged.program import Program
+from koila.staged.program import NO_CALL, Program
 
-_LAST = 2**32 - 2  # larger than the number of any node
 _TEXT = (
     "one of the variables needed for gradient computation has been modified by an inplace operation"
 )
@@ -47,7 +46,7 @@ def check(program: Program) -> None:
 def _overwritten(program: Program) -> Iterator[tuple[int, Node, int, int]]:
     """Yield (value, call, writer, its checkpoint) for each value that the backward of a call needs
     as it was before a later call wrote it."""
-    before = _LAST
+    before = NO_CALL
     while (found := _core.overwritten(program.handle, before)) is not None:
         before, values = found
         node = program.node(before)

@@ -26,7 +26,6 @@ from koila.messages.errors import KoilaError, let_go
 from koila.random import draws
 from koila.reductions import norms
 from koila.running import module_state
-from koila.running.module_state import ModuleState
 from koila.running.repeated import Call, Layout, Memory, OfPart, Ref, map_nested
 from koila.staged import aliases, meta
 from koila.staged.aliases import version_of
@@ -247,7 +246,9 @@ class Body:
         #: Leaves, without their graphs, to which the backward of a reentrant body sends gradients.
         self.leaves: list[Tensor] = []
         #: The modules that the function can call, as they were when it was recorded.
-        self.modules: list[ModuleState] = _core.memo().get("modules", {}).get(region, [])
+        self.modules: list[module_state.ModuleState] = (
+            _core.memo().get("modules", {}).get(region, [])
+        )
 
     def read(self, tensor: Tensor, name: str) -> Ref:
         """Note that a call of the body reads a tensor; return a reference to the tensor."""

@@ -57,6 +57,17 @@ def _row(i: int) -> str:
     return str(_core.node(i)[1] or "")
 
 
+#: Larger than the number of any call.
+NO_CALL = 2**32 - 2
+
+
+def _does_graph_keep_written() -> bool:
+    """Tell whether the graph of pending calls keeps memory that a later call writes. After a write
+    through .data, only a run of them all in their order leaves the written numbers in it."""
+    ends = Program([]).ends()
+    return bool(ends) and _core.overwritten(Program(ends).handle, NO_CALL) is not None
+
+
 class Program:
     """The pending calls of the thread's tape, staged to compute values and differentiate roots.
 
@@ -344,9 +355,7 @@ class Program:
         return [value for run in runs for value in run.exports if value not in run.inner]
 
     def _find_unstageable(self) -> tuple[Node, str] | None:
-        # The graph of pending calls may keep that memory: only a run of them all, in their order,
-        # leaves in it what the write left.
-        if self._data_write is not None and (self.roots or _core.pending_bytes(True)):
+        if self._data_write is not None and (self.roots or _does_graph_keep_written()):
             why = (
                 "its memory is written through .data, which changes what is kept for backward; "
                 "write it without .data, under torch.no_grad()"
