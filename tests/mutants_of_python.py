@@ -784,7 +784,7 @@ MUTANTS = [
         "python/koila/running/overwritten.py",
         "written = value if value in leaves else program.info(value).base  # a view of a leaf",
         "written = value if value in leaves else value",
-        "tests/test_overwritten.py::test_a_batch_is_written_that_a_view_of_was_kept",
+        "tests/test_overwritten.py::test_what_a_call_before_kept_is_written",
     ),
     Mutant(
         "layouts: the call is run on one row, which does not tell where the rows are",

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from koila import _core
+from koila.running import recomputed
 from koila.staged import aliases
 from oracle import assert_like, eager
 from test_checkpoint_functions import cubed
@@ -136,3 +137,18 @@ def test_data_of_a_sparse_tensor_beside_a_part(chunks: int) -> None:
         assert data.is_sparse and h.detach().data.sum().item() == N_ROWS * 9
         loss.backward()
     assert weight.grad is not None and weight.grad.sum().item() == N_ROWS * 9 * 28
+
+
+def test_data_of_a_sparse_tensor_beside_a_checkpoint() -> None:
+    """A checkpoint that ran on the whole batch waits for its backward: someone may write what its
+    function reads through .data."""
+    weight = torch.ones(3, 3, requires_grad=True)
+    with koila.config(chunks=2):
+        h = koila.lazy(torch.ones(N_ROWS, 3)) @ weight
+        made = checkpoint(lambda a: a * a, h, use_reentrant=False)
+        h.data.clamp_(-9, 9)
+        gradient = torch.autograd.grad((made * made).sum(), made, create_graph=True)[0]
+        assert len(recomputed.alive) > 0
+        assert torch.eye(3).to_sparse().data.is_sparse
+        gradient.sum().backward()
+    assert weight.grad is not None and weight.grad.sum().item() == N_ROWS * 9 * 12
