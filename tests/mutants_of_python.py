@@ -808,11 +808,18 @@ MUTANTS = [
         "tests/test_held_and_outdated.py",
     ),
     Mutant(
-        "budget: malloc keeps the same blocks however many chunks there are",
-        "python/koila/running/replay.py",
-        "budget.fix_malloc_for(n_chunks)",
-        "budget.fix_malloc_for(1)",
-        "tests/test_resident.py::test_memory_limit_holds[mixed_up-0.215]",
+        "heap: free pages stay in the process when it comes near the limit",
+        "python/koila/memory/heap.py",
+        "if now + coming <= self._bound or",
+        "if now + coming <= 2 * self._bound or",
+        "tests/test_heap.py",
+    ),
+    Mutant(
+        "reports: nobody returns free pages while a step under a limit runs",
+        "python/koila/reporting/reports.py",
+        "resident.Peak(ceiling.start, ceiling.sampled)",
+        "resident.Peak(ceiling.start)",
+        "tests/test_resident.py::test_memory_limit_holds[two_towers-0.3]",
     ),
     Mutant(
         "arrays: a write to an array that is gone by the backward is not seen",
