@@ -322,8 +322,20 @@ def failure(program: Program, chunks: int | None, wanted: Outcome) -> Found | No
     return None
 
 
+_aten = torch.ops.aten
+#: Calls whose results may be others in their last bits in chunks.
+_ROUNDED = {
+    _aten.addmm.default,
+    _aten.mm.default,
+    _aten.mean.dim,
+    _aten.std.correction,
+    _aten.sum.dim_IntList,
+    _aten.var.correction,
+}
+
+
 class Rounding(TorchDispatchMode):
-    """A product of matrices is another in its last bits at each call, as in chunks it may be."""
+    """Products and reductions differ in their last bits at each call, as in chunks they may."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +343,7 @@ class Rounding(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default):
+        if func in _ROUNDED:
             noise = torch.randn(out.shape, generator=self.generator, dtype=torch.float64)
             return out + out * (noise * torch.finfo(out.dtype).eps).to(out.dtype)
         return out
