@@ -808,6 +808,13 @@ MUTANTS = [
         "tests/test_held_and_outdated.py",
     ),
     Mutant(
+        "masks: what a mask chooses of a small batch is a plain tensor",
+        "python/koila/recording/masks.py",
+        "    if len(args) != 2 or kwargs or config.is_whole():\n",
+        '    if len(args) != 2 or kwargs or not config.get("memory_limit"):\n',
+        "tests/test_narrow_then_wide.py",
+    ),
+    Mutant(
         "heap: free pages stay in the process when it comes near the limit",
         "python/koila/memory/heap.py",
         "if now + coming <= self._bound or",
@@ -819,7 +826,7 @@ MUTANTS = [
         "python/koila/reporting/reports.py",
         "resident.Peak(ceiling.start, ceiling.sampled)",
         "resident.Peak(ceiling.start)",
-        "tests/test_resident.py::test_memory_limit_holds[two_towers-0.3]",
+        "tests/test_resident.py::test_free_pages_are_watched_for_while_a_step_runs",
     ),
     Mutant(
         "arrays: a write to an array that is gone by the backward is not seen",

@@ -175,6 +175,14 @@ def test_report_says_what_was_measured() -> None:
     assert "not measured" not in str(report)
 
 
+def test_free_pages_are_watched_for_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(heap.Ceiling, "sampled", lambda self, now: seen.append(now))
+    monkeypatch.setattr(resident, "INTERVAL", 0.0001)
+    step()
+    assert seen
+
+
 def test_nothing_is_measured_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident, "Peak", None)  # to call it would fail
     with koila.config(chunks=3):

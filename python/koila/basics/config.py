@@ -149,6 +149,15 @@ def get(name: str) -> int | None:
     return value
 
 
+def is_whole() -> bool:
+    """Tell whether the user asked for one chunk.
+
+    What a call does while it is recorded may depend on this, but not on the bytes that are pending:
+    later calls of the program may need many times as much.
+    """
+    return get("chunks") == 1
+
+
 def _check_together(before: Settings, after: Settings) -> None:
     """Raise a ValueError if both chunks and memory_limit are set."""
     if after.chunks is None or after.memory_limit is None:

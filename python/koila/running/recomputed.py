@@ -73,7 +73,7 @@ _kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
 def watch(tensor: Tensor) -> None:
     """Note that x.data was taken of a tensor: writes through it change no version. A checksum of
     each kept tensor in this memory detects them. A sparse tensor has no memory of its own."""
-    if aliases.memory_of(tensor) is None:
+    if not (_kept or alive) or aliases.memory_of(tensor) is None:
         return
     for kept in list(_kept):
         if kept.checksum is None and _is_alias(kept.tensor, tensor):

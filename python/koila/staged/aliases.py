@@ -48,8 +48,10 @@ def _forget(key: int, tensor: int, ref: weakref.ref[torch.Tensor]) -> None:
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef | None:
     """Return a weak reference to the memory of a tensor; None if it has none of its own, as a
     sparse tensor."""
-    is_strided = tensor.layout is torch.strided
-    return StorageWeakRef(tensor.untyped_storage()) if is_strided else None
+    # The parameters of modules such as nn.LazyLinear raise in their torch functions.
+    with torch._C.DisableTorchFunctionSubclass():
+        is_strided = tensor.layout is torch.strided
+        return StorageWeakRef(tensor.untyped_storage()) if is_strided else None
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
