@@ -815,6 +815,13 @@ MUTANTS = [
         "tests/test_narrow_then_wide.py",
     ),
     Mutant(
+        "sums: the mean of equal terms is rounded",
+        "python/koila/reductions/sums.py",
+        "torch.where(are_equal, first, mean.detach())",
+        "torch.where(are_equal, mean.detach(), mean.detach())",
+        "tests/test_equal_rows.py",
+    ),
+    Mutant(
         "heap: free pages stay in the process when it comes near the limit",
         "python/koila/memory/heap.py",
         "if now + coming <= self._bound or",

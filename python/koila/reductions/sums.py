@@ -88,7 +88,7 @@ class Var(Reduction):
         over = dims(x, dim)
         n = count(n_reduced(x, over))
         x = widen(x)
-        mean = x.mean(over, keepdim=True)
+        mean = _mean(x, over)
         # The sum of squares is minimal at the mean, so its gradient for the mean is 0.
         squares = abs_squared(x - mean.detach()).sum(over, keepdim=keepdim)
         mean = mean if keepdim else mean.squeeze(over) if over else mean
@@ -121,6 +121,21 @@ class Var(Reduction):
         value = root(var) if call.func.__name__.startswith("std") else var
         value = value.to(real_of(call.dtype))
         return (value, mean.to(call_mean_dtype(call, mean))) if self.has_mean(call) else value
+
+
+def _mean(x: torch.Tensor, over: Sequence[int]) -> torch.Tensor:
+    """Return the mean over dims, with `keepdim`: exactly c where all terms are c.
+
+    The variance is then exactly 0, as with torch's running mean, and so is the gradient of std.
+    """
+    mean = x.mean(over, keepdim=True)
+    if x.numel() == 0:
+        return mean
+    first = x.detach()
+    for dim in over:
+        first = first.narrow(dim, 0, 1)
+    are_equal = (x.detach() == first).all(over, keepdim=True) if over else x == first
+    return _Instead.apply(mean, torch.where(are_equal, first, mean.detach()))
 
 
 def _is_known_finite(values: list[torch.Tensor]) -> bool:
