@@ -123,7 +123,7 @@ class Var(Reduction):
         return (value, mean.to(call_mean_dtype(call, mean))) if self.has_mean(call) else value
 
 
-def _mean(x: torch.Tensor, over: Sequence[int]) -> torch.Tensor:
+def _mean(x: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
     """Return the mean over dims, with `keepdim`: exactly c where all terms are c.
 
     The variance is then exactly 0, as with torch's running mean, and so is the gradient of std.
@@ -135,7 +135,8 @@ def _mean(x: torch.Tensor, over: Sequence[int]) -> torch.Tensor:
     for dim in over:
         first = first.narrow(dim, 0, 1)
     are_equal = (x.detach() == first).all(over, keepdim=True) if over else x == first
-    return _Instead.apply(mean, torch.where(are_equal, first, mean.detach()))
+    exact: torch.Tensor = _Instead.apply(mean, torch.where(are_equal, first, mean.detach()))
+    return exact
 
 
 def _is_known_finite(values: list[torch.Tensor]) -> bool:
