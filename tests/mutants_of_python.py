@@ -822,18 +822,11 @@ MUTANTS = [
         "tests/test_equal_rows.py",
     ),
     Mutant(
-        "heap: free pages stay in the process when it comes near the limit",
-        "python/koila/memory/heap.py",
-        "if now + coming <= self._bound or",
-        "if now + coming <= 2 * self._bound or",
-        "tests/test_heap.py",
-    ),
-    Mutant(
-        "reports: nobody returns free pages while a step under a limit runs",
-        "python/koila/reporting/reports.py",
-        "resident.Peak(ceiling.start, ceiling.sampled)",
-        "resident.Peak(ceiling.start)",
-        "tests/test_resident.py::test_free_pages_are_watched_for_while_a_step_runs",
+        "budget: malloc keeps the same blocks however many chunks there are",
+        "python/koila/running/replay.py",
+        "budget.fix_malloc_for(n_chunks)",
+        "budget.fix_malloc_for(1)",
+        "tests/test_resident.py::test_memory_limit_holds[mixed_up-0.215]",
     ),
     Mutant(
         "arrays: a write to an array that is gone by the backward is not seen",

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import koila
-from koila.memory import heap, resident
+from koila.memory import budget, resident
 from koila.reporting import reports
 from limits import there
 from resident_programs import N_STEPS, PROGRAMS
@@ -75,7 +75,7 @@ def test_memory_limit_holds(name: str, share: float) -> None:
         assert all(max(chunks) > 1 for chunks in found["chunks"])
         main = max(found["reports"], key=lambda report: report[1] or 0.0)
         assert main[3] is not None, "what it took is measured"
-        assert main[3] <= ROUNDING * main[2] + LIBRARIES
+        assert main[3] <= 1.1 * main[1] + LIBRARIES
 
 
 @pytest.mark.rotated
@@ -175,14 +175,6 @@ def test_report_says_what_was_measured() -> None:
     assert "not measured" not in str(report)
 
 
-def test_free_pages_are_watched_for_while_a_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(heap.Ceiling, "sampled", lambda self, now: seen.append(now))
-    monkeypatch.setattr(resident, "INTERVAL", 0.0001)
-    step()
-    assert seen
-
-
 def test_nothing_is_measured_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident, "Peak", None)  # to call it would fail
     with koila.config(chunks=3):
@@ -198,7 +190,7 @@ def test_more_than_allowed_is_told_once(
     monkeypatch.setattr(reports, "_over", set())
     monkeypatch.setattr(resident.Peak, "stop", lambda self: 200 * MIB)
     fixed: list[bool] = []
-    monkeypatch.setattr(heap, "fix_malloc", lambda *left: fixed.append(bool(left)))
+    monkeypatch.setattr(budget, "fix_malloc", lambda *left: fixed.append(bool(left)))
     with caplog.at_level(logging.WARNING, "koila"):
         for _ in range(3):
             step()

@@ -630,9 +630,9 @@ core_fix_malloc(PyObject *Py_UNUSED(module), PyObject *size)
     }
 #ifdef __GLIBC__
     /* By default glibc raises this threshold when a large block is freed, and takes later blocks from the heap, which
-     * does not shrink. Once it is set, freed large blocks and a free heap end go back. Linux allows 65,000 mappings. */
-    bool is_fixed = n_bytes > 0 && mallopt(M_MMAP_THRESHOLD, n_bytes);
-    is_fixed = is_fixed && mallopt(M_TRIM_THRESHOLD, n_bytes) && mallopt(M_MMAP_MAX, 1 << 14);
+     * does not shrink. Once it is set, freed large blocks, and a free end of the heap of that size, are returned. */
+    bool is_fixed = mallopt(M_MMAP_THRESHOLD, n_bytes) && mallopt(M_TRIM_THRESHOLD, n_bytes) &&
+                    mallopt(M_MMAP_MAX, 1 << 14); /* Linux allows a process some 65,000 mappings */
     (void)malloc_trim(0);
     return PyBool_FromLong(is_fixed);
 #else

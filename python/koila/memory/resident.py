@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 #: Seconds between two samples, at first and at most. Each sample holds the interpreter's lock for
@@ -48,24 +47,16 @@ class Peak:
     """Measures the peak of resident private memory between its creation and `stop`.
 
     A thread samples every few milliseconds; a peak between two samples is missed.
-
-    Args:
-        start: the bytes from which the peak is measured; None: those that are resident now.
-        sampled: is called with each sample, in that thread; if it returns True, the next sample
-            comes after the shortest interval.
     """
 
-    def __init__(
-        self, start: int | None = None, sampled: Callable[[int], bool] | None = None
-    ) -> None:
-        self._sampled = sampled
+    def __init__(self) -> None:
         self._running = threading.Lock()  # held until stop(); waiting for it is the thread's sleep
         self._statm = _open("statm")
+        self.at_end = 0  # bytes that were resident when it ended
         self._thread: threading.Thread | None = None
         if self._statm is None:
             return
-        self._most = _anonymous(self._statm)
-        self._start = self._most if start is None else start
+        self._before = self._most = _anonymous(self._statm)
         self._running.acquire()
         thread = threading.Thread(target=self._look, name="koila: resident memory", daemon=True)
         with _starting:
@@ -82,10 +73,8 @@ class Peak:
         assert self._statm is not None
         interval = INTERVAL
         while not self._running.acquire(timeout=interval):
-            now = _anonymous(self._statm)
-            self._most = max(self._most, now)
-            is_urgent = self._sampled is not None and self._sampled(now)
-            interval = INTERVAL if is_urgent else min(1.25 * interval, LONGEST_INTERVAL)
+            self._most = max(self._most, _anonymous(self._statm))
+            interval = min(1.25 * interval, LONGEST_INTERVAL)
 
     def stop(self) -> int | None:
         """Stop measuring, and return the peak bytes beyond those at the start; None: the kernel
@@ -95,7 +84,7 @@ class Peak:
         self._running.release()
         if self._thread is not None:
             self._thread.join()
-        at_end = _anonymous(self._statm)
+        self.at_end = _anonymous(self._statm)
         os.close(self._statm)
         self._statm = None
-        return max(self._most, at_end) - self._start
+        return max(self._most, self.at_end) - self._before

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from koila.basics.lines import user_line
-from koila.memory import budget, heap, resident
+from koila.memory import budget, resident
 from koila.messages.errors import hide_frames
 from koila.messages.layer_table import Layer
 from koila.messages.words import count, size, sizes
@@ -367,11 +367,7 @@ def measure(n_bytes: float) -> None:
         return
     # Not if the process has too little memory left for the sampling thread.
     if not budget.is_bound() or budget.slack() == budget.SLACK:
-        ceiling = budget.ceiling()
-        if ceiling is None:
-            _state.peak = resident.Peak()
-        else:
-            _state.peak = resident.Peak(ceiling.start, ceiling.sampled)
+        _state.peak = resident.Peak()
 
 
 def _note_measured(n_noted: int) -> None:
@@ -381,6 +377,7 @@ def _note_measured(n_noted: int) -> None:
     if peak is None:
         return
     n_bytes = peak.stop()
+    budget.trim(peak.at_end)
     ran = list(_state.programs)
     last = ran[max(0, len(ran) - n_noted) :] if n_noted > 0 else []
     found = max(last, key=lambda one: one.bytes_predicted or 0.0, default=None)
@@ -391,7 +388,7 @@ def _note_measured(n_noted: int) -> None:
         _state.programs[found_at] = dataclasses.replace(found, bytes_measured=n_bytes)
     if n_bytes > _ROUNDING * found.bytes_allowed + budget.SLACK and found.line not in _over:
         _over.add(found.line)
-        heap.fix_malloc()
+        budget.fix_malloc()
         _logger.warning(
             "%s at %s took %s of memory, where %s were left and %s were predicted: libraries and "
             "Python take some beside tensors; set a lower memory_limit to make room for that",
