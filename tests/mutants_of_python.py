@@ -810,7 +810,7 @@ MUTANTS = [
     Mutant(
         "masks: what a mask chooses of a small batch is a plain tensor",
         "python/koila/recording/masks.py",
-        "    if len(args) != 2 or kwargs or config.is_whole():\n",
+        "    if len(args) != 2 or kwargs or config.is_one_chunk():\n",
         '    if len(args) != 2 or kwargs or not config.get("memory_limit"):\n',
         "tests/test_narrow_then_wide.py",
     ),

@@ -149,7 +149,7 @@ def get(name: str) -> int | None:
     return value
 
 
-def is_whole() -> bool:
+def is_one_chunk() -> bool:
     """Tell whether the user asked for one chunk.
 
     What a call does while it is recorded may depend on this, but not on the bytes that are pending:

@@ -32,7 +32,7 @@ def is_whole() -> bool:
     """Tell, quickly and without staging, whether all that is pending certainly fits in one
     chunk."""
     if config.get("chunks") is not None:
-        return config.get("chunks") == 1
+        return config.is_one_chunk()
     if config.get("memory_limit") is not None:
         return False
     return budget.is_ample(int(_core.pending_bytes(False)))

@@ -37,7 +37,7 @@ def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     If the mask chooses equally many entries in each row, the result has the rows of x. Otherwise
     the call is recorded with the indices of the mask, as torch computes it.
     """
-    if len(args) != 2 or kwargs or config.is_whole():
+    if len(args) != 2 or kwargs or config.is_one_chunk():
         return NotImplemented
     items = args[1] if isinstance(args[1], tuple) else (args[1],)
     n_each = _n_each(args[0], items[0]) if len(items) == 1 else None
@@ -81,7 +81,7 @@ def select_masked(x: Tensor, mask: Tensor, n_each: int) -> Any:
 def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record masked_select() as `select` does."""
     words = {**dict(zip(("input", "mask"), args, strict=False)), **kwargs}
-    if words.keys() != {"input", "mask"} or config.is_whole():
+    if words.keys() != {"input", "mask"} or config.is_one_chunk():
         return NotImplemented
     x, mask = words["input"], words["mask"]
     if mask.dtype is not torch.bool or mask.dim() == 0:
@@ -101,7 +101,7 @@ def masked_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     """
     names = "input", "mask", "source"
     words = {**dict(zip(names, args, strict=False)), **kwargs}
-    if words.keys() != set(names) or config.is_whole():
+    if words.keys() != set(names) or config.is_one_chunk():
         return NotImplemented
     if not all(isinstance(word, Tensor) for word in words.values()):
         return NotImplemented
@@ -138,7 +138,7 @@ def _scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
 
 def assign(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record x[mask] = source, with one entry of the source where the mask is True, by rows."""
-    if len(args) != 3 or type(args[0]) is not LazyTensor or kwargs or config.is_whole():
+    if len(args) != 3 or type(args[0]) is not LazyTensor or kwargs or config.is_one_chunk():
         return NotImplemented
     x, mask, source = args
     if isinstance(mask, tuple) and len(mask) == 1:

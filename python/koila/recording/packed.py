@@ -159,7 +159,7 @@ def _gather(made_of: _Packed) -> Tensor:
 
 def pack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle _pack_padded_sequence(input, lengths, batch_first)."""
-    if len(args) != 3 or kwargs or type(args[0]) is not LazyTensor or config.is_whole():
+    if len(args) != 3 or kwargs or type(args[0]) is not LazyTensor or config.is_one_chunk():
         return NotImplemented
     x, lengths, is_batch_first = args
     before = _lookup(_selected, x)
@@ -223,7 +223,7 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     num_layers, dropout, train, bidirectional)."""
     is_packed = len(args) == 9 and not kwargs and isinstance(args[1], Tensor)
     made_of = _lookup(_packed, args[0]) if is_packed else None
-    if made_of is None or config.is_whole() or made_of.padded.dim() != 3:
+    if made_of is None or config.is_one_chunk() or made_of.padded.dim() != 3:
         return NotImplemented
     if torch.is_autocast_enabled(made_of.padded.device.type):
         return NotImplemented  # torch casts the weights of its own call
@@ -284,7 +284,7 @@ def _unsorted(state: Tensor, order: Tensor | None, inverse: Tensor | None) -> Te
 def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Handle _pad_packed_sequence(data, batch_sizes, batch_first, padding_value, total_length)."""
     made_of = _lookup(_packed, args[0]) if len(args) == 5 and not kwargs else None
-    if made_of is None or config.is_whole():
+    if made_of is None or config.is_one_chunk():
         return NotImplemented
     _, _, is_batch_first, padding, n_steps = args
     n_most = int(made_of.lengths.max())

@@ -131,10 +131,12 @@ def _mean(x: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
     mean = x.mean(over, keepdim=True)
     if x.numel() == 0:
         return mean
-    first = x.detach()
+    terms = first = x.detach()
     for dim in over:
         first = first.narrow(dim, 0, 1)
-    are_equal = (x.detach() == first).all(over, keepdim=True) if over else x == first
+    are_equal = terms == first
+    if over:  # not of a scalar
+        are_equal = are_equal.all(over, keepdim=True)
     exact: torch.Tensor = _Instead.apply(mean, torch.where(are_equal, first, mean.detach()))
     return exact
 
