@@ -689,6 +689,13 @@ MUTANTS = [
         "tests/test_hooks_of_nodes.py",
     ),
     Mutant(
+        "handed out: a node of two outputs takes a hook in a part that ran whole",
+        "python/koila/recording/handed_out.py",
+        "return len(number.grad_fn._input_metadata) == 1",
+        "return len(number.grad_fn._input_metadata) >= 1",
+        "tests/test_hooks_of_nodes.py",
+    ),
+    Mutant(
         "tracked: what runs on all rows updates statistics at once",
         "python/koila/running/tracked.py",
         "return (is_shared or node.id in self.agains) and not is_by_rows",

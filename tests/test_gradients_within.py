@@ -297,22 +297,34 @@ def test_what_cannot_be_told_apart_is_refused(program: Any, chunks: int) -> None
         program(net, koila.lazy(torch.randn(N_ROWS, 6, dtype=torch.float64)))
 
 
+def kept(v: Tensor, y: Tensor) -> Tensor:
+    """Calls whose backward needs `v` as it was: all runs whole at the next cut."""
+    return F.cross_entropy(v, y) + v.sin().sum() / 9
+
+
+def not_kept(v: Tensor, y: Tensor) -> Tensor:
+    """Calls whose backward does not need `v`: they become a part in spite of the write."""
+    return v.cumsum(1).mean() + (v * 2).sum()
+
+
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("is_written", [False, True])
 @pytest.mark.parametrize("which", ["both", "before", "after"])
+@pytest.mark.parametrize("read", [kept, not_kept])
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_a_value_that_was_written_after_it_was_read(
-    chunks: int | None, which: str, is_written: bool, create_graph: bool
+    chunks: int | None, read: Any, which: str, is_written: bool, create_graph: bool
 ) -> None:
-    """Through `.data`, which torch does not count: the call before the write is differentiated with
-    the number that it saved, and that is gone in a part. It is refused, and not left out."""
+    """Through `.data`, which torch does not count. The share of the gradient that comes through the
+    calls before the write does not reach the tensor if they are in a part. It is refused, and not
+    left out."""
 
     def run(lazy: Lazy) -> Tensor:
         torch.manual_seed(0)
         net = nn.Linear(6, 4).double()
         x, y = lazy(torch.randn(N_ROWS, 6).double(), torch.randint(0, 4, (N_ROWS,)))
         v = net(x)
-        before = F.cross_entropy(v, y) + v.sin().sum() / 9
+        before = read(v, y)
         if is_written:
             v.data.clamp_(-1, 1)
         after = cut(v).sin().sum()
@@ -330,3 +342,43 @@ def test_a_value_that_was_written_after_it_was_read(
             assert (chunks or 1) > 1 and (is_written or create_graph)
             return
     torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-13)
+
+
+def through_data(v: Tensor) -> None:
+    v.data.clamp_(-1, 1)
+
+
+def without_a_graph(v: Tensor) -> None:
+    with torch.no_grad():
+        v.clamp_(-1, 1)
+
+
+@pytest.mark.parametrize("write", [through_data, without_a_graph])
+@pytest.mark.parametrize("is_read_between", [False, True])
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_a_hook_on_a_value_that_was_written_after_it_was_read(
+    chunks: int | None, is_read_between: bool, write: Any
+) -> None:
+    """It gets the gradient of what was computed before the write, too, and changes it."""
+
+    def run(lazy: Lazy) -> list[Any]:
+        torch.manual_seed(0)
+        net, seen = nn.Linear(6, 4).double(), list[Any]()
+        x, y = lazy(torch.randn(N_ROWS, 6).double(), torch.randint(0, 4, (N_ROWS,)))
+        v = net(x)
+        before = not_kept(v, y)
+        write(v)
+        if is_read_between:
+            seen.append(v.sum().item())
+        after = cut(v).sin().sum()
+        v.register_hook(lambda g: (seen.append(g.detach().clone()), g * 0.5)[1])
+        before.backward(retain_graph=True)
+        (before * 2 + after).backward()
+        return [*seen, net.weight.grad, net.bias.grad]
+
+    wanted = run(eager)
+    with koila.config(**({} if chunks is None else {"chunks": chunks})):
+        found = run(koila.lazy)
+    assert len(found) == len(wanted) == 4 + is_read_between
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
 from oracle import cut, eager
@@ -18,6 +19,13 @@ from oracle import cut, eager
 N_ROWS = 11
 CHUNKS = [None, 1, 2, 3, 7, N_ROWS]
 Lazy = Callable[..., Any]
+
+
+class Unchanged(TorchDispatchMode):
+    """Sees each call, and changes none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def halved(seen: list[Any]) -> Any:
@@ -92,8 +100,8 @@ def of_a_layer(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
     return net[1](z).pow(2).mean()
 
 
-def in_a_part_that_ran_whole(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
-    """A write through .data makes the first backward run the part whole."""
+def after_a_write_through_data(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
+    """The write changes what the graph keeps, so all runs whole, and there is no part."""
     h = F.normalize(net[0](x), dim=-1)
     v = h.T.contiguous().T
     loss = F.cross_entropy(net[1](h) / (1 + torch.ones(4)), h.argmax(1))
@@ -105,8 +113,44 @@ def in_a_part_that_ran_whole(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
     return v.exp().sum() + z.sum()
 
 
+def after_a_second_derivative(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
+    """It makes the part run whole, and the calls on its tape are gone then."""
+    h = net[0](x).tanh()
+    z = cut(h)
+    loss = net[1](z).pow(2).mean() + h.exp().sum()
+    (slope,) = torch.autograd.grad(loss, net[0].weight, create_graph=True)
+    slope.pow(2).sum().backward(retain_graph=True)
+    h.grad_fn.register_prehook(halved(seen))
+    h.grad_fn.register_hook(noted(seen))
+    return loss
+
+
+def of_an_inner_value_after_a_second_derivative(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
+    h = net[0](x).tanh()
+    z = cut(h * 2)
+    loss = net[1](z).pow(2).mean() + h.exp().sum()
+    (slope,) = torch.autograd.grad(loss, net[0].weight, create_graph=True)
+    slope.pow(2).sum().backward(retain_graph=True)
+    h.grad_fn.register_prehook(halved(seen))
+    return loss
+
+
+def after_a_backward_in_a_mode(net: Any, x: Tensor, seen: list[Any]) -> Tensor:
+    """The mode makes the part run whole."""
+    h = net[0](x).tanh()
+    z = cut(h)
+    loss = net[1](z).pow(2).mean() + h.exp().sum()
+    with Unchanged():
+        loss.backward(retain_graph=True)
+    h.grad_fn.register_prehook(halved(seen))
+    h.grad_fn.register_hook(noted(seen))
+    return loss
+
+
 PROGRAMS = [before, after, beside_a_hook, of_an_inner_value, of_a_view, of_a_layer]
-PROGRAMS += [in_a_part_that_ran_whole, before_a_view, before_a_value_that_is_written]
+PROGRAMS += [after_a_write_through_data, before_a_view, before_a_value_that_is_written]
+PROGRAMS += [after_a_second_derivative, of_an_inner_value_after_a_second_derivative]
+PROGRAMS += [after_a_backward_in_a_mode]
 
 
 def step(program: Any, lazy: Lazy, n_times: int) -> list[Any]:
@@ -161,6 +205,17 @@ def of_two_outputs(net: Any, x: Tensor) -> Tensor:
     z = cut(h)
     most.grad_fn.register_prehook(lambda go: None)
     return net[1](z).sum() + most.sum()
+
+
+def of_two_outputs_after_a_second_derivative(net: Any, x: Tensor) -> Tensor:
+    """It makes the part run whole: torch's own node tells how many outputs the call has."""
+    variance, mean = torch.var_mean(net[0](x), 1, keepdim=True)
+    z = cut(variance)
+    loss = z.pow(2).sum() + mean.sin().sum()
+    (slope,) = torch.autograd.grad(loss, net[0].weight, create_graph=True)
+    slope.pow(2).sum().backward(retain_graph=True)
+    variance.grad_fn.register_prehook(lambda go: None)
+    return loss
 
 
 def of_views_together(net: Any, x: Tensor) -> Tensor:
@@ -220,6 +275,7 @@ REFUSED = [
     unpacks_grad_inputs,
     changes_grad_inputs,
     of_two_outputs,
+    of_two_outputs_after_a_second_derivative,
     of_views_together,
     before_an_inner_view,
     after_an_inner_view,
