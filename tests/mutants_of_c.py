@@ -63,6 +63,20 @@ MUTANTS = [
         "tests/binding/test_py_stale.py",
     ),
     Mutant(
+        "resident: free pages stay in the process when it comes near its bound",
+        "koila_c/core/resident.c",
+        "if (now > watch->bound - NEAR &&",
+        "if (now > watch->bound * 2 &&",
+        "tests/test_heap.py",
+    ),
+    Mutant(
+        "resident: pages in use are returned at each sample",
+        "koila_c/core/resident.c",
+        "&& now > left + MORE) {",
+        "&& now > 0) {",
+        "tests/test_heap.py",
+    ),
+    Mutant(
         "measure: what the graph of a joint keeps is not held",
         "koila_c/core/measure.c",
         "step->held += step->live[i];",

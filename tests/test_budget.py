@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import torch
 import koila
 from koila.basics import machine
 from koila.basics.config import parse_bytes
-from koila.memory import budget, storages
+from koila.memory import budget, heap, storages
 from limits import there
 
 MIB = 2**20
@@ -120,7 +119,7 @@ def test_limits_of_the_process(
     limits = [budget.resource.RLIM_INFINITY] * 2
     limits[which] = GIB
     monkeypatch.setattr(budget, "_limits", lambda: tuple(limits))
-    monkeypatch.setattr(budget, "fix_malloc", lambda left: None)
+    monkeypatch.setattr(heap, "fix_malloc", lambda left: None)
     write(system / "proc/self/status", f"Name: python\n{name}:\t{600 * 1024} kB")
     assert budget.free_on_cpu() == GIB - 600 * MIB - budget.SLACK
 
@@ -130,7 +129,7 @@ def test_limits_of_the_process(
 LIMIT_SET_LATE = """
 import resource, sys
 from koila.basics import machine
-from koila.memory import budget, storages
+from koila.memory import budget, heap, storages
 
 limit, field = getattr(resource, sys.argv[1]), sys.argv[2]
 assert budget.is_ample(200 * 2**20), budget.free_on_cpu()
@@ -146,7 +145,7 @@ import resource
 import torch
 import koila
 from koila.basics import machine
-from koila.memory import budget, storages
+from koila.memory import budget, heap, storages
 
 torch.set_num_threads(1)
 model = torch.nn.Sequential(torch.nn.Linear(256, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 8))
@@ -180,7 +179,7 @@ import torch
 from torch import nn
 import koila
 from koila.basics import machine
-from koila.memory import budget, storages
+from koila.memory import budget, heap, storages
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -197,7 +196,7 @@ names = [sys.intern(f"name {i}") for i in range(100_000)]
 del names
 optimizer.zero_grad()
 extra, n_chunks, n_steps = map(int, sys.argv[1:])
-budget.fix_malloc()
+heap.fix_malloc()
 limit = machine.status()["VmData"] + extra * 2**20
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 seen = []
@@ -345,51 +344,6 @@ def test_limit_less_what_is_held(system: Path) -> None:
     with koila.config(memory_limit=before + 64 * MIB):
         assert budget.free_bytes(CPU, held) == 60 * MIB
     assert budget.free_bytes(CPU, held) == 8 * GIB
-
-
-def test_the_heap_is_left_alone_where_several_times_as_much_is_left(
-    system: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Memory that goes back at each free comes in new pages, which takes time."""
-    fixed: list[float] = []
-    monkeypatch.setattr(budget, "fix_malloc", fixed.append)
-    with koila.config(memory_limit=6 * GIB):
-        budget.free_bytes(CPU, [], needed=GIB)
-    with koila.config(memory_limit=100 * GIB):  # 8 are free
-        budget.free_bytes(CPU, [], needed=GIB)
-    assert not fixed
-    with koila.config(memory_limit=3 * GIB):
-        budget.free_bytes(CPU, [], needed=GIB)
-    with koila.config(memory_limit=100 * GIB):
-        budget.free_bytes(CPU, [], needed=3 * GIB)
-    assert fixed == [3 * GIB, 8 * GIB]
-
-
-def test_blocks_that_go_back_are_a_small_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A smaller limit makes smaller blocks go back, a larger one changes nothing."""
-    sizes: list[int] = []
-    monkeypatch.setattr(budget, "_threshold", None)
-    monkeypatch.setattr(budget._core, "fix_malloc", sizes.append)
-    for left in (GIB * 8, GIB, GIB // 4, GIB, GIB // 1024, 0):
-        budget.fix_malloc(left)
-    assert sizes == [4 * MIB, MIB, MIB // 16]
-
-
-def test_smaller_blocks_go_back_before_a_step_in_many_chunks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A value that is kept for each chunk leaves that many holes. Without a limit malloc decides,
-    and no limit is smaller than one that was set before."""
-    sizes: list[int] = []
-    monkeypatch.setattr(budget, "_threshold", None)
-    monkeypatch.setattr(budget, "_least_left", math.inf)
-    monkeypatch.setattr(budget._core, "fix_malloc", sizes.append)
-    budget.fix_malloc_for(4096)
-    assert not sizes
-    budget.fix_malloc(64 * MIB)
-    for n_chunks in (2, 8, 16, 4, 64, 4096):
-        budget.fix_malloc_for(n_chunks)
-    assert sizes == [MIB // 4, MIB // 8, MIB // 32, MIB // 64]
 
 
 @pytest.mark.parametrize(
@@ -610,17 +564,3 @@ def test_an_older_peak_tells_nothing(
 def test_on_the_cpu_nobody_counts() -> None:
     if not torch.cuda.is_initialized():
         assert budget.Meter().bytes() is None
-
-
-def test_holes_are_looked_for_where_more_is_resident(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[int] = []
-    monkeypatch.setattr(budget._core, "fix_malloc", given.append)
-    monkeypatch.setattr(budget, "_threshold", None)
-    monkeypatch.setattr(budget, "_after_trim", 0)
-    monkeypatch.setattr(budget.resident, "n_bytes", lambda: 90 * MIB)
-    budget.trim(100 * MIB)
-    assert given == [], "without a limit malloc is left alone"
-    monkeypatch.setattr(budget, "_threshold", MIB)
-    for now in (100 * MIB, 92 * MIB, 80 * MIB, 85 * MIB):
-        budget.trim(now)
-    assert given == [MIB, MIB], "at 100, and at 85 after 80"

@@ -3,8 +3,6 @@
  * of this thread's tape, or of kl_py. methods.def has their docstrings. */
 #include "py.h"
 
-#include <malloc.h>
-
 static Value *
 value_argument(PyObject *object)
 {
@@ -619,25 +617,6 @@ core_pending_bytes(PyObject *Py_UNUSED(module), PyObject *is_graph)
         }
     }
     return PyLong_FromLongLong(bytes);
-}
-
-PyObject *
-core_fix_malloc(PyObject *Py_UNUSED(module), PyObject *size)
-{
-    int n_bytes = 0;
-    if (!PyArg_Parse(size, "i", &n_bytes)) {
-        return NULL;
-    }
-#ifdef __GLIBC__
-    /* By default glibc raises this threshold when a large block is freed, and takes later blocks from the heap, which
-     * does not shrink. Once it is set, freed large blocks, and a free end of the heap of that size, are returned. */
-    bool is_fixed = mallopt(M_MMAP_THRESHOLD, n_bytes) && mallopt(M_TRIM_THRESHOLD, n_bytes) &&
-                    mallopt(M_MMAP_MAX, 1 << 14); /* Linux allows a process some 65,000 mappings */
-    (void)malloc_trim(0);
-    return PyBool_FromLong(is_fixed);
-#else
-    return Py_NewRef(Py_False);
-#endif
 }
 
 PyObject *

@@ -347,9 +347,3 @@ def test_type_attributes() -> None:
     core.set_type_attribute(generator, "note", 3)
     assert torch.default_generator.note == 3  # type: ignore[attr-defined]
     core.set_type_attribute(generator, "note", None)
-
-
-def test_malloc_is_fixed_on_glibc() -> None:
-    assert core.fix_malloc(2**16) is True
-    with pytest.raises(TypeError):
-        core.fix_malloc("64 KiB")

@@ -16,7 +16,7 @@ import torch
 
 from koila import _core
 from koila.basics import config, machine
-from koila.memory import resident, storages
+from koila.memory import heap, resident, storages
 
 # Kept back of a limit of the process, for what the interpreter and torch's threads take.
 SLACK = 16 * 2**20
@@ -30,51 +30,6 @@ _KERNELS_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACI
 # The share of the memory left that cached kernels may take, and the least number of kernels: a step
 # that uses more kernels than are cached compiles them again each time.
 _KERNELS_SHARE, _LEAST_KERNELS = 1 / 16, 8
-
-#: Freed blocks of at least this size are returned to the system at once; None: malloc decides.
-_threshold: int | None = None
-
-
-#: A fragmented heap can be several times as large as its tensors. If this multiple of a step's
-#: bytes is free, malloc may keep freed memory: getting new pages would take a twentieth of the
-#: step's time or more.
-_HEAP_SHARE = 4
-#: Freed blocks below the threshold stay on the heap, where they leave holes of about their size.
-#: The threshold is a share of the memory that the process may still take, between two bounds: at
-#: the lower bound each call pays for new pages, at the upper one almost none does.
-_BLOCK_SHARE, _LEAST_BLOCK, _MOST_BLOCK = 1 / 256, 2**16, 2**22
-#: A value that is kept for each chunk may leave as many holes as there are chunks. The threshold is
-#: lowered until the holes of one value take this share of the memory, but not below this size.
-_HOLES_SHARE, _LEAST_HOLE = 1 / 32, 2**14
-_least_left = math.inf  # the least that a limit left when the threshold was set
-
-
-def fix_malloc(left: float = 0.0) -> None:
-    """Make malloc return large freed blocks to the system at once.
-
-    Args:
-        left: the bytes that a limit leaves; the more, the larger the blocks that malloc may keep.
-    """
-    global _least_left
-    _least_left = min(_least_left, left or math.inf)
-    _fix_threshold(int(min(max(_BLOCK_SHARE * left, _LEAST_BLOCK), _MOST_BLOCK)))
-
-
-def fix_malloc_for(n_chunks: int) -> None:
-    """Make malloc return smaller blocks too, before a step in many chunks whose memory is limited.
-
-    Its tensors are small, and many are kept between others that are freed.
-    """
-    if _threshold is not None and math.isfinite(_least_left):
-        _fix_threshold(int(max(_HOLES_SHARE * _least_left / n_chunks, _LEAST_HOLE)))
-
-
-def _fix_threshold(size: int) -> None:
-    """Make malloc return freed blocks of `size` bytes, unless it returns smaller ones already."""
-    global _threshold
-    if _threshold is None or size < _threshold:
-        _threshold = size
-        _core.fix_malloc(size)
 
 
 def _limits() -> tuple[int, int]:
@@ -137,7 +92,7 @@ def free_on_cpu() -> int:
         left.append(available)
     left.extend(machine.left_in_groups())
     for bytes_left in _left_to_process():
-        fix_malloc(bytes_left)
+        heap.fix_malloc(bytes_left)
         left.append(bytes_left - _kept_back(bytes_left))
     return max(0, min(left)) if left else 2**62
 
@@ -182,24 +137,13 @@ def free_on_cuda(device: torch.device) -> int:
     return max(0, left - CUDA_SLACK)
 
 
-#: `trim` does something once this many more bytes are resident than after it did so last.
-_MORE_RESIDENT = 2**22
-_after_trim = 0
-
-
-def trim(now: int) -> None:
-    """Return the free pages of malloc's heap to the system, if the heap is to be kept small and has
-    grown since the last time.
-
-    Args:
-        now: the bytes that are resident now.
-    """
-    global _after_trim
-    if _threshold is None or now <= _after_trim + _MORE_RESIDENT:
-        _after_trim = min(_after_trim, now)
-        return
-    _core.fix_malloc(_threshold)
-    _after_trim = resident.n_bytes() or now
+def watch() -> resident.Peak:
+    """Begin to measure the peak of the process's resident memory, and keep that near
+    `config(memory_limit=)` if there is one."""
+    limit, now = config.get("memory_limit"), resident.n_bytes()
+    if limit is None or now is None:
+        return resident.Peak()
+    return heap.Bounded(limit, storages.n_bytes([]), now)
 
 
 def defragment() -> None:
@@ -208,8 +152,7 @@ def defragment() -> None:
     The GPU allocators do so themselves before they fail; but afterwards their cache is split into
     blocks of the sizes of the failed run, and the next run has other sizes.
     """
-    if _threshold is not None:
-        _core.fix_malloc(_threshold)
+    _core.return_free()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
@@ -333,8 +276,6 @@ def free_bytes(
         free = free_on_cuda(device) if device.type == "cuda" else free_on_cpu()
     if limit is None:
         return free
-    if device.type == "cpu" and min(free, limit) < _HEAP_SHARE * needed:
-        fix_malloc(min(free, limit))
     if is_alone:
         return max(0, min(free, limit - _storage_bytes(t for t in held if t.device == device)))
     return max(0, min(free, limit - taken(device, held)))

@@ -7,84 +7,39 @@ system can drop them again. Without /proc (not on Linux), nothing is measured.
 
 from __future__ import annotations
 
-import os
-import threading
+from koila import _core
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
-#: Seconds between two samples, at first and at most. Each sample holds the interpreter's lock for
-#: some 100 microseconds, so the interval grows during long steps.
-INTERVAL, LONGEST_INTERVAL = 0.004, 0.016
-#: The stack of the sampling thread in bytes: the usual 8 MiB would count against a limit.
-_STACK = 2**18
-_starting = threading.Lock()
-
-
-def _open(name: str) -> int | None:
-    try:
-        return os.open(f"/proc/self/{name}", os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return None
-
-
-def _anonymous(statm: int) -> int:
-    """Return the bytes of resident private memory: all but file-backed and shared pages."""
-    _, resident, shared, *_ = os.pread(statm, 128, 0).split()
-    return (int(resident) - int(shared)) * _PAGE
+#: A bound that no process comes near.
+_NO_BOUND = 2**62
 
 
 def n_bytes() -> int | None:
     """Return the bytes of private memory that are resident now; None: the kernel does not say."""
-    statm = _open("statm")
-    if statm is None:
-        return None
-    try:
-        return _anonymous(statm)
-    finally:
-        os.close(statm)
+    found = _core.resident()
+    return found if found >= 0 else None
 
 
 class Peak:
     """Measures the peak of resident private memory between its creation and `stop`.
 
     A thread samples every few milliseconds; a peak between two samples is missed.
+
+    Args:
+        start: the bytes from which the peak is measured; None: those that are resident now.
+        bound: the resident bytes that the process should not exceed: near it, what malloc keeps of
+            freed memory is returned to the system.
     """
 
-    def __init__(self) -> None:
-        self._running = threading.Lock()  # held until stop(); waiting for it is the thread's sleep
-        self._statm = _open("statm")
-        self.at_end = 0  # bytes that were resident when it ended
-        self._thread: threading.Thread | None = None
-        if self._statm is None:
-            return
-        self._before = self._most = _anonymous(self._statm)
-        self._running.acquire()
-        thread = threading.Thread(target=self._look, name="koila: resident memory", daemon=True)
-        with _starting:
-            size = threading.stack_size(_STACK)
-            try:
-                thread.start()
-                self._thread = thread
-            except RuntimeError:
-                pass  # no thread could be started: only the start and the end are measured
-            finally:
-                threading.stack_size(size)
-
-    def _look(self) -> None:
-        assert self._statm is not None
-        interval = INTERVAL
-        while not self._running.acquire(timeout=interval):
-            self._most = max(self._most, _anonymous(self._statm))
-            interval = min(1.25 * interval, LONGEST_INTERVAL)
+    def __init__(self, start: int | None = None, bound: int = _NO_BOUND) -> None:
+        self._start = n_bytes() if start is None else start
+        self._watch = _core.watch_resident(bound)
+        self.n_returns = 0  #: how often freed memory was returned
 
     def stop(self) -> int | None:
         """Stop measuring, and return the peak bytes beyond those at the start; None: the kernel
         does not say."""
-        if self._statm is None:
+        watch, self._watch = self._watch, None
+        if watch is None or self._start is None:
             return None
-        self._running.release()
-        if self._thread is not None:
-            self._thread.join()
-        self.at_end = _anonymous(self._statm)
-        os.close(self._statm)
-        self._statm = None
-        return max(self._most, self.at_end) - self._before
+        most, self.n_returns = _core.stop_resident(watch)
+        return most - self._start

@@ -367,7 +367,7 @@ def measure(n_bytes: float) -> None:
         return
     # Not if the process has too little memory left for the sampling thread.
     if not budget.is_bound() or budget.slack() == budget.SLACK:
-        _state.peak = resident.Peak()
+        _state.peak = budget.watch()
 
 
 def _note_measured(n_noted: int) -> None:
@@ -377,7 +377,6 @@ def _note_measured(n_noted: int) -> None:
     if peak is None:
         return
     n_bytes = peak.stop()
-    budget.trim(peak.at_end)
     ran = list(_state.programs)
     last = ran[max(0, len(ran) - n_noted) :] if n_noted > 0 else []
     found = max(last, key=lambda one: one.bytes_predicted or 0.0, default=None)
@@ -388,7 +387,6 @@ def _note_measured(n_noted: int) -> None:
         _state.programs[found_at] = dataclasses.replace(found, bytes_measured=n_bytes)
     if n_bytes > _ROUNDING * found.bytes_allowed + budget.SLACK and found.line not in _over:
         _over.add(found.line)
-        budget.fix_malloc()
         _logger.warning(
             "%s at %s took %s of memory, where %s were left and %s were predicted: libraries and "
             "Python take some beside tensors; set a lower memory_limit to make room for that",

@@ -1,0 +1,80 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* py_resident.c - what koila._core tells of resident memory, and what glibc keeps of freed memory; see resident.h. */
+#include "py.h"
+
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
+#include "resident.h"
+
+static const char WATCH[] = "koila.resident.watch";
+
+static void
+release_watch(PyObject *handle)
+{
+    int64_t n_returns = 0;
+    (void)kl_resident_stop(PyCapsule_GetPointer(handle, WATCH), &n_returns);
+}
+
+PyObject *
+core_resident(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    return PyLong_FromLongLong(kl_resident_bytes());
+}
+
+PyObject *
+core_watch_resident(PyObject *Py_UNUSED(module), PyObject *bound)
+{
+    long long n_bytes = PyLong_AsLongLong(bound);
+    if (n_bytes == -1 && PyErr_Occurred()) {
+        return NULL;
+    }
+    KlResident *watch = kl_resident_watch(n_bytes);
+    if (watch == NULL) {
+        return Py_NewRef(Py_None);
+    }
+    PyObject *handle = PyCapsule_New(watch, WATCH, release_watch);
+    if (handle == NULL) {
+        (void)kl_resident_stop(watch, &(int64_t){0});
+    }
+    return handle;
+}
+
+PyObject *
+core_stop_resident(PyObject *Py_UNUSED(module), PyObject *handle)
+{
+    KlResident *watch = PyCapsule_GetPointer(handle, WATCH);
+    int64_t n_returns = 0;
+    if (watch == NULL || PyCapsule_SetDestructor(handle, NULL) < 0) {
+        return NULL;
+    }
+    (void)PyCapsule_SetName(handle, NULL); /* it is of no use any more */
+    long long most = kl_resident_stop(watch, &n_returns);
+    return Py_BuildValue("LL", most, (long long)n_returns);
+}
+
+PyObject *
+core_return_free(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+{
+    kl_resident_return_free();
+    Py_RETURN_NONE;
+}
+
+PyObject *
+core_fix_malloc(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    int block = 0, end = 0;
+    if (!PyArg_ParseTuple(args, "ii", &block, &end)) {
+        return NULL;
+    }
+#ifdef __GLIBC__
+    /* By default glibc raises these thresholds when a large block is freed. */
+    bool is_fixed = mallopt(M_MMAP_THRESHOLD, block) && mallopt(M_TRIM_THRESHOLD, end) &&
+                    mallopt(M_MMAP_MAX, 1 << 14); /* Linux allows a process some 65,000 mappings */
+    kl_resident_return_free();
+    return PyBool_FromLong(is_fixed);
+#else
+    return Py_NewRef(Py_False);
+#endif
+}

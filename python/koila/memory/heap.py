@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Return to the system what malloc keeps of freed memory, if a limit counts it.
+
+glibc keeps freed memory on a heap for later blocks. The heap fragments, so its pages can be several
+times the bytes in use. Taking new pages for each block instead can cost half of a step's time.
+
+- A limit of the process (RLIMIT_DATA, RLIMIT_AS) counts the heap whole. Under one, large blocks are
+  returned as soon as they are freed (`fix_malloc`).
+- `config(memory_limit=)` counts resident pages. Under it, the heap keeps what is freed until the
+  process comes near the limit (`Bounded`): later blocks then use the same pages again.
+"""
+
+from __future__ import annotations
+
+from koila import _core
+from koila.memory import resident
+
+#: Freed blocks of at least this size are returned to the system at once; None: malloc decides.
+_threshold: int | None = None
+#: Freed blocks below the threshold stay on the heap, where they leave holes of about their size.
+#: The threshold is a share of the memory that the process may still take, between two bounds: at
+#: the lower bound each call pays for new pages, at the upper one almost none does.
+_BLOCK_SHARE, _LEAST_BLOCK, _MOST_BLOCK = 1 / 256, 2**16, 2**22
+
+
+def fix_malloc(left: float = 0.0) -> None:
+    """Make malloc return large freed blocks to the system at once, unless it returns smaller ones
+    already.
+
+    Args:
+        left: the bytes that a limit leaves; the more, the larger the blocks that malloc may keep.
+    """
+    global _threshold
+    size = int(min(max(_BLOCK_SHARE * left, _LEAST_BLOCK), _MOST_BLOCK))
+    if _threshold is None or size < _threshold:
+        _threshold = size
+        _core.fix_malloc(size, size)
+
+
+#: A step may take this share of its limit and this many bytes beyond it before free pages are
+#: returned, less what libraries have taken since the first limit: a process may take 16 MiB for
+#: both.
+_SHARE, _MARGIN = 0.03, 10 * 2**20
+#: Libraries take memory in a process's first steps, and when a step brings new calls. So what the
+#: process takes beside tensors is measured anew at the start of this many steps, after a step in
+#: which pages were returned this often, and if steps without a limit left more free pages than the
+#: next one may take.
+_FIRST_STEPS, _OFTEN = 3, 8
+
+#: Blocks up to the largest size that glibc allows are kept, and the end of its heap however large.
+_MOST_KEPT, _ANY_END = 2**25, 2**31 - 1
+
+_beside: int | None = None  # the resident bytes of the process that are in no tensor
+_at_first = 0  # what they were when they were first measured
+_n_to_measure = _FIRST_STEPS  # how many of the next steps measure them anew
+
+
+def _bound(limit: int) -> int:
+    """Return the bytes that may be resident under a limit of all tensors."""
+    assert _beside is not None
+    margin = _SHARE * limit + _MARGIN - max(0, _beside - _at_first)
+    return _beside + limit + max(0, int(margin))
+
+
+class Bounded(resident.Peak):
+    """Keeps the resident memory of a step near `config(memory_limit=)`, and measures its peak
+    beyond what was there without free pages.
+
+    Args:
+        limit: the bytes of all tensors that the user allows.
+        taken: the bytes that existing tensors take of these.
+        now: the bytes that are resident now.
+    """
+
+    def __init__(self, limit: int, taken: int, now: int) -> None:
+        global _beside, _at_first, _n_to_measure
+        beside = now - taken
+        if _beside is None and _threshold is None:
+            _core.fix_malloc(_MOST_KEPT, _ANY_END)
+        if _beside is None or _n_to_measure > 0 or now > _bound(limit):
+            _n_to_measure = max(0, _n_to_measure - 1)
+            _core.return_free()
+            beside = (resident.n_bytes() or now) - taken
+            _at_first = beside if _beside is None else _at_first
+            _beside = beside
+        _beside = min(_beside, beside)
+        super().__init__(start=_beside + taken, bound=_bound(limit))
+
+    def stop(self) -> int | None:
+        global _n_to_measure
+        found = super().stop()
+        if self.n_returns >= _OFTEN:
+            _n_to_measure = max(_n_to_measure, 1)
+        return found

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is resident is measured between two calls, and a handle serves once."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from koila import _core as core
+
+pytestmark = pytest.mark.sanitize
+
+
+def test_what_is_resident() -> None:
+    assert core.resident() == -1 or core.resident() > 2**20
+
+
+def test_a_peak_is_at_least_what_is_resident() -> None:
+    handle = core.watch_resident(2**62)
+    if handle is not None:
+        most, n_returns = core.stop_resident(handle)
+        assert most > 2**20
+        assert n_returns == 0
+
+
+def test_a_handle_is_of_no_use_once_it_is_stopped() -> None:
+    handle = core.watch_resident(2**62)
+    if handle is not None:
+        core.stop_resident(handle)
+        with pytest.raises(ValueError, match="PyCapsule"):
+            core.stop_resident(handle)
+
+
+def test_a_forgotten_handle_stops() -> None:
+    for _ in range(20):
+        core.watch_resident(0)
+    gc.collect()
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="PyCapsule"):
+        core.stop_resident(None)
+    with pytest.raises(TypeError):
+        core.watch_resident("1 GiB")
+    with pytest.raises(TypeError):
+        core.fix_malloc("64 KiB", 2**16)
+
+
+def test_malloc_is_fixed_on_glibc() -> None:
+    core.return_free()
+    assert core.fix_malloc(2**16, 2**16) is True
