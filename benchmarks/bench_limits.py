@@ -245,7 +245,7 @@ def run_shapes(n_bytes: int, n_steps: int) -> dict[str, Any]:
     without a limit (0)."""
     start = vm_data()
     if n_bytes:
-        koila.memory.heap.fix_malloc()
+        koila.memory.heap.fix_malloc(0)
         limit_to(n_bytes)
         koila.memory.budget.keep_fewer_kernels()
     case = CASES["GPT"]

@@ -836,6 +836,13 @@ MUTANTS = [
         "tests/test_heap.py",
     ),
     Mutant(
+        "heap: malloc keeps the same blocks however many chunks there are",
+        "python/koila/running/replay.py",
+        "heap.fix_malloc_for(n_chunks)",
+        "heap.fix_malloc_for(1)",
+        "tests/test_heap.py",
+    ),
+    Mutant(
         "heap: what libraries have taken is forgotten",
         "python/koila/memory/heap.py",
         "max(0, _beside - _at_first)",

@@ -196,7 +196,7 @@ names = [sys.intern(f"name {i}") for i in range(100_000)]
 del names
 optimizer.zero_grad()
 extra, n_chunks, n_steps = map(int, sys.argv[1:])
-heap.fix_malloc()
+heap.fix_malloc(0)
 limit = machine.status()["VmData"] + extra * 2**20
 resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 seen = []

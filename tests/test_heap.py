@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import sys
 import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import koila
 from koila.memory import budget, heap, resident
@@ -30,6 +32,31 @@ def test_blocks_that_go_back_are_a_small_share(monkeypatch: pytest.MonkeyPatch) 
     for left in (GIB * 8, GIB, GIB // 4, GIB, GIB // 1024, 0):
         heap.fix_malloc(left)
     assert sizes == [(size, size) for size in (4 * MIB, MIB, MIB // 16)]
+
+
+def test_smaller_blocks_go_back_before_a_step_in_many_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A value that is kept for each chunk leaves that many holes. Without a limit of the process
+    malloc is left alone, and no limit is smaller than one that was set before."""
+    sizes: list[int] = []
+    monkeypatch.setattr(heap, "_threshold", None)
+    monkeypatch.setattr(heap, "_least_left", math.inf)
+    monkeypatch.setattr(heap._core, "fix_malloc", lambda block, end: sizes.append(block))
+    heap.fix_malloc_for(4096)
+    assert not sizes
+    heap.fix_malloc(64 * MIB)
+    for n_chunks in (2, 8, 16, 4, 64, 4096):
+        heap.fix_malloc_for(n_chunks)
+    assert sizes == [MIB // 4, MIB // 8, MIB // 32, MIB // 64]
+
+
+def test_a_step_says_in_how_many_chunks_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(heap, "fix_malloc_for", asked.append)
+    with koila.config(chunks=3):
+        koila.lazy(torch.ones(12, 4)).exp().sum().item()
+    assert asked == [3]
 
 
 # The thread that returns free memory --------------------------------------------------------------

@@ -12,6 +12,8 @@ times the bytes in use. Taking new pages for each block instead can cost half of
 
 from __future__ import annotations
 
+import math
+
 from koila import _core
 from koila.memory import resident
 
@@ -23,15 +25,33 @@ _threshold: int | None = None
 _BLOCK_SHARE, _LEAST_BLOCK, _MOST_BLOCK = 1 / 256, 2**16, 2**22
 
 
-def fix_malloc(left: float = 0.0) -> None:
-    """Make malloc return large freed blocks to the system at once, unless it returns smaller ones
-    already.
+#: A value that is kept for each chunk may leave as many holes as there are chunks. The threshold is
+#: lowered until the holes of one value take this share of the memory, but not below this size.
+_HOLES_SHARE, _LEAST_HOLE = 1 / 32, 2**14
+_least_left = math.inf  # the least that a limit left when the threshold was set
+
+
+def fix_malloc(left: float) -> None:
+    """Make malloc return large freed blocks to the system at once.
 
     Args:
         left: the bytes that a limit leaves; the more, the larger the blocks that malloc may keep.
     """
+    global _least_left
+    _least_left = min(_least_left, left or math.inf)
+    _fix_threshold(int(min(max(_BLOCK_SHARE * left, _LEAST_BLOCK), _MOST_BLOCK)))
+
+
+def fix_malloc_for(n_chunks: int) -> None:
+    """Make malloc return smaller blocks too, before a step in many chunks under a limit of the
+    process: its tensors are small, and many are kept between others that are freed."""
+    if _threshold is not None:
+        _fix_threshold(int(max(_HOLES_SHARE * _least_left / n_chunks, _LEAST_HOLE)))
+
+
+def _fix_threshold(size: int) -> None:
+    """Make malloc return freed blocks of `size` bytes, unless it returns smaller ones already."""
     global _threshold
-    size = int(min(max(_BLOCK_SHARE * left, _LEAST_BLOCK), _MOST_BLOCK))
     if _threshold is None or size < _threshold:
         _threshold = size
         _core.fix_malloc(size, size)

@@ -15,7 +15,7 @@ import torch
 from koila import _core
 from koila.basics import config, engine, surroundings
 from koila.basics.threads import in_turn
-from koila.memory import estimates
+from koila.memory import estimates, heap
 from koila.messages.errors import MemoryLimitError, StaleError
 from koila.planning import explain, planner, plans, steps, unsplit
 from koila.reporting import progress, reports
@@ -48,6 +48,7 @@ class Replay(Stages):
     def _go(self) -> None:
         self.draws.prepare()
         n_chunks = max(map(len, self.grids.values()), default=1)
+        heap.fix_malloc_for(n_chunks)
         if config.get("progress"):
             self.bar = progress.Bar(progress.n_ticks(self.schedule.steps, n_chunks))
         try:
