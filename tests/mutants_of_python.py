@@ -857,6 +857,13 @@ MUTANTS = [
         "tests/test_resident.py::test_free_pages_are_watched_for_while_a_step_runs",
     ),
     Mutant(
+        "budget: oneDNN keeps all its kernels under a limit of the process",
+        "python/koila/memory/budget.py",
+        "os.environ[_KERNELS_KEPT[0]] = str(kept)",
+        "_ = str(kept)",
+        "tests/test_resident.py::test_a_limit_of_the_process_holds[mixed_up-0.3]",
+    ),
+    Mutant(
         "arrays: a write to an array that is gone by the backward is not seen",
         "python/koila/running/arrays.py",
         "        is_gone = self.is_gone()\n",

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plain training scripts, and what a process has resident while it runs one.
 
-    python tests/resident_programs.py gpt none            # eager: the bytes of its tensors
+    python tests/resident_programs.py gpt none  # eager: its losses and the bytes that it takes
     python tests/resident_programs.py gpt memory_limit 60000000
-    python tests/resident_programs.py gpt process 60000000
+    sh -c "ulimit -d 400000; python tests/resident_programs.py gpt process"
 
 Prints one line of JSON. Another process samples the resident anonymous memory (RssAnon) meanwhile:
 what a thread of its own would miss while Python code holds the interpreter's lock.
@@ -11,11 +11,9 @@ what a thread of its own would miss while Python code holds the interpreter's lo
 
 from __future__ import annotations
 
-import collections
 import json
 import logging
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -410,14 +408,23 @@ def vm_data() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmData"))
 
 
-def bytes_of_tensors(program: Program) -> int:
-    """The most bytes that torch's allocator has handed out at one time."""
+def bytes_and_losses(program: Program) -> dict[str, Any]:
+    """The most bytes that torch's allocator has handed out at one time, and eager's losses."""
     steps = program(lambda *given: given if len(given) > 1 else given[0])
-    return max(bytes_over_time(lambda: collections.deque(steps, 0)))
+    losses: list[float] = []
+    most = max(bytes_over_time(lambda: losses.extend(map(float, steps))))
+    return {"tensors": most, "losses": losses}
 
 
 def run(name: str, kind: str, n_bytes: int) -> dict[str, Any]:
-    """Train a program under a limit of so many bytes beyond what is there before it is made."""
+    """Train a program under a limit.
+
+    Args:
+        name: of the program.
+        kind: "none": without a limit, in eager; "memory_limit": of koila; "process": under the one
+            that the process has had from its start.
+        n_bytes: of a memory_limit, beyond what is there before the program is made.
+    """
     import koila
 
     torch.manual_seed(0)
@@ -427,26 +434,21 @@ def run(name: str, kind: str, n_bytes: int) -> dict[str, Any]:
     told.emit = lambda record: found["warnings"].append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("koila").addHandler(told)
     if kind == "none":
-        return {"tensors": bytes_of_tensors(PROGRAMS[name])}
+        there = vm_data()  # what a limit of the process counts
+        return {"there": there, **bytes_and_losses(PROGRAMS[name])}
     sampler = Sampler()
-    if kind == "process":
-        most = vm_data() + n_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-    elif kind == "memory_limit":
+    if kind == "memory_limit":
         koila.config(memory_limit=koila.memory.budget.taken(torch.device("cpu"), []) + n_bytes)
-    is_lazy = kind not in ("none", "eager")
     peaks = []
     try:
-        lazy = koila.lazy if is_lazy else (lambda *given: given if len(given) > 1 else given[0])
-        for loss in PROGRAMS[name](lazy):
+        for loss in PROGRAMS[name](koila.lazy):
             found["losses"].append(float(loss))
             peaks.append(sampler.peak())
-            if is_lazy:
-                for one in koila.report().programs:
-                    found["reports"].append(
-                        [one.n_chunks, one.bytes_predicted, one.bytes_allowed, one.bytes_measured]
-                    )
-                found["chunks"].append([one.n_chunks for one in koila.report().programs])
+            for one in koila.report().programs:
+                found["reports"].append(
+                    [one.n_chunks, one.bytes_predicted, one.bytes_allowed, one.bytes_measured]
+                )
+            found["chunks"].append([one.n_chunks for one in koila.report().programs])
     except RuntimeError as error:
         found["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         peaks.append(sampler.peak())

@@ -23,9 +23,10 @@ SLACK = 16 * 2**20
 # Kept back on a GPU: cuBLAS allocates a workspace of at most 32 MiB for each thread that calls it,
 # of which there are two, one forward and one backward.
 CUDA_SLACK = 64 * 2**20
-# The kernels that oneDNN caches by default, an upper bound of the bytes of one (they take 0.3 to
-# 0.5 MiB), and the environment variables that set the size of the cache.
-_KERNELS, _KERNEL_BYTES = 1024, 2**19
+# The kernels that oneDNN caches by default, an upper bound of the bytes that one takes on average
+# (0.3 to 0.7 MiB; with AVX-512, the backward of a convolution with a stride takes up to 5 MiB), and
+# the environment variables that set the size of the cache.
+_KERNELS, _KERNEL_BYTES = 1024, 2**20
 _KERNELS_KEPT = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")
 # The share of the memory left that cached kernels may take, and the least number of kernels: a step
 # that uses more kernels than are cached compiles them again each time.

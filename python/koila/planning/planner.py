@@ -14,7 +14,7 @@ from koila.basics.rows import UNIT, Bounds, largest
 from koila.memory import budget, estimates, storages
 from koila.messages.errors import MemoryLimitError
 from koila.messages.words import sizes
-from koila.planning import left_graphs, limits, steps, ways
+from koila.planning import left_graphs, limits, plans, steps, ways
 from koila.planning.limits import Limits, Needs
 from koila.planning.plans import Lasting, Plan, Shape, is_measured, lasting, remember
 from koila.planning.ways import Option
@@ -88,8 +88,9 @@ def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
     could_fit = isinstance(made, Needs) and made.n_bytes <= alone
     if could_fit and storages.look_again(is_final):
         made = _fit(program, estimate, is_graph)
-    if isinstance(made, Needs) and is_final and is_measured():
-        made = _fit(program, estimate, is_graph, made)
+    asked = plans.to_ask_for(made) if is_final and is_measured() else 0.0
+    if asked > 0:
+        made = _fit(program, estimate, is_graph, asked)
     if isinstance(made, Needs):
         # Finding the names and limits in the message takes long; this caller drops the message.
         raise made.refusal(program) if is_final else MemoryLimitError
@@ -319,7 +320,7 @@ def _larger_chunks(
 
 
 def _fit(
-    program: Program, estimate: estimates.Estimate, is_graph: bool, needs: Needs | None = None
+    program: Program, estimate: estimates.Estimate, is_graph: bool, asked: float = 0.0
 ) -> Plan | Needs:
     """Return the plan for a program; or what it needs, if that does not fit.
 
@@ -327,12 +328,11 @@ def _fit(
         program: what is to run.
         estimate: the bytes that it needs as it is.
         is_graph: whether it is differentiated.
-        needs: the answer of a first call, which did not fit. The program may then also use the
-            memory kept back for libraries, as far as it needs it; no further, since some libraries
-            end the process if they get no memory.
+        asked: bytes that it may use even if they are kept back for libraries. No more than that,
+            since some libraries end the process if they get no memory.
     """
     left, slack = limits.allowed_for(program, needed=estimate.whole), budget.slack()
-    allowed = min(left + slack, needs.n_bytes / ways.CHUNK_SHARE) if needs is not None else left
+    allowed = max(left, min(left + slack, asked))
     shape, pinned = _shape_of(program, is_graph, estimate), _pinned_grids(program)
     if pinned:
         return _pinned(program, is_graph, shape, allowed, max(pinned, key=len))

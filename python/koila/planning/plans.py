@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from koila.basics import config
-from koila.basics.rows import largest
+from koila.basics.rows import UNIT, largest
 from koila.memory import budget
 from koila.planning import limits, ways
+from koila.planning.limits import Needs
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Way
 
@@ -128,3 +129,20 @@ def is_measured() -> bool:
     bytes left change from step to step. `memory_limit` counts tensors, to the byte.
     """
     return budget.is_bound() and config.get("memory_limit") is None
+
+
+#: The share of what is kept back for libraries that may serve to avoid chunks of few rows. Each
+#: chunk leaves small blocks on malloc's heap: many of them take more there than small ones spare.
+_SPARED_SHARE = 0.125
+
+
+def to_ask_for(made: Plan | Needs) -> float:
+    """Return the bytes to plan with again, under a limit of the process, if a program does not fit,
+    or only in chunks of few rows; otherwise 0."""
+    if isinstance(made, Needs):
+        n_bytes = made.n_bytes
+    elif made.n_chunks > 1 and made.unit < UNIT and made.shape not in lasting:
+        n_bytes = made.predicted or 0.0
+    else:
+        return 0.0
+    return n_bytes / ways.CHUNK_SHARE + _SPARED_SHARE * budget.slack()
