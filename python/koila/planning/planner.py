@@ -88,9 +88,9 @@ def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
     could_fit = isinstance(made, Needs) and made.n_bytes <= alone
     if could_fit and storages.look_again(is_final):
         made = _fit(program, estimate, is_graph)
-    asked = plans.to_ask_for(made) if is_final and is_measured() else 0.0
-    if asked > 0:
-        made = _fit(program, estimate, is_graph, asked)
+    for _ in range(2 if is_final and is_measured() else 0):  # so that it fits, then in more rows
+        asked = plans.to_ask_for(made)
+        made = _fit(program, estimate, is_graph, asked) if asked > 0 else made
     if isinstance(made, Needs):
         # Finding the names and limits in the message takes long; this caller drops the message.
         raise made.refusal(program) if is_final else MemoryLimitError

@@ -140,9 +140,7 @@ def to_ask_for(made: Plan | Needs) -> float:
     """Return the bytes to plan with again, under a limit of the process, if a program does not fit,
     or only in chunks of few rows; otherwise 0."""
     if isinstance(made, Needs):
-        n_bytes = made.n_bytes
-    elif made.n_chunks > 1 and made.unit < UNIT and made.shape not in lasting:
-        n_bytes = made.predicted or 0.0
-    else:
-        return 0.0
-    return n_bytes / ways.CHUNK_SHARE + _SPARED_SHARE * budget.slack()
+        return made.n_bytes / ways.CHUNK_SHARE
+    if made.n_chunks > 1 and made.unit < UNIT and made.shape not in lasting:
+        return (made.predicted or 0.0) / ways.CHUNK_SHARE + _SPARED_SHARE * budget.slack()
+    return 0.0
