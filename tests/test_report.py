@@ -480,6 +480,24 @@ def test_it_reads_well() -> None:
         assert re.fullmatch(pattern, line)
 
 
+def test_what_leaves_is_told_without_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+    """However little is pending: what is computed from the result may be large."""
+    net = torch.nn.Linear(4, 3)
+    with caplog.at_level(logging.WARNING, logger="koila"):
+        for _ in range(2):
+            found = torch.func.vmap(net)(koila.lazy(torch.ones(6, 4)))
+            assert type(found) is torch.Tensor
+    (record,) = caplog.records
+    assert "torch.func.vmap cannot be recorded" in record.getMessage()
+    assert "test_report.py" in record.getMessage()
+    (told,) = koila.report().programs
+    assert "torch.func" in told.why
+    with koila.config(chunks=1), caplog.at_level(logging.WARNING, logger="koila"):
+        caplog.clear()
+        torch.func.vmap(net)(koila.lazy(torch.ones(6, 4)))
+    assert not caplog.records, "one chunk was asked for"
+
+
 def test_no_tensor_is_kept(caplog: pytest.LogCaptureFixture) -> None:
     """What is told are texts and numbers."""
     with koila.config(chunks=3), caplog.at_level(logging.ERROR, logger="koila"):

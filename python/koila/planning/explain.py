@@ -193,11 +193,16 @@ def log_once(where: str, text: str, *words: Any, level: int = logging.WARNING) -
         _logger.log(level, text, *words)
 
 
-def log_live(func: Any, why: str) -> None:
+def log_live(func: Any, why: str, leaves: bool = False) -> None:
     """Log, once for each line, that a call which cannot be recorded runs the pending calls
-    whole."""
+    whole.
+
+    If what it returns leaves koila (`leaves`), log that even if all that is pending fits whole:
+    what is computed from it may not.
+    """
     where = lines.user_line()
-    if where in logged or planner.is_whole():
+    is_silent = config.is_one_chunk() if leaves else planner.is_whole()
+    if where in logged or is_silent:
         return
     log_once(
         where,

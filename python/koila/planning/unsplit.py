@@ -467,6 +467,8 @@ def transform(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_plain: bool
 ) -> Any:
     """Run a transform of torch.func, which calls the user's function on the whole batch."""
+    explain.log_live(original, _TRANSFORMS, leaves=True)
+    reports.note_at_once(original, _TRANSFORMS)
     check(original, _TRANSFORMS)
     is_free = planner.is_whole() or config.get("chunks") is not None
     left = None if is_free else Left(original, _TRANSFORMS, limits.left_for(_pending()))
