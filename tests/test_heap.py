@@ -51,6 +51,16 @@ def test_smaller_blocks_go_back_before_a_step_in_many_chunks(
     assert sizes == [MIB // 4, MIB // 8, MIB // 32, MIB // 64]
 
 
+def test_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    monkeypatch.setattr(heap, "_threshold", None)
+    monkeypatch.setattr(heap, "_least_left", math.inf)
+    monkeypatch.setattr(heap._core, "fix_malloc", lambda block, end: sizes.append(block))
+    heap.fix_malloc(0)
+    heap.fix_malloc_for(2)
+    assert sizes == [MIB // 16, MIB // 64]
+
+
 def test_a_step_says_in_how_many_chunks_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(heap, "fix_malloc_for", asked.append)

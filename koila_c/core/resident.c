@@ -33,6 +33,7 @@ struct KlResident {
     int statm;   /* /proc/self/statm, open */
     int is_over; /* an eventfd that is readable once the thread has to end; -1: there is no thread */
     pthread_t thread;
+    pid_t process; /* a fork of it does not have the thread */
     int64_t bound, most, n_returns;
 };
 
@@ -121,6 +122,7 @@ kl_resident_watch(int64_t bound)
         return NULL;
     }
     watch->bound = bound;
+    watch->process = getpid();
     watch->statm = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
     watch->most = watch->statm < 0 ? -1 : private_bytes(watch->statm);
     if (watch->most < 0) {
@@ -138,11 +140,11 @@ kl_resident_watch(int64_t bound)
 int64_t
 kl_resident_stop(KlResident *watch, int64_t *n_returns)
 {
-    if (watch->is_over >= 0) {
+    if (watch->is_over >= 0 && watch->process == getpid()) {
         (void)eventfd_write(watch->is_over, 1);
         (void)pthread_join(watch->thread, NULL);
-        (void)close(watch->is_over);
     }
+    (void)close(watch->is_over);
     int64_t now = private_bytes(watch->statm), most = now > watch->most ? now : watch->most;
     *n_returns = watch->n_returns;
     (void)close(watch->statm);

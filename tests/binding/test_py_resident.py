@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
+import sys
 
 import pytest
 
@@ -36,6 +39,19 @@ def test_a_forgotten_handle_stops() -> None:
     for _ in range(20):
         core.watch_resident(0)
     gc.collect()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_fork_does_not_wait_for_the_thread() -> None:
+    """It does not have it."""
+    handle = core.watch_resident(2**62)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)  # ends a child that waits
+        core.stop_resident(handle)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    core.stop_resident(handle)
 
 
 def test_wrong_arguments() -> None:

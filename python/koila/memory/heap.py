@@ -23,8 +23,6 @@ _threshold: int | None = None
 #: The threshold is a share of the memory that the process may still take, between two bounds: at
 #: the lower bound each call pays for new pages, at the upper one almost none does.
 _BLOCK_SHARE, _LEAST_BLOCK, _MOST_BLOCK = 1 / 256, 2**16, 2**22
-
-
 #: A value that is kept for each chunk may leave as many holes as there are chunks. The threshold is
 #: lowered until the holes of one value take this share of the memory, but not below this size.
 _HOLES_SHARE, _LEAST_HOLE = 1 / 32, 2**14
@@ -38,7 +36,7 @@ def fix_malloc(left: float) -> None:
         left: the bytes that a limit leaves; the more, the larger the blocks that malloc may keep.
     """
     global _least_left
-    _least_left = min(_least_left, left or math.inf)
+    _least_left = min(_least_left, left)
     _fix_threshold(int(min(max(_BLOCK_SHARE * left, _LEAST_BLOCK), _MOST_BLOCK)))
 
 
@@ -66,7 +64,6 @@ _SHARE, _MARGIN = 0.03, 10 * 2**20
 #: which pages were returned this often, and if steps without a limit left more free pages than the
 #: next one may take.
 _FIRST_STEPS, _OFTEN = 3, 8
-
 #: Blocks up to the largest size that glibc allows are kept, and the end of its heap however large.
 _MOST_KEPT, _ANY_END = 2**25, 2**31 - 1
 
