@@ -83,7 +83,7 @@ def blocks(n_bytes: int, *, are_free: bool) -> Iterator[None]:
     """Have that much memory in small blocks on glibc's heap, below one that is in use."""
     libc = ctypes.CDLL(None)
     libc.malloc.restype = ctypes.c_void_p
-    size = 2**16
+    size = 2**13  # malloc may have been told to return 2**14 and more at once
     held = [ctypes.c_void_p(libc.malloc(size)) for _ in range(n_bytes // size)]
     for block in held:
         ctypes.memset(block, 1, size)

@@ -33,7 +33,7 @@ struct KlResident {
     int statm;   /* /proc/self/statm, open */
     int is_over; /* an eventfd that is readable once the thread has to end; -1: there is no thread */
     pthread_t thread;
-    pid_t process; /* a fork of it does not have the thread */
+    pid_t process; /* a fork of it has no thread, but shares the eventfd */
     int64_t bound, most, n_returns;
 };
 
