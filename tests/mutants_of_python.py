@@ -843,6 +843,20 @@ MUTANTS = [
         "tests/test_heap.py",
     ),
     Mutant(
+        "packed: the gradient of the first steps has the strides of the batch",
+        "python/koila/recording/packed.py",
+        "return x.transpose(0, 1).narrow(0, 0, n_steps).transpose(0, 1)",
+        "return x.narrow(1, 0, n_steps)",
+        "tests/test_packed.py",
+    ),
+    Mutant(
+        "packed: the gradient of what is packed has the strides of the batch",
+        "python/koila/recording/packed.py",
+        "is_by_row = is_batch_first and not is_turned",
+        "is_turned, is_by_row = False, is_batch_first",
+        "tests/test_packed.py",
+    ),
+    Mutant(
         "heap: what libraries have taken is forgotten",
         "python/koila/memory/heap.py",
         "max(0, _beside - _at_first)",

@@ -191,6 +191,32 @@ def test_whole_under_a_limit_it_is_eagers_bit_for_bit(kind: str, lengths: list[i
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
 
 
+@pytest.mark.parametrize("setting", [{}, {"memory_limit": "1GiB"}])
+@pytest.mark.parametrize("is_batch_first", [True, False])
+@pytest.mark.parametrize("lengths", [SORTED, UNSORTED, EVEN, [STEPS, *SORTED[1:]], [STEPS] * 7])
+def test_the_gradient_of_what_is_packed_has_the_strides_of_eagers(
+    lengths: list[int], is_batch_first: bool, setting: dict[str, Any]
+) -> None:
+    """Sums over it depend on them in their last bits."""
+    x = torch.randn(7, STEPS, 33)
+
+    def run(lazy: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        rnn = nn.LSTM(33, 8, batch_first=is_batch_first)
+        first, rest = nn.Sequential(nn.Linear(33, 33), nn.BatchNorm1d(33)), nn.Linear(33, 33)
+        given = lazy(x)
+        h = torch.cat((first(given[:, 0]).unsqueeze(1), rest(given[:, 1:])), 1)
+        h = h if is_batch_first else h.transpose(0, 1)
+        is_sorted = lengths != UNSORTED
+        made, _ = rnn(pack_padded_sequence(h, lengths, is_batch_first, is_sorted))
+        made.data.square().mean().backward()
+        return [parameter.grad for one in (first, rest, rnn) for parameter in one.parameters()]
+
+    with koila.config(**setting):
+        found = run(koila.lazy)
+    assert all(map(torch.equal, found, run(lambda x: x)))
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_precisions_that_are_set_stay() -> None:
     """A chunk whose rows are of one length turns a library's kernels off, and nothing else."""

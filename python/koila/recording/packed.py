@@ -207,9 +207,15 @@ def _or_else(
     return handle
 
 
-def _time(x: Tensor, is_batch_first: bool, n_steps: int) -> Tensor:
-    dim = 1 if is_batch_first else 0
-    return x if x.shape[dim] == n_steps else x.narrow(dim, 0, n_steps)
+def _first_steps(made_of: _Packed, n_steps: int) -> Tensor:
+    """Return the first steps of the padded rows. The gradient has the strides of torch's own: if
+    rows are sorted by length, it is of steps, then rows."""
+    x, dim = made_of.padded, 1 if made_of.is_batch_first else 0
+    if x.shape[dim] == n_steps:
+        return x
+    if dim == 1 and made_of.order is None:
+        return x.transpose(0, 1).narrow(0, 0, n_steps).transpose(0, 1)
+    return x.narrow(dim, 0, n_steps)
 
 
 def _lengths_of(made_of: _Packed) -> Tensor:
@@ -238,7 +244,7 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     inverse = None if made_of.order is None else _invert(made_of.order)
     states = [_unsorted(state, made_of.order, inverse) for state in _listed(hx)]
     is_first = made_of.is_batch_first
-    x = _time(made_of.padded, is_first, int(made_of.lengths.max()))
+    x = _first_steps(made_of, int(made_of.lengths.max()))
     words = params, has_biases, num_layers, dropout, train, is_both, is_first
     given = tuple(states) if isinstance(hx, tuple | list) else states[0]
     call: Any = handle_torch_function
@@ -288,7 +294,7 @@ def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         return NotImplemented
     _, _, is_batch_first, padding, n_steps = args
     n_most = int(made_of.lengths.max())
-    x = _time(made_of.padded, made_of.is_batch_first, n_most)
+    x = _first_steps(made_of, n_most)
     is_new = not made_of.is_result or padding != 0
     if is_new:
         n_beyond = 1 if made_of.is_batch_first else 0
@@ -365,8 +371,9 @@ def _layer(name: str) -> Callable[..., Any]:
             states = [state.index_select(1, order.to(state.device)) for state in states]
         sizes, step, row = _steps_of(lengths, order)
         by_step, by_row = step * n_rows + row, row * n_steps + step
-        places = (by_row if is_batch_first else by_step).to(x.device)
-        put = (by_step if is_turned else by_row).to(x.device) if is_batch_first else places
+        is_by_row = is_batch_first and not is_turned
+        places = (by_row if is_by_row else by_step).to(x.device)
+        x = x.transpose(0, 1) if is_turned else x  # so that its gradient has the strides of torch's
         del step, row, by_step, by_row
         data = x.flatten(0, 1).index_select(0, places)
         given = states if isinstance(hx, tuple | list) else states[0]
@@ -374,7 +381,7 @@ def _layer(name: str) -> Callable[..., Any]:
         with _as_of_uneven_rows(lengths):
             out, *last = call(data, sizes, given, *words)
         del data, states, given
-        padded = out.new_zeros(n_rows * n_steps, out.shape[-1]).index_put_((put,), out)
+        padded = out.new_zeros(n_rows * n_steps, out.shape[-1]).index_put_((places,), out)
         if order is not None:
             last = [state.index_select(1, _invert(order).to(state.device)) for state in last]
         if is_turned:
