@@ -69,6 +69,12 @@ def test_a_step_says_in_how_many_chunks_it_runs(monkeypatch: pytest.MonkeyPatch)
     assert asked == [3]
 
 
+@needs_glibc
+def test_malloc_is_fixed_on_glibc() -> None:
+    """Not so under sanitizers, which bring their own malloc."""
+    assert heap._core.fix_malloc(2**16, 2**16) is True
+
+
 # The thread that returns free memory --------------------------------------------------------------
 
 

@@ -64,8 +64,3 @@ def test_wrong_arguments() -> None:
         core.watch_resident("1 GiB")
     with pytest.raises(TypeError):
         core.fix_malloc("64 KiB", 2**16)
-
-
-def test_malloc_is_fixed_on_glibc() -> None:
-    core.return_free()
-    assert core.fix_malloc(2**16, 2**16) is True
