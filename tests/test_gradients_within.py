@@ -359,7 +359,8 @@ def without_a_graph(v: Tensor) -> None:
 def test_a_hook_on_a_value_that_was_written_after_it_was_read(
     chunks: int | None, is_read_between: bool, write: Any
 ) -> None:
-    """It gets the gradient of what was computed before the write, too, and changes it."""
+    """torch calls the hook with the sum of the gradients from the calls that read the value before
+    the write and from those after it; the hook halves that sum."""
 
     def run(lazy: Lazy) -> list[Any]:
         torch.manual_seed(0)

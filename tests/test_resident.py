@@ -102,7 +102,7 @@ def test_a_limit_of_the_process_holds(name: str, share: float) -> None:
     assert "error" not in found, found["error"]
     assert len(found["losses"]) == N_STEPS
     assert found["losses"] == pytest.approx(wanted["losses"], rel=ROUNDED)
-    assert max(found["peaks"]) <= ROUNDING * limit + LIBRARIES
+    assert max(found["peaks"]) <= limit
     assert all(max(chunks) > 1 for chunks in found["chunks"])
     # Libraries take more in the first step than is kept back for them on some CPUs (with AMX): then
     # the second has less, which it keeps to.
@@ -173,7 +173,7 @@ print(len(__import__("os").listdir("/proc/self/task")), peak.stop())
 def test_no_thread_can_be_had() -> None:
     """A process that may start none is measured at its ends."""
     kept = {**os.environ, "OMP_NUM_THREADS": "1"}
-    n_before, found = subprocess.run(
+    n_threads, found = subprocess.run(
         [sys.executable, "-c", WITHOUT_THREADS],
         check=True,
         capture_output=True,
@@ -181,7 +181,7 @@ def test_no_thread_can_be_had() -> None:
         env=kept,
         timeout=120,
     ).stdout.split()
-    assert int(n_before) == 1
+    assert int(n_threads) == 1
     assert 60 * MIB <= int(found) <= 80 * MIB
 
 

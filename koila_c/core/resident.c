@@ -99,10 +99,8 @@ int64_t
 kl_resident_bytes(void)
 {
     int statm = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
-    int64_t n_bytes = statm < 0 ? -1 : private_bytes(statm);
-    if (statm >= 0) {
-        (void)close(statm);
-    }
+    int64_t n_bytes = private_bytes(statm);
+    (void)close(statm);
     return n_bytes;
 }
 
@@ -124,7 +122,7 @@ kl_resident_watch(int64_t bound)
     watch->bound = bound;
     watch->process = getpid();
     watch->statm = open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
-    watch->most = watch->statm < 0 ? -1 : private_bytes(watch->statm);
+    watch->most = private_bytes(watch->statm);
     if (watch->most < 0) {
         (void)close(watch->statm);
         kl_alloc_free(watch);

@@ -131,8 +131,9 @@ def is_measured() -> bool:
     return budget.is_bound() and config.get("memory_limit") is None
 
 
-#: The share of what is kept back for libraries that may serve to avoid chunks of few rows. Each
-#: chunk leaves small blocks on malloc's heap: many of them take more there than small ones spare.
+#: A step whose chunks would have few rows may use this share of the memory that is kept back for
+#: libraries, so that its chunks are larger. Each chunk leaves small blocks on malloc's heap, and
+#: the blocks of many small chunks can take more memory there than small chunks save.
 _SPARED_SHARE = 0.125
 
 
