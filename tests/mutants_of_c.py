@@ -63,6 +63,20 @@ MUTANTS = [
         "tests/binding/test_py_stale.py",
     ),
     Mutant(
+        "reuse: a freed block does not serve for another one of its size",
+        "koila_c/core/reuse.c",
+        "size < LEAST || size >= MOST)",
+        "size < 1024 * LEAST || size >= MOST)",
+        "tests/test_heap.py",
+    ),
+    Mutant(
+        "reuse: a block that malloc found is not aligned",
+        "koila_c/core/reuse.c",
+        "if ((uintptr_t)found % ALIGNMENT == 0 && found != NULL) {",
+        "if (found != NULL) {",
+        "tests/test_heap.py",
+    ),
+    Mutant(
         "resident: free pages stay in the process when it comes near its bound",
         "koila_c/core/resident.c",
         "if (now > watch->bound - NEAR &&",

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import ctypes
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -73,6 +75,91 @@ def test_a_step_says_in_how_many_chunks_it_runs(monkeypatch: pytest.MonkeyPatch)
 def test_malloc_is_fixed_on_glibc() -> None:
     """Not so under sanitizers, which bring their own malloc."""
     assert heap._core.fix_malloc(2**16, 2**16) is True
+
+
+# Freed memory that is used again ------------------------------------------------------------------
+
+
+#: Trains under a limit in chunks, with nobody to return free memory, and prints for the second step
+#: on: how often its memory was taken, of what was predicted.
+IN_CHUNKS = """
+import torch
+from torch import nn
+
+import koila
+from koila.memory import heap
+
+torch.set_num_threads(1)
+layers = [nn.Conv2d(3, 64, 3, padding=1)]
+for _ in range(7):
+    layers += [nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1)]
+model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+x = torch.randn(48, 3, 16, 16)
+heap._bound = lambda limit: 2**62
+koila.config(memory_limit="37MiB")
+for step in range(5):
+    model(koila.lazy(x)).square().mean().backward()
+    program = koila.report().programs[-1]
+    assert program.n_chunks > 1
+    if step > 0:
+        print(program.bytes_measured / program.bytes_predicted)
+"""
+
+
+@needs_glibc
+def test_a_step_takes_the_memory_of_its_tensors() -> None:
+    """Twice that, if a freed tensor's memory does not serve for another one of its size."""
+    words = [sys.executable, "-c", IN_CHUNKS]
+    done = subprocess.run(words, check=True, timeout=300, capture_output=True, text=True)
+    assert max(map(float, done.stdout.split())) <= 1.3
+
+
+@needs_glibc
+def test_tensors_are_aligned_as_before() -> None:
+    """In threads too, and whatever lies between them; the numbers in them stay."""
+    heap.reuse_freed()
+
+    def fill(seed: int) -> None:
+        kept: list[tuple[int, torch.Tensor]] = []
+        sizes = torch.Generator().manual_seed(seed)
+        for i in range(300):
+            n = int(torch.randint(1, 2 ** (1 + i % 22), (), generator=sizes))
+            kept.append((i, torch.full((n,), i, dtype=torch.int16)))
+            if i % 3 == 2:
+                del kept[i % len(kept)]
+        for i, tensor in kept:
+            assert tensor.data_ptr() % 64 == 0
+            assert bool((tensor == i).all())
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(fill, range(8)))
+
+
+@needs_glibc
+def test_only_a_loaded_library_is_changed() -> None:
+    assert heap._core.reuse_freed("libc10.so") is True
+    assert heap._core.reuse_freed("libc10.so") is True, "it is so already"
+    assert heap._core.reuse_freed("libc11.so") is False
+
+
+def test_freed_memory_is_used_again_under_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where a step is planned without one. Not where large blocks are returned anyway."""
+    asked: list[str] = []
+    monkeypatch.setattr(heap._core, "reuse_freed", asked.append)
+    monkeypatch.setattr(heap, "_threshold", MIB)
+    heap._reuse_freed.cache_clear()
+    budget.free_on_cpu()
+    assert asked == []
+    monkeypatch.setattr(heap, "_threshold", None)
+    monkeypatch.setattr(budget, "_left_to_process", list)
+    for _ in range(2):
+        budget.free_on_cpu()
+    assert asked == ["libc10.so", "libtorch_cpu.so"]
+    heap._reuse_freed.cache_clear()
+    with koila.config(memory_limit="1GiB"):
+        budget.watch().stop()
+    assert asked == ["libc10.so", "libtorch_cpu.so"] * 2
+    heap._reuse_freed.cache_clear()
 
 
 # The thread that returns free memory --------------------------------------------------------------

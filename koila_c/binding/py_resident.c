@@ -7,6 +7,7 @@
 #endif
 
 #include "resident.h"
+#include "reuse.h"
 
 static const char WATCH[] = "koila.resident.watch";
 
@@ -59,6 +60,13 @@ core_return_free(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     kl_resident_return_free();
     Py_RETURN_NONE;
+}
+
+PyObject *
+core_reuse_freed(PyObject *Py_UNUSED(module), PyObject *library)
+{
+    const char *name = PyUnicode_AsUTF8(library);
+    return name == NULL ? NULL : PyBool_FromLong(kl_reuse_freed(name));
 }
 
 PyObject *

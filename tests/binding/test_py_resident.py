@@ -64,3 +64,5 @@ def test_wrong_arguments() -> None:
         core.watch_resident("1 GiB")
     with pytest.raises(TypeError):
         core.fix_malloc("64 KiB", 2**16)
+    with pytest.raises(TypeError):
+        core.reuse_freed(None)

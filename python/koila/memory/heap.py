@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Return to the system what malloc keeps of freed memory, if a limit counts it.
+"""Use freed memory again, and return to the system what malloc keeps of it, if a limit counts it.
 
 glibc keeps freed memory on a heap for later blocks. The heap fragments, so its pages can be several
 times the bytes in use. Taking new pages for each block instead can cost half of a step's time.
 
 - A limit of the process (RLIMIT_DATA, RLIMIT_AS) counts the heap whole. Under one, large blocks are
   returned as soon as they are freed (`fix_malloc`).
+- Otherwise tensors take the memory of freed ones of the same size (`reuse_freed`): then the heap is
+  not much larger than the tensors.
 - `config(memory_limit=)` counts resident pages. Under it, the heap keeps what is freed until the
-  process comes near the limit (`Bounded`): later blocks then use the same pages again.
+  process comes near the limit (`Bounded`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 
 from koila import _core
@@ -55,6 +58,22 @@ def _fix_threshold(size: int) -> None:
         _core.fix_malloc(size, size)
 
 
+@functools.cache
+def _reuse_freed() -> None:
+    for library in ("libc10.so", "libtorch_cpu.so"):  # tensors; what oneDNN takes for a call
+        _core.reuse_freed(library)
+
+
+def reuse_freed() -> None:
+    """Let tensors take the memory of freed ones of the same size, unless large blocks are returned.
+
+    Otherwise glibc leaves holes, and a step that allocates the same sizes for each chunk can take
+    twice what its tensors take.
+    """
+    if _threshold is None:
+        _reuse_freed()
+
+
 #: A step may take this share of its limit and this many bytes beyond it before free pages are
 #: returned, less what libraries have taken since the first limit: a process may take 16 MiB for
 #: both.
@@ -92,6 +111,7 @@ class Bounded(resident.Peak):
     def __init__(self, limit: int, taken: int, now: int) -> None:
         global _beside, _at_first, _n_to_measure
         beside = now - taken
+        reuse_freed()
         if _beside is None and _threshold is None:
             _core.fix_malloc(_MOST_KEPT, _ANY_END)
         if _beside is None or _n_to_measure > 0 or now > _bound(limit):
