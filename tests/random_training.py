@@ -310,9 +310,9 @@ def failure(program: Program, chunks: int | None, wanted: Outcome) -> Found | No
             seen = run(program, koila.lazy)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"[:700]
-        is_refusal = isinstance(error, koila.KoilaError) and any(
-            re.search(words, text) for words in training_lines.REFUSALS
-        )
+        # load_state_dict() raises an error of its own that holds the text of ours.
+        is_ours = isinstance(error, koila.KoilaError) or "hile copying the parameter" in text
+        is_refusal = is_ours and any(re.search(words, text) for words in training_lines.REFUSALS)
         return Found("refused" if is_refusal else type(error).__name__, text)
     found = difference(seen.seen, wanted.seen, False)
     if found is not None:
