@@ -55,6 +55,24 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
+def test_a_bar_below_a_cell() -> None:
+    """tqdm's, without a warning that ipywidgets, which draws a nicer one, is not installed."""
+    *_, shown = run(
+        SETUP.format(path=str(PYTHON)),
+        MODEL,
+        """
+        import koila
+        from koila.reporting import progress
+        progress.AFTER_SECONDS = 0.0
+        x, y = koila.lazy(*data.tensors)
+        with koila.config(chunks=4, progress=True):
+            nn.functional.cross_entropy(model(x), y).backward()
+        """,
+    )
+    assert shown.startswith("\rkoila:   0%|")
+    assert "chunk/s]" in shown and "Warning" not in shown
+
+
 def test_cells() -> None:
     """One cell is lazy, then all; a cell that fails leaves nothing behind; lines name cells."""
     texts = run(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,7 +39,9 @@ class _Text:
 def _open(total: int) -> Any:
     """Return a bar of tqdm, which also works in notebooks, or a line on stderr."""
     try:
-        module = importlib.import_module("tqdm.auto")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # in a notebook tqdm asks for ipywidgets
+            module = importlib.import_module("tqdm.auto")
     except ImportError:
         return _Text(total)
     return module.tqdm(total=total, desc="koila", unit="chunk", leave=False)
