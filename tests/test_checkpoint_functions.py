@@ -469,3 +469,28 @@ def test_nothing_is_left(is_reentrant: bool) -> None:
                 assert kept() is None
             finally:
                 gc.enable()
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+@pytest.mark.parametrize("first", [False, True], ids=["", "after_another_backward"])
+def test_its_weights_are_written_before_it_is_computed_again(chunks: int, first: bool) -> None:
+    """What the function returned is not kept, and the new weights would give other numbers. The
+    next step runs."""
+
+    def gated(x: Tensor) -> Tensor:
+        made: Tensor = _SwiGlu.apply(layer(x), x)
+        return made
+
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    with koila.config(chunks=chunks):
+        x = koila.lazy(rows(4))
+        h = x @ torch.randn(x.shape[-1], WIDTH).double()
+        if first:
+            gated(h).sum().backward()
+        inner = checkpoint(gated, h, use_reentrant=False)
+        with torch.no_grad():
+            layer.weight.mul_(0.5)
+        with pytest.raises(koila.StaleError, match="linear: a parameter of shape"):
+            torch.autograd.grad(gated(inner).tanh().sum(), inner, create_graph=True)
+        gated(koila.lazy(rows(4)) @ torch.ones(x.shape[-1], WIDTH).double()).sum().backward()
+        assert koila.report().n_chunks == chunks

@@ -78,6 +78,10 @@ class SecondRun:
             unwanted = [root.lazy for value, root in roots.items() if value not in self.n_readers]
             numbers = _core.held(lazies[0], self._numbers, (cut, roots, tuple(unwanted)), {})
         if numbers is None:  # it runs whole, and its backward too
+            for root in roots.values():
+                _core.describe(
+                    root.lazy
+                )  # raises if the user has written what it was computed from
             made, _ = cut.whole
             numbers = {value: made[id(root.lazy)].detach() for value, root in roots.items()}
         self.found = {value: (numbers[value], n) for value, n in self.n_readers.items()}
@@ -106,7 +110,8 @@ def forget_numbers(cut: Cut) -> None:
         finally:
             _core.set_wanted(lazies, True)
 
-    _core.held(lazies[0], forget, (), {})
+    if lazies:  # none if they failed
+        _core.held(lazies[0], forget, (), {})
 
 
 def is_read() -> bool:
