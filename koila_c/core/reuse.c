@@ -14,7 +14,6 @@
 
 #if defined(__GLIBC__) && (defined(__x86_64__) || defined(__aarch64__))
 #include <dlfcn.h>
-#include <gnu/libc-version.h>
 #include <link.h>
 #include <stdint.h>
 #include <string.h>
@@ -120,23 +119,26 @@ search_library(struct dl_phdr_info *info, size_t KL_UNUSED(size), void *given)
     return 0;
 }
 
+/* Whether glibc has the function that calls of this name come to. */
 static bool
-is_of_glibc(void *function)
+is_of_glibc(const char *name)
 {
     Dl_info its, of_glibc;
-    return dladdr(function, &its) != 0 && dladdr((void *)gnu_get_libc_version, &of_glibc) != 0 &&
+    return dladdr(dlsym(RTLD_DEFAULT, name), &its) != 0 &&
+           dladdr(dlsym(RTLD_DEFAULT, "gnu_get_libc_version"), &of_glibc) != 0 &&
            its.dli_fbase == of_glibc.dli_fbase;
 }
 
 bool
 kl_reuse_freed(const char *library)
 {
-    void *of_malloc = dlsym(RTLD_DEFAULT, "malloc"), *from = dlsym(RTLD_DEFAULT, "posix_memalign");
     /* Another malloc, such as jemalloc's or a sanitizer's, has other rules. */
-    if (!is_of_glibc(of_malloc) || !is_of_glibc(from)) {
+    if (!is_of_glibc("malloc") || !is_of_glibc("posix_memalign")) {
         return false;
     }
-    Search search = {.library = library, .from = (Allocate *)from};
+    Search search = {.library = library};
+    void *from = dlsym(RTLD_DEFAULT, "posix_memalign");
+    memcpy(&search.from, &from, sizeof from); /* ISO C has no cast from an object to a function */
     (void)dl_iterate_phdr(search_library, &search);
     return search.is_done;
 }
