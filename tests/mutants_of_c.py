@@ -77,6 +77,13 @@ MUTANTS = [
         "tests/test_heap.py",
     ),
     Mutant(
+        "rows: what a view retains moves when a view of it is written",
+        "koila_c/binding/py_rows.c",
+        "if (recording->is_grad_enabled && !is_later) {",
+        "if (recording->is_grad_enabled) {",
+        "tests/test_retained_views.py",
+    ),
+    Mutant(
         "resident: free pages stay in the process when it comes near its bound",
         "koila_c/core/resident.c",
         "if (now > watch->bound - NEAR &&",

@@ -480,14 +480,19 @@ find_writes(Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
     return 0;
 }
 
-/* Move the LazyTensor that a call wrote to the new version of its value. */
+/* Move the LazyTensor that a call wrote to the new version of its value, and the gradient that it retains. torch
+ * moves the gradient of a view, of which the call wrote a view, when it uses the view again: so does attach_one(). */
 static void
 move_written(const Recording *recording, Value *written, KlValueId now)
 {
-    if (written != NULL) {
-        kl_lazy_move(written, now);
+    const KlTape *core = &recording->tape->core;
+    if (written == NULL) {
+        return;
     }
-    if (written != NULL && recording->is_grad_enabled) {
+    bool is_later =
+        recording->tape->inferred.writes_view && core->values[now].view_of != KL_ID_NONE;
+    kl_lazy_move(written, now);
+    if (recording->is_grad_enabled && !is_later) {
         kl_lazy_retain(written, false);
     }
 }

@@ -77,6 +77,7 @@ prepare(const KlCall *call, KlInferred *result, KlError *error)
     result->breaks = KL_ID_NONE;
     result->is_random = call->row->kind == KL_ROW_RANDOM;
     result->effects = call->row->effects;
+    result->writes_view = false;
     for (int8_t dim = 0; dim < KL_DIMS_MAX; dim++) {
         result->dim_map[dim] = dim;
     }

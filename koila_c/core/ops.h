@@ -225,6 +225,7 @@ typedef struct KlInferred {
     uint64_t outs_no_grad;   /* bit i: output i never requires grad; set by a rule */
     bool is_random;    /* the call draws from a generator: set by the row's kind, or by a rule */
     KlEffects effects; /* the arguments that it writes: the row's, or fewer if a rule says so */
+    bool writes_view;  /* it writes a view of its first argument, which it makes inside torch */
     /* The output dim of each dim of the first input; -1: reduced, mixed or removed. A shape rule sets it
      * for the place rule of the same row; by default each dim keeps its number. */
     int8_t dim_map[KL_DIMS_MAX];

@@ -303,6 +303,10 @@ shape_setitem(const KlCall *call, KlInferred *result, KlError *error)
     KlStatus status =
         is_mask(call) ? check_mask(call, error) : kl_outline_read(call, &outline, error);
     if (status == KL_OK && !is_mask(call)) {
+        const KlMeta *input = call->inputs[0], *basic = &outline.basic;
+        result->writes_view = basic->n_dims != input->n_dims ||
+                              memcmp(basic->shape, input->shape,
+                                     (size_t)input->n_dims * sizeof(input->shape[0])) != 0;
         status = check_value(call, &outline, error);
     }
     return status == KL_OK ? kl_rules_out(result, call->inputs[0], error) : status;
