@@ -79,9 +79,7 @@ class SecondRun:
             numbers = _core.held(lazies[0], self._numbers, (cut, roots, tuple(unwanted)), {})
         if numbers is None:  # it runs whole, and its backward too
             for root in roots.values():
-                _core.describe(
-                    root.lazy
-                )  # raises if the user has written what it was computed from
+                _core.describe(root.lazy)  # raises if what it was computed from was written
             made, _ = cut.whole
             numbers = {value: made[id(root.lazy)].detach() for value, root in roots.items()}
         self.found = {value: (numbers[value], n) for value, n in self.n_readers.items()}
