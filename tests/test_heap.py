@@ -80,8 +80,8 @@ def test_malloc_is_fixed_on_glibc() -> None:
 # Freed memory that is used again ------------------------------------------------------------------
 
 
-#: Trains under a limit in chunks, with nobody to return free memory, and prints for the second step
-#: on: how often its memory was taken, of what was predicted.
+#: Takes five training steps in chunks under a limit, while no thread returns free memory. For each
+#: step but the first, prints the measured peak divided by the predicted one.
 IN_CHUNKS = """
 import torch
 from torch import nn

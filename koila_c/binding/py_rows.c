@@ -480,8 +480,8 @@ find_writes(Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
     return 0;
 }
 
-/* Move the LazyTensor that a call wrote to the new version of its value, and the gradient that it retains. torch
- * moves the gradient of a view, of which the call wrote a view, when it uses the view again: so does attach_one(). */
+/* Move the LazyTensor that a call wrote to the new version of its value, and with it the gradient that it retains. If
+ * `v` is a view, `v[0] = 1` leaves that gradient to the old version until a call uses `v`: attach_one() moves it then. */
 static void
 move_written(const Recording *recording, Value *written, KlValueId now)
 {

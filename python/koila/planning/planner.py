@@ -84,8 +84,9 @@ def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
     estimate = left_graphs.estimate(program, is_graph)
     reports.measure(estimate.whole)
     made = _fit(program, estimate, is_graph)
-    if isinstance(made, Needs) and made.n_bytes <= limits.allowed_for(program, is_alone=True):
-        made = _fit(program, estimate, is_graph) if storages.look_again(is_final) else made
+    could_fit = isinstance(made, Needs) and made.n_bytes <= limits.allowed_for(program, True)
+    if could_fit and storages.look_again(is_final):
+        made = _fit(program, estimate, is_graph)
     for _ in range(2 if is_final and is_measured() else 0):  # so that it fits, then in more rows
         asked = plans.to_ask_for(made)
         made = _fit(program, estimate, is_graph, asked) if asked > 0 else made
