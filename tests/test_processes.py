@@ -44,7 +44,7 @@ from torch.distributed.tensor.parallel import (
 import koila
 from allocations import Allocations
 from koila import _core
-from koila.memory import outside
+from koila.memory import budget, outside
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # torch renames its functions
 
@@ -272,6 +272,39 @@ def test_ddp_of_outputs_without_a_gradient(tmp_path: Path) -> None:
     def case(rank: int) -> None:
         assert_same(story, rank, (3,))
         assert_same(story, rank, (1, 7))
+
+    in_processes(case, tmp_path)
+
+
+@pytest.mark.parametrize("are_views", [False, True])
+def test_ddp_within_a_limit(tmp_path: Path, are_views: bool) -> None:
+    """The buckets into which DDP copies gradients count, as long as gradients are not views of
+    them."""
+
+    def case(rank: int) -> None:
+        def train(lazy: Lazy) -> None:
+            layers = [nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(4)]
+            m = nn.parallel.DistributedDataParallel(
+                nn.Sequential(*layers, nn.Linear(512, 4)), gradient_as_bucket_view=are_views
+            )
+            for _ in range(3):
+                x, y = lazy(torch.randn(4000, 512), torch.randint(4, (4000,)))
+                m.zero_grad()
+                F.cross_entropy(m(x), y).backward()
+
+        def peak(lazy: Lazy) -> int:
+            memory = Allocations()
+            with memory:
+                train(lazy)
+            with memory:
+                pass
+            return memory.peak
+
+        before, allowed = budget.taken(torch.device("cpu"), []), int(0.5 * peak(plainly))
+        with koila.config(memory_limit=before + allowed):
+            got = peak(lazily)
+            assert koila.report().n_chunks > 1
+        assert got <= 1.01 * allowed, (got, allowed)
 
     in_processes(case, tmp_path)
 

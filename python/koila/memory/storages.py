@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -81,6 +82,9 @@ _walked, _looked, _collected = Clock(), Clock(), Clock()
 _found: dict[int, int] = {}
 #: By id, the leaves of programs that were planned.
 _leaves: dict[int, weakref.ref[torch.Tensor]] = {}
+#: By DistributedDataParallel module, the bytes of the buckets into which torch copies gradients:
+#: no Python object holds them.
+_buckets: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _is_listening() -> bool:
@@ -134,10 +138,26 @@ def n_bytes(held: list[torch.Tensor]) -> int:
     """Return the bytes of all tensors on the CPU, `held` included."""
     _look()
     if not _core.sees_storages():
-        return sum((_found | _sizes(held)).values())
+        return sum((_found | _sizes(held)).values()) + _in_buckets()
     _core.note_storages([*held, *_leaves_again(held)])
     _settle()
-    return _core.storage_bytes()
+    return _core.storage_bytes() + _in_buckets()
+
+
+def note_buckets(module: Any) -> None:
+    """From now on, count the buckets of a DistributedDataParallel module while it exists."""
+    parameters = (one for one in module._module_parameters if one.device.type == "cpu")
+    _buckets[module] = sum(one.nbytes for one in parameters)
+
+
+def _in_buckets() -> int:
+    """Return the bytes of buckets, without those of which gradients are views."""
+    return sum(
+        n_bytes
+        for module, n_bytes in list(_buckets.items())
+        if not module.gradient_as_bucket_view
+        or all(one.grad is None for one in module._module_parameters)
+    )
 
 
 def _leaves_again(held: list[torch.Tensor]) -> list[torch.Tensor]:

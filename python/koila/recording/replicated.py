@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedDataParallel with find_unused_parameters=True.
+"""DistributedDataParallel: its buckets count as memory; and what find_unused_parameters=True needs.
 
-After a forward, DDP walks the graph of the outputs to find the parameters that were not used. It
-puts the outputs through a function, so that backward visits all used parameters, with or without a
-gradient, since DDP waits for each of them. For recorded outputs there is no graph yet: the tape
-tells which parameters they were computed from, and after a backward those parameters that got no
-gradient are visited. So no recorded call has to run early.
+With that, DDP walks the graph of the outputs after a forward, to find the parameters that were not
+used. It puts the outputs through a function, so that backward visits all used parameters, with or
+without a gradient, since DDP waits for each of them. For recorded outputs there is no graph yet:
+the tape tells which parameters they were computed from, and after a backward those parameters that
+got no gradient are visited. So no recorded call has to run early.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from koila import _core
 from koila.basics import engine, surroundings
+from koila.memory import storages
 from koila.running import deliver
 
 Replace = Callable[[Any, str, Any], None]
@@ -126,9 +127,22 @@ def visit() -> None:
                 visits.go()
 
 
+def _count_buckets(replace: Replace) -> None:
+    owner = torch.nn.parallel.DistributedDataParallel
+    begin = owner.__init__
+
+    @functools.wraps(begin)
+    def begin_and_count(self: Any, *args: Any, **words: Any) -> None:
+        begin(self, *args, **words)
+        storages.note_buckets(self)
+
+    replace(owner, "__init__", begin_and_count)
+
+
 def patch(replace: Replace, holds_lazy: Holds) -> None:
-    """Patch the function by which DDP finds the tensors in its outputs: for recorded outputs it
-    returns the parameters that they were computed from."""
+    """Patch DDP's `__init__`, to count its buckets, and the function by which it finds the tensors
+    in its outputs: for recorded outputs it returns the parameters that they were computed from."""
+    _count_buckets(replace)
     original = _module._find_tensors
 
     @functools.wraps(original)
