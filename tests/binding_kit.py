@@ -117,3 +117,9 @@ def staged_as(roots: Any, is_known_only: bool, *more: Any) -> dict[str, Any]:
     handle, roots, wanted, *rest = _core.stage(roots, is_known_only, *more)
     told = {name: _core.told(handle, name) for name in ("nodes", "imports", "runs", "drops")}
     return {"handle": handle, "roots": roots, "wanted": wanted, "rest": rest, **told}
+
+
+def live(x: Any) -> Any:
+    """A lazy tensor that has run."""
+    _core.force(x)
+    return x

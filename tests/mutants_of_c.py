@@ -247,15 +247,15 @@ MUTANTS = [
     Mutant(
         "custom functions: their forward returns lazies",
         "koila_c/binding/py_context.c",
-        "return kl_record_is_in_function ||",
+        "return kl_py_is_in_function ||",
         "return false ||",
         "tests/test_captured_lazies.py",
     ),
     Mutant(
         "below autograd: torch's C++ gets lazies",
         "koila_c/binding/py_context.c",
-        "return kl_record_is_in_function ||",
-        "return kl_record_is_in_function &&",
+        "return kl_py_is_in_function ||",
+        "return kl_py_is_in_function &&",
         "tests/test_below_autograd.py",
     ),
     Mutant(

@@ -1,58 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* module.c - the module koila._core: its state, types and functions. Nothing else. */
+/* module.c - the module koila._core: its types and functions. Nothing else. */
 #include "py.h"
 
 PyMODINIT_FUNC PyInit__core(void);
-
-KlPyState kl_py;
-
-PyObject *
-kl_py_raise(const KlError *error)
-{
-    switch (error->status) {
-    case KL_ERROR_MEMORY:
-        PyErr_SetString(PyExc_MemoryError, error->text);
-        break;
-    case KL_ERROR_SHAPE:
-    case KL_ERROR_ARGUMENT:
-        PyErr_SetString(PyExc_RuntimeError, error->text);
-        break;
-    default:
-        PyErr_SetString(PyExc_SystemError, error->text);
-    }
-    return NULL;
-}
-
-int
-kl_py_id(PyObject *object, void *id)
-{
-    if (!PyLong_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "expected a number of a node or a value, got %R", object);
-        return 0;
-    }
-    int overflow = 0;
-    long long wide = PyLong_AsLongLongAndOverflow(object, &overflow);
-    if (overflow != 0 || wide < 0 || wide >= KL_ID_NONE) {
-        PyErr_Format(PyExc_IndexError, "no node and no value has the number %R", object);
-        return 0;
-    }
-    *(unsigned int *)id = (unsigned int)wide;
-    return 1;
-}
-
-Tape *
-kl_py_find(PyObject *object, bool is_node, uint32_t *id)
-{
-    Tape *tape = kl_tape_open();
-    if (tape == NULL || !kl_py_id(object, id)) {
-        return NULL;
-    }
-    if (*id >= (is_node ? tape->core.n_nodes : tape->core.n_values)) {
-        PyErr_Format(PyExc_IndexError, "there is no %s %u", is_node ? "node" : "value", *id);
-        return NULL;
-    }
-    return tape;
-}
 
 /* The Python objects that bind() gets, by name. */
 static const struct {
@@ -227,7 +177,7 @@ module_exec(PyObject *module)
     }
     if (import_torch() < 0 || kl_meta_init() < 0 || kl_context_init() < 0 || kl_rows_init() < 0 ||
         kl_storage_init() < 0 || kl_tape_type_init(module) < 0 || kl_function_init(module) < 0 ||
-        kl_lazy_init(module) < 0) {
+        kl_lazy_init(module) < 0 || kl_class_init(module) < 0) {
         return -1;
     }
     return 0;

@@ -223,12 +223,16 @@ typedef struct KlPyState {
     bool is_looking; /* koila reads a tensor's version or address: not its numbers */
 } KlPyState;
 
+/* -- py_state.c ---------------------------------------------------------------------------------- */
+
 extern KlPyState kl_py;
+/* The id of the checkpoint whose function this thread is recording; 0: none. */
+extern _Thread_local uint32_t kl_py_region;
+/* This thread is in the forward or backward of a custom function: torch's C++ gets what it returns: tensors. */
+extern _Thread_local bool kl_py_is_in_function;
 
 /* Converter for "O&" of PyArg_ParseTuple: the id of a node or value. IndexError if it is out of range. */
 int kl_py_id(PyObject *object, void *id);
-/* This thread's tape, and the id of a node or value of it; NULL with an exception: it has none with that number. */
-Tape *kl_py_find(PyObject *object, bool is_node, uint32_t *id);
 
 /* Raise the exception that `error` describes. Returns NULL. */
 PyObject *kl_py_raise(const KlError *error);
@@ -257,7 +261,7 @@ kl_py_done(PyObject *result)
     return result != NULL ? 0 : -1;
 }
 
-/* -- py_lazy.c: LazyTensor and Value ---------------------------------------------------------- */
+/* -- py_lazy.c: Value, which a LazyTensor holds ---------------------------------------------------------- */
 
 int kl_lazy_init(PyObject *module);
 static inline bool
@@ -284,6 +288,8 @@ Value *kl_lazy_checked(PyObject *lazy);
 PyObject *kl_lazy_new(Tape *tape, KlValueId id);
 /* A LazyTensor for value `id`; it shares the Value of one that exists. */
 PyObject *kl_lazy_of(Tape *tape, KlValueId id);
+/* The outputs of a node as torch returns them: container None for one tensor, else the type of several. */
+PyObject *kl_lazy_results(Tape *tape, KlNodeId id, PyObject *container);
 /* A new detached LazyTensor for a real tensor. `place`: where its rows are, or NULL. */
 PyObject *kl_lazy_new_detached(PyObject *real, const KlPlace *place, uint64_t axis_key,
                                int64_t rows, bool is_input);
@@ -302,6 +308,10 @@ PyObject *kl_lazy_real(const Value *value);
 /* Borrowed: the real tensor, or the number (without a graph) of a known value; NULL while pending. */
 PyObject *kl_lazy_number(const Value *value);
 
+/* -- py_class.c: LazyTensor, the type ------------------------------------------------------------- */
+
+int kl_class_init(PyObject *module);
+
 /* -- py_recycle.c: LazyTensor objects ---------------------------------------------------------- */
 
 int kl_recycle_init(void);
@@ -316,6 +326,8 @@ int kl_tape_type_init(PyObject *module);
 Tape *kl_tape_open(void);
 /* Borrowed: this thread's tape; NULL, without an exception, if it has none. */
 Tape *kl_tape_open_or_null(void);
+/* This thread's tape, and the id of a node or value of it; NULL with an exception: it has none with that number. */
+Tape *kl_tape_open_at(PyObject *object, bool is_node, uint32_t *id);
 /* Enter a real tensor as a WHOLE leaf; a tensor object that is a leaf already keeps its value. 0 or -1. */
 int kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value);
 /* The leaf of a real tensor, or KL_ID_NONE if it has not entered. */
@@ -326,32 +338,11 @@ int kl_tape_new_axis(Tape *tape, int64_t rows, KlAxisId *axis);
 int kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value);
 /* Make room for the binding's data of nodes and values that the core will append. The entries are zero. */
 int kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values);
+/* Append one node for `call`, and note the user's line. -1 on failure. */
+int kl_tape_append_call(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call,
+                        KlNodeId *id);
 /* The Value of value `id` died: the user can no longer reach it. */
 void kl_tape_forget(Tape *tape, KlValueId id);
-/* _version of a tensor; -1 if it counts none. */
-int64_t kl_stale_version(PyObject *tensor);
-/* New reference: data_ptr() of a tensor; NULL, without an exception, if it has none. */
-PyObject *kl_stale_pointer(PyObject *tensor);
-/* Whether `tensor` has the requires_grad flag that `meta` recorded; -1 on failure. */
-int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
-/* Raise StaleError if a leaf that pending calls need was changed since it entered. 0 or -1. */
-int kl_tape_check_leaves(Tape *tape);
-/* Drop the numbers whose tensors left the tape with their LazyTensors and were written since: pending calls that
- * read the value as it was compute it again. */
-void kl_stale_drop_numbers(Tape *tape);
-/* Whether pending calls can read a value's number instead of computing it: the number is unchanged, and no write
- * can reach it through other memory. */
-bool kl_stale_is_enough(const Tape *tape, KlValueId value);
-
-/* Record the current version of a leaf, after a replay wrote it. */
-void kl_tape_refresh_leaf(Tape *tape, KlValueId id);
-/* Whether a leaf differs from what was recorded; -1 on failure. */
-int kl_stale_is_changed(const Tape *tape, KlValueId leaf);
-/* Whether pending calls need what a leaf held before it was changed; -1 on failure. */
-int kl_stale_is_lost(const Tape *tape, KlValueId leaf);
-/* After a call that ran at once: detach the LazyTensors whose tensors it wrote or gave a graph; their next use
- * enters them anew. -1 on failure. */
-int kl_stale_release(Tape *tape);
 /* All nodes ran: detach the values that the user can reach, and clear the tape. */
 void kl_tape_close(Tape *tape);
 
@@ -363,6 +354,16 @@ bool kl_tape_end(Tape *tape, bool is_abandoned_only);
  * left was abandoned, and can be reached, set the tape aside: the thread's next program gets a tape of its own, which
  * is cleared at its end. */
 void kl_tape_let_go(Tape *tape);
+
+/* Whether node `id` already drew, or wrote its statistics, in chunks: a live run must not do so again. -1 on failure. */
+int kl_tape_is_committed(const Tape *tape, KlNodeId id);
+/* Whether a pending call has statistics to write, even if nobody can reach its results. */
+bool kl_tape_has_effect(const Tape *tape);
+/* After a failed run: advance the generators past its pending draws, so that later draws come after them as in
+ * eager. The exception that is set stays. */
+void kl_tape_draw_waiting(void);
+/* Likewise, and abandon the pending calls: they run when one of their values is asked for. */
+void kl_tape_abandon_pending(Tape *tape);
 
 /* Make `tape` this thread's tape; NULL: the thread has none. 0 or -1. An exception that is set stays set. */
 int kl_tape_use(Tape *tape);
@@ -397,6 +398,32 @@ kl_tape_check(PyObject *object)
     return Py_IS_TYPE(object, kl_py.tape_type);
 }
 
+/* -- py_stale.c: whether leaves and numbers are what was recorded ---------------------------------- */
+
+/* _version of a tensor; -1 if it counts none. */
+int64_t kl_stale_version(PyObject *tensor);
+/* New reference: data_ptr() of a tensor; NULL, without an exception, if it has none. */
+PyObject *kl_stale_pointer(PyObject *tensor);
+/* Whether `tensor` has the requires_grad flag that `meta` recorded; -1 on failure. */
+int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
+/* Raise StaleError if a leaf that pending calls need was changed since it entered. 0 or -1. */
+int kl_stale_check_leaves(Tape *tape);
+/* Drop the numbers whose tensors left the tape with their LazyTensors and were written since: pending calls that
+ * read the value as it was compute it again. */
+void kl_stale_drop_numbers(Tape *tape);
+/* Whether pending calls can read a value's number instead of computing it: the number is unchanged, and no write
+ * can reach it through other memory. */
+bool kl_stale_is_enough(const Tape *tape, KlValueId value);
+/* Record the current version of a leaf, after a replay wrote it. */
+void kl_stale_refresh_leaf(Tape *tape, KlValueId id);
+/* Whether a leaf differs from what was recorded; -1 on failure. */
+int kl_stale_is_changed(const Tape *tape, KlValueId leaf);
+/* Whether pending calls need what a leaf held before it was changed; -1 on failure. */
+int kl_stale_is_lost(const Tape *tape, KlValueId leaf);
+/* After a call that ran at once: detach the LazyTensors whose tensors it wrote or gave a graph; their next use
+ * enters them anew. -1 on failure. */
+int kl_stale_release(Tape *tape);
+
 /* -- py_turn.c: a tape is used by one thread at a time ------------------------------------------- */
 
 /* The slow paths of kl_lock_take and kl_lock_give: another thread has, or wants, the lock. */
@@ -429,7 +456,7 @@ typedef struct KlTurn {
     Tape *own;            /* owned: this thread's tape before, or NULL */
     bool is_visit;        /* it is another thread's tape */
     bool was_running;     /* tape->is_running when the turn began */
-    bool was_in_function; /* kl_record_is_in_function then: what the turn runs is not in it */
+    bool was_in_function; /* kl_py_is_in_function then: what the turn runs is not in it */
 } KlTurn;
 
 int kl_turn_begin(KlTurn *turn, Tape *tape);
@@ -468,6 +495,11 @@ int kl_py_append_new(PyObject *list, PyObject *item);
 int kl_meta_device_from(PyObject *device);
 /* Set meta->device: 0 is the CPU, other devices are numbered as they are first met. 0 or -1. */
 int kl_meta_read_device(PyObject *tensor, KlMeta *meta);
+/* Whether torch asks the class of `object` what a call does: a tensor of the user's own class, or what has a
+ * __torch_function__. */
+bool kl_meta_has_own_class(PyObject *object);
+/* Whether a class is unwritten.py's, which tells koila of calls on a tensor. */
+bool kl_meta_is_watched(PyObject *type);
 /* torch.get_default_dtype() */
 KlDtype kl_meta_default_dtype(void);
 /* Index of a torch.dtype; KL_DTYPE_OTHER if koila has no name for it. */
@@ -600,16 +632,6 @@ PyObject *kl_record_op(const Function *function, PyObject *func, PyObject *args,
 PyObject *kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args);
 PyObject *kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_args);
 
-/* The id of the checkpoint whose function this thread is recording; 0: none. */
-extern _Thread_local uint32_t kl_record_region;
-/* This thread is in the forward or backward of a custom function: torch's C++ gets what it returns: tensors. */
-extern _Thread_local bool kl_record_is_in_function;
-/* Append one node for `call`, and note the user's line. -1 on failure. */
-int kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call,
-                     KlNodeId *id);
-/* The outputs of a node as torch returns them: container None for one tensor, else the type of several. */
-PyObject *kl_record_results(Tape *tape, KlNodeId id, PyObject *container);
-
 /* -- py_dispatch.c: the __torch_function__ that torch finds on a LazyTensor ------------------------ */
 
 /* New reference: LazyTensor's __torch_function__. */
@@ -671,28 +693,13 @@ PyObject *kl_program_ids(const KlIds *ids, KlSlice slice);
 int kl_schedule_homes(PyObject *object, void *homes);
 /* Converter for "O&": a handle of stage() to the KlProgram * behind it. It raises if the tape changed since. */
 int kl_program_of(PyObject *handle, void *program);
-/* Whether node `id` already drew, or wrote its statistics, in chunks: a live run must not do so again. -1 on failure. */
-int kl_program_is_committed(const Tape *tape, KlNodeId id);
-/* Whether a pending call has statistics to write, even if nobody can reach its results. */
-bool kl_program_has_effect(const Tape *tape);
-/* New reference: what such a node returns when it runs live. */
+/* New reference: what a node that kl_tape_is_committed returns when it runs live. */
 PyObject *kl_program_run_again(Tape *tape, KlNodeId id);
-
-/* -- py_gradient.c ------------------------------------------------------------------------------ */
-
-/* Mark the leaves that are to get no gradient, since gets(tensor) is False, and the values with a number that are to
- * get one, since gets(number) is True: there the way ends. Both arrays: [n_values]. 0 or -1. */
-int kl_gradient_ask(const Tape *tape, PyObject *gets, bool *is_unwanted, bool *is_end);
 
 /* -- py_live.c: whole replay, and calls that run at once ------------------------------------------ */
 
 /* Run every pending node of the tape on real tensors, in order, and close the tape. 0 or -1. */
 int kl_live_run(Tape *tape);
-/* After a failed run: advance the generators past its pending draws, so that later draws come after them as in
- * eager. The exception that is set stays. */
-void kl_live_draw_waiting(void);
-/* Likewise, and abandon the pending calls: they run when one of their values is asked for. */
-void kl_live_abandon(Tape *tape);
 /* Borrowed: the function that koila calls now on real tensors, in place of LazyTensors; NULL: none. */
 extern _Thread_local PyObject *kl_live_called;
 /* Make a value a leaf with its number, if the number is settled: its call need not run. Return whether it is. */
@@ -712,8 +719,6 @@ typedef enum {
 
 /* Run `func` now on real tensors. */
 PyObject *kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind);
-/* py_record.c: whether torch asks the class of `object` what a call does. */
-bool kl_record_has_own_class(PyObject *object);
 /* py_record.c: kl_live_call for a call that needs a real graph: pending calls are cut off, or run. */
 PyObject *kl_record_live(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind);
 

@@ -46,7 +46,7 @@ PyObject *
 kl_bridge_behind(PyObject *Py_UNUSED(module), PyObject *object)
 {
     KlValueId id = KL_ID_NONE;
-    const Tape *tape = kl_py_find(object, false, &id);
+    const Tape *tape = kl_tape_open_at(object, false, &id);
     if (tape == NULL) {
         return NULL;
     }
@@ -381,6 +381,6 @@ kl_bridge_replace_leaf(PyObject *Py_UNUSED(module), PyObject *args)
     }
     /* Nothing is recorded onto this tape any more, so no look-up by tensor will miss this one. */
     Py_SETREF(tape->values[id].real, Py_NewRef(tensor));
-    kl_tape_refresh_leaf(tape, id);
+    kl_stale_refresh_leaf(tape, id);
     return Py_NewRef(Py_None);
 }

@@ -82,7 +82,7 @@ around_self_test(void)
 bool
 kl_context_is_for_torch(void)
 {
-    return kl_record_is_in_function ||
+    return kl_py_is_in_function ||
            (around.is_excluded != NULL && direct.is_inference_enabled != NULL &&
             around.is_excluded((uint16_t)PyLong_AsLong(kl_py.autograd_key)) &&
             !direct.is_inference_enabled());

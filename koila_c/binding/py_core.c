@@ -275,7 +275,7 @@ PyObject *
 core_call(PyObject *Py_UNUSED(module), PyObject *object)
 {
     KlNodeId id = KL_ID_NONE;
-    Tape *tape = kl_py_find(object, true, &id);
+    Tape *tape = kl_tape_open_at(object, true, &id);
     return tape == NULL ? NULL : kl_call_describe(tape, id, NULL, NULL);
 }
 
@@ -283,14 +283,14 @@ PyObject *
 core_refresh_leaf(PyObject *Py_UNUSED(module), PyObject *object)
 {
     KlValueId id = KL_ID_NONE;
-    Tape *tape = kl_py_find(object, false, &id);
+    Tape *tape = kl_tape_open_at(object, false, &id);
     if (tape == NULL) {
         return NULL;
     }
     if (tape->values[id].real == NULL) {
         return PyErr_Format(PyExc_IndexError, "there is no leaf %u", id);
     }
-    kl_tape_refresh_leaf(tape, id);
+    kl_stale_refresh_leaf(tape, id);
     return Py_NewRef(Py_None);
 }
 
@@ -520,7 +520,7 @@ PyObject *
 core_graph_of(PyObject *Py_UNUSED(module), PyObject *object)
 {
     KlValueId id = KL_ID_NONE;
-    Tape *tape = kl_py_find(object, false, &id);
+    Tape *tape = kl_tape_open_at(object, false, &id);
     return tape == NULL ? NULL : PyLong_FromUnsignedLong(kl_view_of_graph(tape, id));
 }
 
@@ -536,7 +536,7 @@ PyObject *
 core_lazy_of(PyObject *Py_UNUSED(module), PyObject *object)
 {
     KlValueId id = KL_ID_NONE;
-    Tape *tape = kl_py_find(object, false, &id);
+    Tape *tape = kl_tape_open_at(object, false, &id);
     return tape == NULL ? NULL : kl_lazy_of(tape, id);
 }
 
@@ -553,7 +553,7 @@ PyObject *
 core_note_drawn(PyObject *Py_UNUSED(module), PyObject *object)
 {
     KlNodeId id = KL_ID_NONE;
-    Tape *tape = kl_py_find(object, true, &id);
+    Tape *tape = kl_tape_open_at(object, true, &id);
     if (tape == NULL) {
         return NULL;
     }
@@ -588,7 +588,7 @@ PyObject *
 core_check_leaves(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     Tape *tape = kl_tape_open();
-    return tape == NULL || kl_tape_check_leaves(tape) < 0 ? NULL : Py_NewRef(Py_None);
+    return tape == NULL || kl_stale_check_leaves(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 PyObject *
@@ -658,20 +658,20 @@ core_count_dual_levels(PyObject *Py_UNUSED(module), PyObject *n)
 PyObject *
 core_set_region(PyObject *Py_UNUSED(module), PyObject *region)
 {
-    uint32_t before = kl_record_region;
+    uint32_t before = kl_py_region;
     unsigned long now = PyLong_AsUnsignedLong(region);
     if (PyErr_Occurred()) {
         return NULL;
     }
-    kl_record_region = (uint32_t)now;
+    kl_py_region = (uint32_t)now;
     return PyLong_FromUnsignedLong(before);
 }
 
 PyObject *
 core_set_in_function(PyObject *Py_UNUSED(module), PyObject *flag)
 {
-    bool before = kl_record_is_in_function;
-    kl_record_is_in_function = flag == Py_None ? before : flag == Py_True;
+    bool before = kl_py_is_in_function;
+    kl_py_is_in_function = flag == Py_None ? before : flag == Py_True;
     return PyBool_FromLong(before);
 }
 

@@ -2,25 +2,6 @@
 /* py_gradient.c - which leaves get a gradient, and which calls cannot compute theirs */
 #include "py.h"
 
-int
-kl_gradient_ask(const Tape *tape, PyObject *gets, bool *is_unwanted, bool *is_end)
-{
-    for (size_t i = 0; i < tape->core.n_values; i++) {
-        const KlPyValue *entry = &tape->values[i];
-        PyObject *tensor = entry->real != NULL ? entry->real : entry->result;
-        if (tensor == NULL || !tape->core.values[i].meta.requires_grad) {
-            continue;
-        }
-        int is_asked = kl_py_truth(PyObject_CallOneArg(gets, tensor));
-        if (is_asked < 0) {
-            return -1;
-        }
-        is_unwanted[i] = entry->real != NULL && is_asked == 0;
-        is_end[i] = entry->real == NULL && is_asked > 0;
-    }
-    return 0;
-}
-
 PyObject *
 kl_gradient_writer_from(PyObject *Py_UNUSED(module), PyObject *args)
 {

@@ -141,7 +141,7 @@ set_done(Tape *tape, KlNodeId id)
 static PyObject *
 run_call(Tape *tape, KlNodeId id)
 {
-    int is_again = kl_program_is_committed(tape, id);
+    int is_again = kl_tape_is_committed(tape, id);
     if (is_again != 0) {
         return is_again < 0 ? NULL : kl_program_run_again(tape, id);
     }
@@ -182,7 +182,7 @@ run_node(Tape *tape, KlNodeId id, KlContextSwitch *context)
     }
     for (uint32_t i = 0; node->leaf_writes >> i != 0; i++) {
         if ((node->leaf_writes >> i & 1) != 0) {
-            kl_tape_refresh_leaf(tape, tape->core.inputs[node->first_input + i].value);
+            kl_stale_refresh_leaf(tape, tape->core.inputs[node->first_input + i].value);
         }
     }
     set_done(tape, id);
@@ -234,22 +234,6 @@ note_ran(unsigned long long n_calls, long long n_bytes)
     return result;
 }
 
-void
-kl_live_draw_waiting(void)
-{
-    PyObject *type = NULL, *value = NULL, *traceback = NULL;
-    PyErr_Fetch(&type, &value, &traceback);
-    (void)kl_py_done(PyObject_CallNoArgs(kl_py.move_on));
-    PyErr_Restore(type, value, traceback); /* replaces an exception of move_on */
-}
-
-void
-kl_live_abandon(Tape *tape)
-{
-    kl_live_draw_waiting();
-    kl_tape_abandon(&tape->core, 0);
-}
-
 static bool
 has_run(const Tape *tape, KlValueId value)
 {
@@ -279,7 +263,7 @@ release_what_ran(Tape *tape)
         }
         if (value->n_pending > 0 || (storage->is_awaited && storage->base == i)) {
             kl_tape_cut(&tape->core, (KlValueId)i);
-            kl_tape_refresh_leaf(tape, (KlValueId)i);
+            kl_stale_refresh_leaf(tape, (KlValueId)i);
         }
     }
     PyErr_Restore(type, error, traceback);
@@ -306,7 +290,7 @@ kl_live_settle(Tape *tape, KlValueId id)
         Py_XSETREF(tape->values[id].real, tape->values[id].result);
         tape->values[id].result = NULL;
         kl_tape_cut(&tape->core, id);
-        kl_tape_refresh_leaf(tape, id);
+        kl_stale_refresh_leaf(tape, id);
     }
     return result;
 }
@@ -325,7 +309,7 @@ keep_numbers(Tape *tape)
     for (size_t i = tape->core.n_done; is_moved > 0 && i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];
         bool is_writing = !node->is_done && node->leaf_writes != 0;
-        is_moved = is_writing ? kl_program_is_committed(tape, (KlNodeId)i) : 1;
+        is_moved = is_writing ? kl_tape_is_committed(tape, (KlNodeId)i) : 1;
     }
     if (has_any && is_moved > 0) {
         kl_tape_retire(&tape->core, false);
@@ -404,7 +388,7 @@ run_tape(Tape *tape, bool is_own)
     if (tape->core.n_done < tape->core.n_nodes) {
         PyObject *is_drawing = kl_tape_has_draw(&tape->core) ? Py_True : Py_False;
         if (kl_py_done(PyObject_CallOneArg(kl_py.check_run, is_drawing)) < 0 ||
-            kl_tape_check_leaves(tape) < 0 || note_written(tape) < 0 || keep_flags(tape) < 0 ||
+            kl_stale_check_leaves(tape) < 0 || note_written(tape) < 0 || keep_flags(tape) < 0 ||
             kl_context_begin(&context) < 0) {
             return -1;
         }
@@ -436,7 +420,7 @@ run_tape(Tape *tape, bool is_own)
         }
         settled_until = kl_context_clock(0);
         if (result < 0) {
-            kl_live_abandon(tape);
+            kl_tape_abandon_pending(tape);
         }
         if (tape->core.n_done < tape->core.n_nodes) {
             release_what_ran(tape);
@@ -653,7 +637,7 @@ wrap_tensor(const LazyArgs *lazy_args, PyObject *real)
         }
     }
     if (lazy_args->kind == KL_LIVE_SETTLED || visit_tensors(lazy_args->args, is_same, real) ||
-        visit_tensors(lazy_args->kwargs, is_same, real) || kl_record_has_own_class(real)) {
+        visit_tensors(lazy_args->kwargs, is_same, real) || kl_meta_has_own_class(real)) {
         return Py_NewRef(real);
     }
     KlPlace place;

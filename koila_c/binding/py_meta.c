@@ -449,3 +449,32 @@ kl_py_append_new(PyObject *list, PyObject *item)
     Py_XDECREF(item);
     return status;
 }
+
+bool
+kl_meta_is_watched(PyObject *type)
+{
+    return PyObject_HasAttrString(type, "_koila_own_class");
+}
+
+bool
+kl_meta_has_own_class(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    if (type == kl_py.tensor || type == kl_py.parameter || type == kl_py.lazy ||
+        (type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0) {
+        return false;
+    }
+    if (kl_meta_is_watched((PyObject *)type)) {
+        return false;
+    }
+    PyObject *function = PyObject_GetAttrString((PyObject *)type, "__torch_function__");
+    bool result = function != NULL && function != kl_py.no_function;
+    if (!result && PyObject_TypeCheck(object, kl_py.tensor_base)) {
+        PyObject *dispatch = PyObject_GetAttrString((PyObject *)type, "__torch_dispatch__");
+        result = dispatch != NULL && dispatch != kl_py.no_dispatch;
+        Py_XDECREF(dispatch);
+    }
+    PyErr_Clear();
+    Py_XDECREF(function);
+    return result;
+}

@@ -165,31 +165,6 @@ find_shared(const Tape *tape, KlIds *wanted, PyObject *shared)
     return result;
 }
 
-int
-kl_program_is_committed(const Tape *tape, KlNodeId id)
-{
-    const KlNode *node = &tape->core.nodes[id];
-    PyObject *effects = node->leaf_writes != 0 && tape->memo != NULL
-                            ? PyDict_GetItemString(tape->memo, "effects")
-                            : NULL;
-    PyObject *key = effects != NULL ? PyLong_FromUnsignedLong(id) : NULL;
-    int result = key != NULL ? PySet_Contains(effects, key) : node->is_drawn;
-    Py_XDECREF(key);
-    return result;
-}
-
-bool
-kl_program_has_effect(const Tape *tape)
-{
-    bool has_effect = false;
-    for (size_t i = tape->core.n_done; i < tape->core.n_nodes && !has_effect; i++) {
-        const KlNode *node = &tape->core.nodes[i];
-        bool is_writing = !node->is_done && !node->is_abandoned && node->leaf_writes != 0;
-        has_effect = is_writing && kl_program_is_committed(tape, (KlNodeId)i) == 0;
-    }
-    return has_effect;
-}
-
 /* Pending values the user can reach, and outputs of nodes that must run though nobody looks. */
 static int
 find_wanted(Tape *tape, KlIds *wanted, KlIds *reached)
@@ -203,7 +178,7 @@ find_wanted(Tape *tape, KlIds *wanted, KlIds *reached)
             bool is_known =
                 tape->core.values[out].state == KL_STATE_KNOWN && tape->core.values[out].is_wanted;
             bool has_effect = is_pending && (node->leaf_writes != 0 || node->is_random) && k == 0 &&
-                              kl_program_is_committed(tape, (KlNodeId)i) == 0;
+                              kl_tape_is_committed(tape, (KlNodeId)i) == 0;
             if (((is_reached || has_effect) && add_id(wanted, out) < 0) ||
                 ((is_reached || is_known) && add_id(reached, out) < 0)) {
                 return -1;
@@ -256,7 +231,7 @@ find_known(Tape *tape, KlIds *wanted, KlIds *reached)
             KlValueId out = node->first_out + k;
             bool is_reached = tape->core.values[out].state == KL_STATE_PENDING &&
                               tape->core.values[out].is_wanted;
-            bool has_effect = k == 0 && kl_program_is_committed(tape, (KlNodeId)i) == 0;
+            bool has_effect = k == 0 && kl_tape_is_committed(tape, (KlNodeId)i) == 0;
             if (((is_reached || has_effect) && add_id(wanted, out) < 0) ||
                 (is_reached && add_id(reached, out) < 0)) {
                 return -1;
@@ -560,6 +535,27 @@ kl_program_staged(PyObject *Py_UNUSED(module), PyObject *args)
     return node_object(tape, &program->stages, id);
 }
 
+/* Mark the leaves that are to get no gradient, since gets(tensor) is False, and the values with a number that are to
+ * get one, since gets(number) is True: there the way ends. Both arrays: [n_values]. 0 or -1. */
+static int
+ask_for_gradients(const Tape *tape, PyObject *gets, bool *is_unwanted, bool *is_end)
+{
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        const KlPyValue *entry = &tape->values[i];
+        PyObject *tensor = entry->real != NULL ? entry->real : entry->result;
+        if (tensor == NULL || !tape->core.values[i].meta.requires_grad) {
+            continue;
+        }
+        int is_asked = kl_py_truth(PyObject_CallOneArg(gets, tensor));
+        if (is_asked < 0) {
+            return -1;
+        }
+        is_unwanted[i] = entry->real != NULL && is_asked == 0;
+        is_end[i] = entry->real == NULL && is_asked > 0;
+    }
+    return 0;
+}
+
 /* What of a program only the binding knows; on failure nothing is left of it. */
 static int
 ask(Tape *tape, PyObject *gets, KlAsked *asked, bool **flags, uint32_t **n_handles)
@@ -581,7 +577,7 @@ ask(Tape *tape, PyObject *gets, KlAsked *asked, bool **flags, uint32_t **n_handl
     asked->goal.is_unwanted = gets != Py_None ? *flags + 2 * n : NULL;
     asked->goal.is_end = gets != Py_None ? *flags + 3 * n : NULL;
     asked->n_handles = *n_handles;
-    return gets != Py_None ? kl_gradient_ask(tape, gets, *flags + 2 * n, *flags + 3 * n) : 0;
+    return gets != Py_None ? ask_for_gradients(tape, gets, *flags + 2 * n, *flags + 3 * n) : 0;
 }
 
 static int
@@ -742,7 +738,7 @@ PyObject *
 kl_program_value(PyObject *Py_UNUSED(module), PyObject *object)
 {
     KlValueId id = KL_ID_NONE;
-    const Tape *tape = kl_py_find(object, false, &id);
+    const Tape *tape = kl_tape_open_at(object, false, &id);
     if (tape == NULL) {
         return NULL;
     }
@@ -769,7 +765,7 @@ PyObject *
 kl_program_node(PyObject *Py_UNUSED(module), PyObject *object)
 {
     KlNodeId id = KL_ID_NONE;
-    Tape *tape = kl_py_find(object, true, &id);
+    Tape *tape = kl_tape_open_at(object, true, &id);
     if (tape == NULL) {
         return NULL;
     }
@@ -818,7 +814,7 @@ PyObject *
 kl_program_maker_of(PyObject *Py_UNUSED(module), PyObject *object)
 {
     KlValueId id = KL_ID_NONE;
-    Tape *tape = kl_py_find(object, false, &id);
+    Tape *tape = kl_tape_open_at(object, false, &id);
     KlNodeId maker = tape != NULL ? tape->core.values[id].node : KL_ID_NONE;
     if (tape == NULL || maker == KL_ID_NONE) {
         return tape != NULL ? Py_NewRef(Py_None) : NULL;

@@ -88,36 +88,6 @@ inspect_lazy(PyObject *lazy, void *context)
 /* Whether a class is one that unwritten.py gave to a tensor that a pending call will write. Calls recorded now run
  * after that write, so the class changes nothing for them. */
 static bool
-is_watched(PyObject *type)
-{
-    return PyObject_HasAttrString(type, "_koila_own_class");
-}
-
-/* Whether an object is a tensor of the user's own class, or has a __torch_function__. */
-bool
-kl_record_has_own_class(PyObject *object)
-{
-    PyTypeObject *type = Py_TYPE(object);
-    if (type == kl_py.tensor || type == kl_py.parameter || type == kl_py.lazy ||
-        (type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0) {
-        return false;
-    }
-    if (is_watched((PyObject *)type)) {
-        return false;
-    }
-    PyObject *function = PyObject_GetAttrString((PyObject *)type, "__torch_function__");
-    bool result = function != NULL && function != kl_py.no_function;
-    if (!result && PyObject_TypeCheck(object, kl_py.tensor_base)) {
-        PyObject *dispatch = PyObject_GetAttrString((PyObject *)type, "__torch_dispatch__");
-        result = dispatch != NULL && dispatch != kl_py.no_dispatch;
-        Py_XDECREF(dispatch);
-    }
-    PyErr_Clear();
-    Py_XDECREF(function);
-    return result;
-}
-
-static bool
 holds_own_class(PyObject *object)
 {
     PyObject *key = NULL, *item = NULL;
@@ -132,7 +102,7 @@ holds_own_class(PyObject *object)
     while (PyDict_CheckExact(object) && !result && PyDict_Next(object, &position, &key, &item)) {
         result = holds_own_class(item);
     }
-    return result || kl_record_has_own_class(object);
+    return result || kl_meta_has_own_class(object);
 }
 
 /* Add what an argument holds to `found`. 0 or -1. The quick answers come first: most arguments are LazyTensors,
@@ -163,82 +133,6 @@ inspect_arguments(PyObject *args, PyObject *kwargs, LazyArgs *found)
 }
 
 /* -- nodes and their results ----------------------------------------------------------------------- */
-
-PyObject *
-kl_record_results(Tape *tape, KlNodeId id, PyObject *container)
-{
-    KlValueId first = tape->core.nodes[id].first_out;
-    uint32_t n = tape->core.nodes[id].n_outs;
-    if (container == Py_None) {
-        return kl_lazy_new(tape, first);
-    }
-    PyObject *tuple = PyTuple_New(n);
-    for (uint32_t i = 0; tuple != NULL && i < n; i++) {
-        PyObject *lazy = kl_lazy_new(tape, first + i);
-        if (lazy == NULL) {
-            Py_CLEAR(tuple);
-            break;
-        }
-        PyTuple_SET_ITEM(tuple, i, lazy);
-    }
-    if (tuple == NULL || container == (PyObject *)&PyTuple_Type) {
-        return tuple;
-    }
-    PyObject *result = PyObject_CallOneArg(container, tuple);
-    Py_DECREF(tuple);
-    return result;
-}
-
-/* Tell unwritten.py which leaves node n_nodes, about to be recorded, will write on the side (batch_norm's
- * statistics): plain code that looks at them must run the node first. */
-static int
-note_write(Tape *tape, const KlRecord *record)
-{
-    PyObject *leaves = PyList_New(0);
-    int result = leaves == NULL ? -1 : 0;
-    for (uint32_t i = 0; result == 0 && record->leaf_writes >> i != 0; i++) {
-        bool is_written = (record->leaf_writes >> i & 1) != 0;
-        result = is_written ? PyList_Append(leaves, tape->values[record->inputs[i]].real) : 0;
-    }
-    if (result == 0) {
-        result = kl_py_done(PyObject_CallFunction(kl_py.note_write, "OnO", tape,
-                                                  (Py_ssize_t)tape->core.n_nodes, leaves));
-    }
-    Py_XDECREF(leaves);
-    return result;
-}
-
-_Thread_local uint32_t kl_record_region;
-_Thread_local bool kl_record_is_in_function;
-
-int
-kl_record_append(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call, KlNodeId *id)
-{
-    KlError error;
-    for (uint32_t i = 0; i < record->n_inputs; i++) {
-        if (kl_failure_check(tape, record->inputs[i]) < 0) {
-            return -1;
-        }
-    }
-    if (record->is_random && !kl_tape_has_draw(&tape->core) &&
-        kl_py_done(PyObject_CallNoArgs(kl_py.note_draw)) < 0) {
-        return -1;
-    }
-    if (kl_tape_reserve(tape, 1, record->inferred->n_outs + 1) < 0 ||
-        (record->leaf_writes != 0 && note_write(tape, record) < 0)) {
-        return -1;
-    }
-    if (kl_tape_append(&tape->core, record, id, &error) != KL_OK) {
-        return kl_py_raise_int(&error);
-    }
-    tape->core.nodes[*id].region = kl_record_region;
-    tape->core.has_regions |= kl_record_region != 0;
-    call->func = Py_NewRef(func);
-    call->clock = kl_context_clock(0);
-    kl_source_note(call);
-    tape->nodes[*id] = *call;
-    return 0;
-}
 
 /* -- inference by meta tensors ------------------------------------------------------------------------ */
 
@@ -352,14 +246,14 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
         .is_grad_enabled = is_grad_enabled,
         .refresh_of = KL_ID_NONE,
     };
-    int appended = result == 0 ? -1 : kl_record_append(tape, &record, func, &call, &id);
+    int appended = result == 0 ? -1 : kl_tape_append_call(tape, &record, func, &call, &id);
     tape->inferred.split.places = places;
     if (appended < 0) {
         kl_call_truncate(tape, call.first_slot);
         Py_CLEAR(call.kwnames);
         goto error;
     }
-    *results = kl_record_results(tape, id, container);
+    *results = kl_lazy_results(tape, id, container);
     result = *results == NULL ? -1 : 1;
 error:
     kl_alloc_free(inputs.values);
@@ -776,7 +670,7 @@ kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject 
         return is_plain < 0 ? NULL : call_for_tensors(function, func, args, kwargs);
     }
     /* In a checkpoint's body a normalization is recorded: backward updates its statistics once more. */
-    bool is_again = kl_record_region != 0 && function->row != NULL && function->row->is_batch_norm;
+    bool is_again = kl_py_region != 0 && function->row != NULL && function->row->is_batch_norm;
     bool is_writing = !found.is_any_lazy && !is_again && may_write(function, out_of(kwargs));
     bool is_detach = function->row != NULL && kl_ops_is_detached(function->row);
     /* A settled value with rows is recorded with, as the batch is: what reads it can then run in chunks. */
@@ -843,7 +737,7 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
     for (Py_ssize_t i = 0; PyTuple_Check(types) && i < PyTuple_GET_SIZE(types); i++) {
         PyObject *type = PyTuple_GET_ITEM(types, i);
         bool is_own = type != (PyObject *)kl_py.lazy && type != (PyObject *)kl_py.tensor;
-        is_asked = is_asked || (is_own && !is_watched(type));
+        is_asked = is_asked || (is_own && !kl_meta_is_watched(type));
     }
     bool is_live = function == NULL || (is_asked && function->kind == KL_CALL_ENTER);
     switch (is_live ? KL_CALL_LIVE : function->kind) {

@@ -587,7 +587,7 @@ append(Recording *recording, PyObject **results)
                              .is_random = inferred->is_random,
                              .is_grad_enabled = recording->is_grad_enabled,
                              .refresh_of = KL_ID_NONE};
-    if (kl_record_append(tape, &record, recording->func, &recording->call, &id) < 0) {
+    if (kl_tape_append_call(tape, &record, recording->func, &recording->call, &id) < 0) {
         return -1;
     }
     if (writes != 0) {
@@ -596,7 +596,7 @@ append(Recording *recording, PyObject **results)
     }
     const Function *function = recording->function;
     bool is_many = tape->core.nodes[id].n_outs > 1 || function->returns_list;
-    *results = kl_record_results(tape, id, is_many ? function->container : Py_None);
+    *results = kl_lazy_results(tape, id, is_many ? function->container : Py_None);
     return *results == NULL ? -1 : 1;
 }
 

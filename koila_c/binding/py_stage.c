@@ -628,6 +628,6 @@ kl_stage_cut(PyObject *Py_UNUSED(module), PyObject *args)
     } else {
         tape->core.values[id].state = KL_STATE_SPENT;
     }
-    kl_tape_refresh_leaf(tape, id);
+    kl_stale_refresh_leaf(tape, id);
     Py_RETURN_NONE;
 }

@@ -106,7 +106,7 @@ fail_changed(Tape *tape, KlValueId leaf)
     KlTape *core = &tape->core;
     size_t n_aside = core->n_aside;
     bool is_raised = false;
-    kl_live_draw_waiting();
+    kl_tape_draw_waiting();
     for (size_t i = core->n_done; i < core->n_nodes && !is_raised; i++) {
         if (is_read_by(core, &core->nodes[i], leaf)) {
             PyErr_Clear(); /* of the call before */
@@ -160,7 +160,7 @@ is_written_for_good(const Tape *tape, KlValueId leaf)
         const KlNode *node = &core->nodes[i];
         for (uint32_t k = 0; result && !node->is_done && k < node->n_inputs; k++) {
             result = core->inputs[node->first_input + k].value != leaf ||
-                     (!node->reads_aside && kl_program_is_committed(tape, (KlNodeId)i) > 0);
+                     (!node->reads_aside && kl_tape_is_committed(tape, (KlNodeId)i) > 0);
         }
     }
     return result;
@@ -178,7 +178,7 @@ kl_stale_is_lost(const Tape *tape, KlValueId leaf)
 }
 
 int
-kl_tape_check_leaves(Tape *tape)
+kl_stale_check_leaves(Tape *tape)
 {
     for (size_t i = 0; i < tape->core.n_values; i++) {
         int changed = kl_stale_is_lost(tape, (KlValueId)i);
@@ -190,7 +190,7 @@ kl_tape_check_leaves(Tape *tape)
 }
 
 void
-kl_tape_refresh_leaf(Tape *tape, KlValueId id)
+kl_stale_refresh_leaf(Tape *tape, KlValueId id)
 {
     KlPyValue *entry = &tape->values[id];
     entry->version = kl_stale_version(entry->real);
@@ -339,7 +339,7 @@ kl_stale_outdated(PyObject *Py_UNUSED(module), PyObject *is_over)
     if (tape == NULL || status < 0) {
         goto done;
     }
-    if (!kl_tape_has_draw(&tape->core) && !kl_program_has_effect(tape)) {
+    if (!kl_tape_has_draw(&tape->core) && !kl_tape_has_effect(tape)) {
         kl_tape_retire(&tape->core, false);
     }
     /* Only a run in chunks gives a number to a value that stays on the tape. */

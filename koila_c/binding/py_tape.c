@@ -324,12 +324,37 @@ kl_tape_close(Tape *tape)
     Py_DECREF(tape);
 }
 
+int
+kl_tape_is_committed(const Tape *tape, KlNodeId id)
+{
+    const KlNode *node = &tape->core.nodes[id];
+    PyObject *effects = node->leaf_writes != 0 && tape->memo != NULL
+                            ? PyDict_GetItemString(tape->memo, "effects")
+                            : NULL;
+    PyObject *key = effects != NULL ? PyLong_FromUnsignedLong(id) : NULL;
+    int result = key != NULL ? PySet_Contains(effects, key) : node->is_drawn;
+    Py_XDECREF(key);
+    return result;
+}
+
+bool
+kl_tape_has_effect(const Tape *tape)
+{
+    bool has_effect = false;
+    for (size_t i = tape->core.n_done; i < tape->core.n_nodes && !has_effect; i++) {
+        const KlNode *node = &tape->core.nodes[i];
+        bool is_writing = !node->is_done && !node->is_abandoned && node->leaf_writes != 0;
+        has_effect = is_writing && kl_tape_is_committed(tape, (KlNodeId)i) == 0;
+    }
+    return has_effect;
+}
+
 bool
 kl_tape_end(Tape *tape, bool is_abandoned_only)
 {
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
-    if (is_abandoned_only || !kl_program_has_effect(tape)) {
+    if (is_abandoned_only || !kl_tape_has_effect(tape)) {
         kl_tape_retire(&tape->core, is_abandoned_only);
     }
     bool is_over = tape->core.n_done == tape->core.n_nodes;
@@ -350,7 +375,7 @@ kl_tape_end(Tape *tape, bool is_abandoned_only)
 void
 kl_tape_let_go(Tape *tape)
 {
-    bool is_used = kl_tape_is_busy(tape) || tape->lock.depth > 0 || kl_record_region != 0;
+    bool is_used = kl_tape_is_busy(tape) || tape->lock.depth > 0 || kl_py_region != 0;
     bool is_reached = tape->core.n_wanted > 0 || kl_tape_has_draw(&tape->core);
     bool is_open = !is_used && tape == kl_tape_open_or_null();
     if (!is_used && !is_reached && (tape->is_cut_off || tape->is_aside || is_open)) {
@@ -502,6 +527,20 @@ kl_tape_open(void)
     return (Tape *)kept;
 }
 
+Tape *
+kl_tape_open_at(PyObject *object, bool is_node, uint32_t *id)
+{
+    Tape *tape = kl_tape_open();
+    if (tape == NULL || !kl_py_id(object, id)) {
+        return NULL;
+    }
+    if (*id >= (is_node ? tape->core.n_nodes : tape->core.n_values)) {
+        PyErr_Format(PyExc_IndexError, "there is no %s %u", is_node ? "node" : "value", *id);
+        return NULL;
+    }
+    return tape;
+}
+
 int
 kl_tape_use(Tape *tape)
 {
@@ -519,4 +558,69 @@ kl_tape_use(Tape *tape)
         PyErr_Restore(type, value, traceback);
     }
     return result;
+}
+
+void
+kl_tape_draw_waiting(void)
+{
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    (void)kl_py_done(PyObject_CallNoArgs(kl_py.move_on));
+    PyErr_Restore(type, value, traceback); /* replaces an exception of move_on */
+}
+
+void
+kl_tape_abandon_pending(Tape *tape)
+{
+    kl_tape_draw_waiting();
+    kl_tape_abandon(&tape->core, 0);
+}
+
+/* Tell unwritten.py which leaves node n_nodes, about to be recorded, will write on the side (batch_norm's
+ * statistics): plain code that looks at them must run the node first. */
+static int
+note_write(Tape *tape, const KlRecord *record)
+{
+    PyObject *leaves = PyList_New(0);
+    int result = leaves == NULL ? -1 : 0;
+    for (uint32_t i = 0; result == 0 && record->leaf_writes >> i != 0; i++) {
+        bool is_written = (record->leaf_writes >> i & 1) != 0;
+        result = is_written ? PyList_Append(leaves, tape->values[record->inputs[i]].real) : 0;
+    }
+    if (result == 0) {
+        result = kl_py_done(PyObject_CallFunction(kl_py.note_write, "OnO", tape,
+                                                  (Py_ssize_t)tape->core.n_nodes, leaves));
+    }
+    Py_XDECREF(leaves);
+    return result;
+}
+
+int
+kl_tape_append_call(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call,
+                    KlNodeId *id)
+{
+    KlError error;
+    for (uint32_t i = 0; i < record->n_inputs; i++) {
+        if (kl_failure_check(tape, record->inputs[i]) < 0) {
+            return -1;
+        }
+    }
+    if (record->is_random && !kl_tape_has_draw(&tape->core) &&
+        kl_py_done(PyObject_CallNoArgs(kl_py.note_draw)) < 0) {
+        return -1;
+    }
+    if (kl_tape_reserve(tape, 1, record->inferred->n_outs + 1) < 0 ||
+        (record->leaf_writes != 0 && note_write(tape, record) < 0)) {
+        return -1;
+    }
+    if (kl_tape_append(&tape->core, record, id, &error) != KL_OK) {
+        return kl_py_raise_int(&error);
+    }
+    tape->core.nodes[*id].region = kl_py_region;
+    tape->core.has_regions |= kl_py_region != 0;
+    call->func = Py_NewRef(func);
+    call->clock = kl_context_clock(0);
+    kl_source_note(call);
+    tape->nodes[*id] = *call;
+    return 0;
 }

@@ -164,8 +164,8 @@ kl_turn_begin(KlTurn *turn, Tape *tape)
         return -1;
     }
     turn->was_running = tape->is_running;
-    turn->was_in_function = kl_record_is_in_function;
-    kl_record_is_in_function = false;
+    turn->was_in_function = kl_py_is_in_function;
+    kl_py_is_in_function = false;
     int taken = kl_tape_take_up(tape);
     Tape *own = kl_tape_open_or_null();
     if (taken == 0 && own == tape) {
@@ -192,7 +192,7 @@ kl_turn_end(KlTurn *turn)
     }
     turn->tape->is_running =
         turn->was_running; /* an interrupt may have come before Python's `finally` */
-    kl_record_is_in_function = turn->was_in_function;
+    kl_py_is_in_function = turn->was_in_function;
     kl_lock_give(&turn->tape->lock);
     if (turn->tape->core.n_nodes > 0) {
         kl_tape_let_go(turn->tape);
@@ -209,7 +209,7 @@ stop(Tape *tape)
 {
     bool is_interrupt = PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception);
     if (is_interrupt) {
-        kl_live_abandon(tape);
+        kl_tape_abandon_pending(tape);
     }
     if (is_interrupt && !tape->is_running) {
         (void)kl_tape_end(tape, true);

@@ -202,7 +202,7 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
         result = copy_call(tape, old.node, now, &call);
     }
     if (result == 0) {
-        result = kl_record_append(tape, &record, tape->nodes[old.node].func, &call, &id);
+        result = kl_tape_append_call(tape, &record, tape->nodes[old.node].func, &call, &id);
         if (result < 0) {
             Py_CLEAR(call.kwnames);
             kl_call_truncate(tape, call.first_slot);

@@ -1,0 +1,264 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* py_class.c - LazyTensor, the type that users hold
+ *
+ * It is created by torch's metaclass: a subclass of torch.Tensor with one slot. torch sees an empty placeholder;
+ * LazyTensor's own getters answer from metadata, and compute nothing. */
+#include "py.h"
+
+#include <structmember.h>
+
+/* -- getters: metadata without computing --------------------------------------------------------- */
+
+/* What answers for a LazyTensor: its real tensor, or else its meta. */
+typedef struct Answer {
+    Value *value;
+    PyObject *real;
+    const KlMeta *meta;
+} Answer;
+
+static bool
+look(PyObject *self, Answer *answer)
+{
+    *answer = (Answer){.value = kl_lazy_checked(self)};
+    if (answer->value == NULL) {
+        return false;
+    }
+    answer->real = kl_lazy_real(answer->value);
+    if (answer->real == NULL) {
+        answer->meta = &answer->value->tape->core.values[answer->value->id].meta;
+    }
+    return true;
+}
+
+/* The attribute of the real tensor; NULL without an exception if `answer` has a meta instead. */
+static PyObject *
+attribute_of(PyObject *self, const char *name, Answer *answer)
+{
+    bool is_real = look(self, answer) && answer->real != NULL;
+    return is_real ? PyObject_GetAttrString(answer->real, name) : NULL;
+}
+
+static PyObject *
+get_shape(PyObject *self, void *Py_UNUSED(closure))
+{
+    Answer answer;
+    PyObject *real = attribute_of(self, "shape", &answer);
+    if (answer.meta != NULL && answer.value->size == NULL) {
+        answer.value->size = kl_meta_size(answer.meta);
+    }
+    return answer.meta == NULL ? real : Py_XNewRef(answer.value->size);
+}
+
+static PyObject *
+get_dtype(PyObject *self, void *Py_UNUSED(closure))
+{
+    Answer answer;
+    PyObject *real = attribute_of(self, "dtype", &answer);
+    return answer.meta == NULL ? real : Py_NewRef(kl_py.dtypes[answer.meta->dtype]);
+}
+
+static PyObject *
+get_device(PyObject *self, void *Py_UNUSED(closure))
+{
+    Answer answer;
+    PyObject *real = attribute_of(self, "device", &answer);
+    return answer.meta == NULL ? real
+                               : Py_NewRef(PyList_GET_ITEM(kl_py.devices, answer.meta->device));
+}
+
+static PyObject *
+get_ndim(PyObject *self, void *Py_UNUSED(closure))
+{
+    Answer answer;
+    PyObject *real = attribute_of(self, "ndim", &answer);
+    return answer.meta == NULL ? real : PyLong_FromLong(answer.meta->n_dims);
+}
+
+static PyObject *
+get_requires_grad(PyObject *self, void *closure)
+{
+    Answer answer;
+    PyObject *real = attribute_of(self, "requires_grad", &answer);
+    if (answer.meta == NULL) {
+        return real;
+    }
+    /* A write to another view of the same memory may have given it a gradient. */
+    KlValueId current = answer.value->id;
+    KlTurn turn;
+    if (kl_turn_begin(&turn, answer.value->tape) < 0) {
+        return NULL;
+    }
+    bool is_here = answer.value->tape == turn.tape; /* else another thread has run it by now */
+    int status = 0;
+    if (is_here && !turn.tape->is_running) {
+        status = kl_tape_attach(turn.tape, answer.value, &current);
+    }
+    bool result = is_here && status == 0 && turn.tape->core.values[current].meta.requires_grad;
+    kl_turn_end(&turn);
+    if (status == 0 && !is_here) {
+        return get_requires_grad(self, closure);
+    }
+    return status < 0 ? NULL : PyBool_FromLong(result);
+}
+
+static int
+set_requires_grad(PyObject *self, PyObject *flag, void *Py_UNUSED(closure))
+{
+    Value *value = kl_lazy_checked(self);
+    if (value == NULL) {
+        return -1;
+    }
+    if (PyBool_Check(flag)) {
+        return kl_py_done(PyObject_CallMethod(self, "requires_grad_", "O", flag));
+    }
+    PyObject *real = kl_live_force(value); /* torch raises its own error */
+    int result = real == NULL ? -1 : PyObject_SetAttrString(real, "requires_grad", flag);
+    Py_XDECREF(real);
+    return result;
+}
+
+static PyObject *
+lazy_dim(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    return get_ndim(self, NULL);
+}
+
+/* What torch's size(...) returns for a tensor of this shape; raises torch's errors. */
+static PyObject *
+ask_size(PyObject *shape, PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames)
+{
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *empty = torch != NULL ? PyObject_GetAttrString(torch, "empty") : NULL;
+    PyObject *given = Py_BuildValue("(O)", shape), *words = Py_BuildValue("{ss}", "device", "meta");
+    PyObject *stand_in = NULL, *ask = NULL, *result = NULL;
+    if (empty != NULL && given != NULL && words != NULL) {
+        stand_in = PyObject_Call(empty, given, words);
+    }
+    ask = stand_in != NULL ? PyObject_GetAttrString(stand_in, "size") : NULL;
+    if (ask != NULL) {
+        result = PyObject_Vectorcall(ask, args, (size_t)n_args, kwnames);
+    }
+    Py_XDECREF(ask);
+    Py_XDECREF(stand_in);
+    Py_XDECREF(words);
+    Py_XDECREF(given);
+    Py_XDECREF(empty);
+    Py_XDECREF(torch);
+    return result;
+}
+
+static PyObject *
+lazy_size(PyObject *self, PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames)
+{
+    PyObject *shape = get_shape(self, NULL);
+    if (shape == NULL || (n_args == 0 && kwnames == NULL)) {
+        return shape;
+    }
+    Py_ssize_t n = PyTuple_GET_SIZE(shape);
+    int is_too_large = 1;
+    long i = 0;
+    if (n_args == 1 && kwnames == NULL && PyLong_CheckExact(args[0])) {
+        i = PyLong_AsLongAndOverflow(args[0], &is_too_large);
+    }
+    PyObject *result = is_too_large == 0 && i >= -n && i < n
+                           ? Py_NewRef(PyTuple_GET_ITEM(shape, i < 0 ? i + n : i))
+                           : ask_size(shape, args, n_args, kwnames);
+    Py_DECREF(shape);
+    return result;
+}
+
+static PyObject *
+lazy_numel(PyObject *self, PyObject *Py_UNUSED(ignored))
+{
+    Answer answer;
+    if (!look(self, &answer)) {
+        return NULL;
+    }
+    return answer.real != NULL ? PyObject_CallMethod(answer.real, "numel", NULL)
+                               : PyLong_FromLongLong(kl_meta_n_elements(answer.meta));
+}
+
+static PyGetSetDef getsets[] = {
+    {"shape", get_shape, NULL, "Sizes, a torch.Size; never computes.", NULL},
+    {"dtype", get_dtype, NULL, "Never computes.", NULL},
+    {"device", get_device, NULL, "Never computes.", NULL},
+    {"ndim", get_ndim, NULL, "Never computes.", NULL},
+    {"requires_grad", get_requires_grad, set_requires_grad, "Reading never computes.", NULL},
+};
+
+static PyMethodDef methods[] = {
+    {"dim", lazy_dim, METH_NOARGS, "Number of dims; never computes."},
+    {"ndimension", lazy_dim, METH_NOARGS, "Number of dims; never computes."},
+    {"size", (PyCFunction)(void *)lazy_size, METH_FASTCALL | METH_KEYWORDS,
+     "Sizes, or the size of one dim; never computes."},
+    {"numel", lazy_numel, METH_NOARGS, "Number of elements; never computes."},
+    {"nelement", lazy_numel, METH_NOARGS, "Number of elements; never computes."},
+};
+
+/* -- the class --------------------------------------------------------------------------------------- */
+
+static PyMethodDef torch_dispatch_def = {
+    "__torch_dispatch__", (PyCFunction)(void *)kl_record_torch_dispatch, METH_FASTCALL, NULL};
+
+/* The class must have both hooks before the metaclass runs, which disables __torch_function__ in a class with
+ * __torch_dispatch__ alone. Neither is a descriptor, so that no bound method is created for each call. */
+static PyObject *
+make_class_dict(PyObject *module)
+{
+    return Py_BuildValue("{s:(s),s:s,s:N,s:N}", "__slots__", "_node", "__module__", "koila",
+                         "__torch_function__", kl_dispatch_function(module), "__torch_dispatch__",
+                         PyCFunction_New(&torch_dispatch_def, module));
+}
+
+static int
+add_member(PyObject *class, const char *name, PyObject *member)
+{
+    int result = member == NULL ? -1 : PyObject_SetAttrString(class, name, member);
+    Py_XDECREF(member);
+    return result;
+}
+
+static int
+add_members(PyObject *class)
+{
+    int result = 0;
+    for (size_t i = 0; result == 0 && i < sizeof(getsets) / sizeof(getsets[0]); i++) {
+        PyObject *member = PyDescr_NewGetSet((PyTypeObject *)class, &getsets[i]);
+        result = add_member(class, getsets[i].name, member);
+    }
+    for (size_t i = 0; result == 0 && i < sizeof(methods) / sizeof(methods[0]); i++) {
+        PyObject *member = PyDescr_NewMethod((PyTypeObject *)class, &methods[i]);
+        result = add_member(class, methods[i].ml_name, member);
+    }
+    return result;
+}
+
+int
+kl_class_init(PyObject *module)
+{
+    int result = -1;
+    PyObject *class = NULL, *member = NULL;
+    PyObject *dict = make_class_dict(module);
+    class = dict == NULL ? NULL
+                         : PyObject_CallFunction((PyObject *)Py_TYPE(kl_py.tensor), "s(O)O",
+                                                 "LazyTensor", kl_py.tensor, dict);
+    if (class == NULL || add_members(class) < 0) {
+        goto error;
+    }
+    member = PyObject_GetAttrString(class, "_node");
+    if (member == NULL) {
+        goto error;
+    }
+    kl_py.slot_offset = ((PyMemberDescrObject *)member)->d_member->offset;
+    kl_py.lazy = (PyTypeObject *)Py_NewRef(class);
+    kl_dispatch_install();
+    result = PyModule_AddObjectRef(module, "LazyTensor", class);
+    if (result == 0) {
+        result = kl_recycle_init();
+    }
+error:
+    Py_XDECREF(member);
+    Py_XDECREF(class);
+    Py_XDECREF(dict);
+    return result;
+}

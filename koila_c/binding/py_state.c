@@ -1,0 +1,41 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* py_state.c - what all of the binding shares: its state, and the exceptions of the core's errors */
+#include "py.h"
+
+KlPyState kl_py;
+_Thread_local uint32_t kl_py_region;
+_Thread_local bool kl_py_is_in_function;
+
+PyObject *
+kl_py_raise(const KlError *error)
+{
+    switch (error->status) {
+    case KL_ERROR_MEMORY:
+        PyErr_SetString(PyExc_MemoryError, error->text);
+        break;
+    case KL_ERROR_SHAPE:
+    case KL_ERROR_ARGUMENT:
+        PyErr_SetString(PyExc_RuntimeError, error->text);
+        break;
+    default:
+        PyErr_SetString(PyExc_SystemError, error->text);
+    }
+    return NULL;
+}
+
+int
+kl_py_id(PyObject *object, void *id)
+{
+    if (!PyLong_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "expected a number of a node or a value, got %R", object);
+        return 0;
+    }
+    int overflow = 0;
+    long long wide = PyLong_AsLongLongAndOverflow(object, &overflow);
+    if (overflow != 0 || wide < 0 || wide >= KL_ID_NONE) {
+        PyErr_Format(PyExc_IndexError, "no node and no value has the number %R", object);
+        return 0;
+    }
+    *(unsigned int *)id = (unsigned int)wide;
+    return 1;
+}
