@@ -38,12 +38,18 @@ LAYERS = [
     "sweep",
     "measure",
 ]
-# py_args before py: binding arguments to a signature knows nothing of lazies and tapes, and py.h,
-# which knows them all, keeps the signatures of the functions.
-LAYERS += ["methods", "py_args", "py", "py_*", "module"]
-LAYER_OF = {"error": "base"}
+# py_args before py_state: binding arguments to a signature knows nothing of lazies and tapes, and
+# py_state.h, which knows them all, keeps the signatures of the functions.
+LAYERS += ["methods", "py_args", "py_state", "py_tape", "py_run", "module"]
+#: The state of a program: these files of the binding hold one another, and call each other.
+STATE = {"py_call", "py_failure", "py_lazy", "py_stale", "py_tape", "py_view"}
+SHARED = """py_context py_function py_meta py_resident py_source py_storage py_table
+py_twister"""
+LAYER_OF = {"error": "base", "py_signature": "py_args", "py_recycle": "py_tape"}
+LAYER_OF |= dict.fromkeys(SHARED.split(), "py_state") | dict.fromkeys(STATE, "py_tape")
 # The header a file without one of its own may open with: of its layer, or of its family.
-FAMILY_HEADERS = ["base.h", "rules.h", "rules_outline.h", "measure.h", "py_args.h", "py.h"]
+FAMILY_HEADERS = ["base.h", "rules.h", "rules_outline.h", "measure.h", "py_args.h"]
+FAMILY_HEADERS += ["py_state.h", "py_tape.h", "py_run.h"]
 # What makes the table and what applies it; rules.h is their private affair.
 READERS_OF_RULES = {"ops.c", "infer.c", "autocast.c"}
 
@@ -99,9 +105,8 @@ def name_of(path: Path) -> str:
 
 
 def layer(path: Path) -> int:
-    if path.stem.startswith("py_") and path.stem not in LAYERS:
-        return LAYERS.index("py_*")
-    own = path.stem if path.stem in LAYERS else path.stem.split("_")[0]
+    family = "py_run" if path.stem.startswith("py_") else path.stem.split("_")[0]
+    own = path.stem if path.stem in LAYERS else family
     return LAYERS.index(LAYER_OF.get(path.stem, own))
 
 
@@ -168,10 +173,6 @@ def calls_between(folder: str) -> dict[str, set[str]]:
         for path, found in defined.items()
         if path.suffix == ".c"
     }
-
-
-#: The state of a program: these files of the binding hold one another, and call each other.
-STATE = {"py_call", "py_failure", "py_lazy", "py_stale", "py_tape", "py_view"}
 
 
 @pytest.mark.parametrize(

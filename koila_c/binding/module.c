@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* module.c - the module koila._core: its types and functions. Nothing else. */
-#include "py.h"
+#include "py_run.h"
 
 PyMODINIT_FUNC PyInit__core(void);
 

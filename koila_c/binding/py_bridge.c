@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_bridge.c - cuts the program before a call that cannot be recorded: the pending calls stay on a tape of their
  * own, and the user's LazyTensors get real tensors instead (bridge.py makes them) */
-#include "py.h"
+#include "py_run.h"
 
 #include "alloc.h"
 

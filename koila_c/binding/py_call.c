@@ -2,7 +2,7 @@
 /* py_call.c - calls as slots. A recorded call keeps no container of the user's: lists, tuples and dicts are
  * flattened when it is recorded, and built anew for each run. So a list that the user changes later, or a chunk's
  * slice in place of a whole tensor, changes nothing else. */
-#include "py.h"
+#include "py_tape.h"
 
 #include "alloc.h"
 

@@ -3,7 +3,7 @@
  *
  * It is created by torch's metaclass: a subclass of torch.Tensor with one slot. torch sees an empty placeholder;
  * LazyTensor's own getters answer from metadata, and compute nothing. */
-#include "py.h"
+#include "py_run.h"
 
 #include <structmember.h>
 

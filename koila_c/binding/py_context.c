@@ -3,7 +3,7 @@
  * Grad mode, inference mode, autocast and torch's switches are interned to a small id, kept with a node, and put
  * in force again at replay. Hooks and modes that run code of the user's at each call cannot be: such a call
  * runs where it stands, and what koila runs is run without them. */
-#include "py.h"
+#include "py_state.h"
 
 #include <string.h>
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_core.c - the small functions of koila._core: each checks its arguments and asks one question of a LazyTensor,
  * of this thread's tape, or of kl_py. methods.def has their docstrings. */
-#include "py.h"
+#include "py_run.h"
 
 static Value *
 value_argument(PyObject *object)

@@ -2,7 +2,7 @@
 /* py_dispatch.c - the __torch_function__ that torch finds on a LazyTensor. torch looks it up twice for each call,
  * and its __self__ once, by strings that it creates anew and no cache knows, so that each dict of the class
  * hierarchy is searched. Here both are answered before any search. */
-#include "py.h"
+#include "py_run.h"
 
 #include <structmember.h>
 

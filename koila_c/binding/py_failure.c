@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_failure.c - why a value has no number: stores the exception of the call that makes it, and raises it again for
  * whoever asks for the value later */
-#include "py.h"
+#include "py_tape.h"
 
 void
 kl_failure_keep(Tape *tape, KlNodeId id)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_function.c - the table of torch's callables: a dict from the callable itself to a Function, filled at import */
-#include "py.h"
+#include "py_state.h"
 
 #include <string.h>
 

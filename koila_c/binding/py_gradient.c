@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_gradient.c - which leaves get a gradient, and which calls cannot compute theirs */
-#include "py.h"
+#include "py_run.h"
 
 PyObject *
 kl_gradient_writer_from(PyObject *Py_UNUSED(module), PyObject *args)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_lazy.c - Value, which a LazyTensor holds: a value of a tape, or a real tensor */
-#include "py.h"
+#include "py_tape.h"
 
 /* -- Value ---------------------------------------------------------------------------------------- */
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_live.c - whole replay: runs the recorded calls in order with torch, as the user wrote them, on real tensors
  * with real autograd. Also runs the calls that cannot be recorded. */
-#include "py.h"
+#include "py_run.h"
 
 /* -- replay ------------------------------------------------------------------------------------------ */
 

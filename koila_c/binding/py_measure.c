@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_measure.c - asks the core for the bytes of a program, and torch for what only tensors can tell */
-#include "py.h"
+#include "py_run.h"
 
 #include "alloc.h"
 #include "measure.h"

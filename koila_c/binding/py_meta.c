@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_meta.c - metadata of real tensors: dtype, sizes and strides, through torch's C ABI if a self-test at import
  * shows that it works, else through attributes */
-#include "py.h"
+#include "py_state.h"
 
 #include <dlfcn.h>
 #include <string.h>
@@ -461,10 +461,7 @@ kl_meta_has_own_class(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
     if (type == kl_py.tensor || type == kl_py.parameter || type == kl_py.lazy ||
-        (type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0) {
-        return false;
-    }
-    if (kl_meta_is_watched((PyObject *)type)) {
+        (type->tp_flags & Py_TPFLAGS_HEAPTYPE) == 0 || kl_meta_is_watched((PyObject *)type)) {
         return false;
     }
     PyObject *function = PyObject_GetAttrString((PyObject *)type, "__torch_function__");

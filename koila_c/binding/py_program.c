@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_program.c - tells program.py of the tape, as plain numbers: the program, one value, one node. It
  * changes nothing and decides nothing: stages and runs come from the core's program.c. */
-#include "py.h"
+#include "py_run.h"
 
 #include "alloc.h"
 #include "program.h"

@@ -2,7 +2,7 @@
 /* py_promise.c - compares what inference promised when a call was recorded with what torch returns when it runs:
  * sizes and dtype of every output in every run, and strides that a meta kernel inferred. A difference is a mistake
  * of koila's and raises, since wrong sizes would lead to wrong numbers. */
-#include "py.h"
+#include "py_run.h"
 
 /* The sizes of the value on a chunk of `rows` rows; -1: whole. */
 static KlMeta

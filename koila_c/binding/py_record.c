@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_record.c - decides what happens to a call with a LazyTensor in it: it is recorded, entered, run at once, or
  * given to a handler. A call that koila does not understand runs at once. */
-#include "py.h"
+#include "py_run.h"
 
 #include <frameobject.h>
 

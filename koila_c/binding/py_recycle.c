@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_recycle.c - keeps dead LazyTensors and uses them again: torch takes 350 ns to create one, this 8. Only if a
  * self-test at import finds that torch's objects have the expected layout. */
-#include "py.h"
+#include "py_tape.h"
 
 #include <string.h>
 
@@ -42,14 +42,6 @@ n_strong(PyObject *tensor)
     return (uint32_t)((const Impl *)((TensorObject *)tensor)->impl)->counts;
 }
 
-/* Whether C++ holds a weak reference to a tensor, which would never expire if the tensor were used again. */
-static bool
-has_weak(PyObject *tensor)
-{
-    const uint64_t counts = ((const Impl *)((TensorObject *)tensor)->impl)->counts;
-    return (counts >> 32 & 0x7fffffff) != 1;
-}
-
 static void
 clear_dict(PyObject *object)
 {
@@ -70,8 +62,10 @@ can_keep(PyObject *object)
 {
     const TensorObject *tensor = (const TensorObject *)object;
     const Value *value = kl_lazy_value(object);
+    /* A weak reference of C++ would never expire if the tensor were used again. */
+    bool has_weak = (((const Impl *)tensor->impl)->counts >> 32 & 0x7fffffff) != 1;
     return state.works && value != NULL && state.dead[value->placeholder].n < KL_FREE_MAX &&
-           n_strong(object) == 1 && !has_weak(object) && tensor->backward_hooks == NULL &&
+           n_strong(object) == 1 && !has_weak && tensor->backward_hooks == NULL &&
            tensor->post_accumulate_grad_hooks == NULL && !value->is_touched;
 }
 

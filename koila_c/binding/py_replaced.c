@@ -3,7 +3,7 @@
  * (`p.grad = lazy`), a class method (`Function.apply`), and a method of a plain tensor that writes it (`p.mul_(2)`).
  * The C function in the structure that CPython keeps for the descriptor is replaced. So the descriptor stays the
  * same object, also where a method was taken from it before, and reading an attribute costs no more. */
-#include "py.h"
+#include "py_run.h"
 
 typedef struct Replaced {
     const void *definition; /* a PyGetSetDef or PyMethodDef; NULL: the entry is free */

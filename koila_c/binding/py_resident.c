@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_resident.c - what koila._core tells of resident memory, and what glibc keeps of freed memory; see resident.h. */
-#include "py.h"
+#include "py_state.h"
 
 #ifdef __GLIBC__
 #include <malloc.h>

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_rows.c - records calls that have a row: binds the arguments, infers the results, appends the node. It knows no
  * op by name: the row says what a call means. */
-#include "py.h"
+#include "py_run.h"
 
 #include "alloc.h"
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_schedule.c - hands the core's schedule to replay.py as Python objects */
-#include "py.h"
+#include "py_run.h"
 
 #include "schedule.h"
 

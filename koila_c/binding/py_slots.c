@@ -3,7 +3,7 @@
  * Most of the cost of recording a call would be torch's dispatch: parse the arguments, find the class that overrides
  * the call, call that back. koila bypasses it only where it would get here anyway: no torch-function mode is pushed,
  * overriding is not disabled, and a LazyTensor is the first operand to be asked. */
-#include "py.h"
+#include "py_run.h"
 
 #include <structmember.h>
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_source.c - where in the user's program a call was recorded. Only the code object and the instruction of a
  * frame are kept; they become a file and a line when a message needs them. */
-#include "py.h"
+#include "py_state.h"
 
 #include <string.h>
 

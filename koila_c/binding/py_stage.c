@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_stage.c - runs the nodes of a run on one chunk, and gives values their numbers. It decides nothing: program.c
  * chose the nodes, their order and when their values die; replay.py chooses the rows. */
-#include "py.h"
+#include "py_run.h"
 
 #include "alloc.h"
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_stale.c - finds leaves that were changed after they were recorded: by their version and address, and by a
  * checksum if their .data was handed out. A change is an error that names the call that reads the leaf. */
-#include "py.h"
+#include "py_tape.h"
 
 #include "alloc.h"
 

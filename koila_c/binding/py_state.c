@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_state.c - what all of the binding shares: its state, and the exceptions of the core's errors */
-#include "py.h"
+#include "py_state.h"
 
 KlPyState kl_py;
 _Thread_local uint32_t kl_py_region;

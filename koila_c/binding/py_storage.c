@@ -6,7 +6,7 @@
  * created in the youngest generation and leaves it only in a collection. So whoever looks at the young objects
  * before each collection, and when asked, sees every new tensor. A walk over all objects finds the tensors that
  * existed before, and old ones that were given other memory since. */
-#include "py.h"
+#include "py_state.h"
 
 #include <stdlib.h>
 

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_table.c - op_table() and parts_table(): the core's tables of ops and reductions as Python objects */
-#include "py.h"
+#include "py_state.h"
 
 #include "ops.h"
 

@@ -3,7 +3,7 @@
  *
  * Each thread has one tape. It owns its leaves and what its nodes need. It knows the user's LazyTensors only by
  * borrowed pointers to their Values, which a Value clears when it dies: then nobody needs that number. */
-#include "py.h"
+#include "py_tape.h"
 
 #include <string.h>
 

@@ -4,7 +4,7 @@
  * All of this runs under the GIL, which every call of Python or torch may give up: a thread that is in the middle of
  * something has its turn at the tape, and others wait without the GIL until it is over. Whoever waits first is next.
  * Another thread's program is run as its own thread would: while a turn lasts, that tape is this thread's. */
-#include "py.h"
+#include "py_run.h"
 
 /* A waiting thread. Each is on the stack of its own thread. */
 typedef struct Waiter {

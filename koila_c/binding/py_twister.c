@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_twister.c - advances states of torch's CPU generator, a Mersenne Twister, past draws. Their layout is torch's
  * own: bytes that do not look like a state are refused, and callers compare with torch once. */
-#include "py.h"
+#include "py_state.h"
 
 #include "twister.h"
 

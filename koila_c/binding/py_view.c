@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_view.c - takes views again after a write, so that no node reads an old version of a storage: staging could not
  * order such a read and the write */
-#include "py.h"
+#include "py_tape.h"
 
 #include <string.h>
 

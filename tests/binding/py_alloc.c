@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_alloc.c - the core's counters of allocations seen from Python. Only a build for tests has them (KL_TESTS). */
-#include "py.h"
+#include "py_run.h"
 
 #include "alloc.h"
 

@@ -7,7 +7,7 @@
 
 #include "alloc.h"
 #include "infer.h"
-#include "py.h"
+#include "py_run.h"
 #include "py_inferred.h"
 
 enum { METAS_MAX = 64, AXES_MAX = 16 };

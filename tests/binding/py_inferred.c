@@ -2,7 +2,7 @@
 /* py_inferred.c - results of inference as Python objects, for infer() and its tests */
 #include "py_inferred.h"
 
-#include "py.h"
+#include "py_run.h"
 
 static PyObject *
 out_object(const KlMeta *out)
