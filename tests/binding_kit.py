@@ -67,7 +67,8 @@ def op(
         return run(*args, **kwargs)
 
     call.__name__ = run.__name__
-    _core.register(call, kind, run.__name__, handler, True, False, False, row, tuple)
+    entry = functions.Entry(kind, run.__name__, handler, has_meta=True, row=row, container=tuple)
+    _core.register(call, entry)
     yield call
     _core.forget()
 

@@ -17,8 +17,8 @@ MUTANTS = [
     Mutant(
         "live: every call runs at once",
         "python/koila/recording/functions.py",
-        "_core.register(func, OP, name, instead,",
-        "_core.register(func, LIVE, name, None,",
+        "entry = Entry(OP, name, instead,",
+        "entry = Entry(LIVE, name, None,",
         STEPS,
         0.95,
     ),

@@ -71,3 +71,18 @@ def test_a_module_is_short(name: str) -> None:
     lines = MODULES[name].read_text().splitlines()
     n_lines = sum(not line.startswith("# SPDX") for line in lines)
     assert n_lines <= N_LINES
+
+
+N_ARGUMENTS = 6
+
+
+def test_functions_of_the_core_take_few_arguments() -> None:
+    """More of them are a tuple with names: a Job, an Entry."""
+    found = [
+        node
+        for node in ast.walk(ast.parse((PACKAGE / "_core.pyi").read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    assert len(found) > 100
+    for function in found:
+        assert len(function.args.posonlyargs + function.args.args) <= N_ARGUMENTS, function.name

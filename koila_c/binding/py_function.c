@@ -112,10 +112,11 @@ kl_function_find(PyObject *func)
 PyObject *
 kl_function_register(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *func = NULL, *name = NULL, *handler = NULL, *container = NULL;
+    PyObject *func = NULL, *entry = NULL, *name = NULL, *handler = NULL, *container = NULL;
     const char *row_name = NULL;
     int kind = 0, has_meta = 0, returns_list = 0, is_random = 0;
-    if (!PyArg_ParseTuple(args, "OiUOpppzO:register", &func, &kind, &name, &handler, &has_meta,
+    if (!PyArg_ParseTuple(args, "OO!:register", &func, &PyTuple_Type, &entry) ||
+        !PyArg_ParseTuple(entry, "iUOpppzO:register", &kind, &name, &handler, &has_meta,
                           &returns_list, &is_random, &row_name, &container)) {
         return NULL;
     }

@@ -512,13 +512,15 @@ kl_stage_run(PyObject *Py_UNUSED(module), PyObject *args)
 {
     unsigned int integer = 0;
     int is_grad_off = 0;
-    PyObject *saved = NULL, *again = NULL, *aside = NULL;
+    PyObject *job = NULL, *saved = NULL, *again = NULL, *aside = NULL;
     Run run = {.tape = kl_tape_open()};
     if (run.tape == NULL ||
-        !PyArg_ParseTuple(args, "O&O&O!O!LpOOO!OOOOO:run", kl_program_of, &run.program, kl_py_id,
-                          &integer, &PyList_Type, &run.env, &PyList_Type, &run.imports, &run.rows,
-                          &is_grad_off, &run.run_other, &run.cut, &PySet_Type, &run.cloned,
-                          &run.clone, &saved, &run.settle, &again, &aside)) {
+        !PyArg_ParseTuple(args, "O&O&O!O!LO!:run", kl_program_of, &run.program, kl_py_id, &integer,
+                          &PyList_Type, &run.env, &PyList_Type, &run.imports, &run.rows,
+                          &PyTuple_Type, &job) ||
+        !PyArg_ParseTuple(job, "pOOO!OOOOO:run", &is_grad_off, &run.run_other, &run.cut,
+                          &PySet_Type, &run.cloned, &run.clone, &saved, &run.settle, &again,
+                          &aside)) {
         return NULL;
     }
     if ((saved != Py_None && !PyList_Check(saved)) || (again != Py_None && !PyTuple_Check(again))) {

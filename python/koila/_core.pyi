@@ -14,6 +14,20 @@ _Place = tuple[int, int, int, int]
 # (dtype, shape, strides or None, requires_grad, device number)
 _Description = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, bool, int]
 _Ids = tuple[int, ...]
+# functions.Entry: (kind, name, handler, has_meta, returns_list, is_random, row, container)
+_Entry = tuple[int, str, Callable[..., Any] | None, bool, bool, bool, str | None, type | None]
+# facts.Job: (is_grad_off, run_other, cut, cloned, clone, saved, settle, again, aside)
+_Job = tuple[
+    bool,
+    Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+    Callable[[torch.Tensor, int], torch.Tensor],
+    set[int],
+    Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
+    list[Any] | None,
+    Callable[[int], None] | None,
+    tuple[int, ...] | None,
+    object,
+]
 # An instruction of a schedule: (op, graph, first run, runs, values, others), see schedule.def
 _Step = tuple[int, int, int, int, _Ids, _Ids]
 # The policy of a schedule: (is_graph, keep_every, offload_every, n_pieces, n_light, n_across,
@@ -144,18 +158,7 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(func: Any, types: Any, args: Any = (), kwargs: Any = None, /) -> Any: ...
 
 def bind(folders: tuple[str, ...], reductions: int, objects: dict[str, Any], /) -> None: ...
-def register(
-    func: Any,
-    kind: int,
-    name: str,
-    handler: Callable[..., Any] | None,
-    has_meta: bool,
-    returns_list: bool,
-    is_random: bool,
-    row: str | None,
-    container: type | None,
-    /,
-) -> None: ...
+def register(func: Any, entry: _Entry, /) -> None: ...
 def count_interpreters(n: int, /) -> None: ...
 def count_dual_levels(n: int, /) -> None: ...
 def set_region(region: int, /) -> int: ...
@@ -254,15 +257,7 @@ def run(
     env: list[torch.Tensor | None],
     imports: list[torch.Tensor | None],
     rows: int,
-    is_grad_off: bool,
-    run_other: Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
-    cut: Callable[[torch.Tensor, int], torch.Tensor],
-    cloned: set[int],
-    clone: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-    saved: list[Any] | None,
-    settle: Callable[[int], None],
-    again: tuple[int, ...] | None,
-    aside: object,
+    job: _Job,
     /,
 ) -> None: ...
 def run_alone(

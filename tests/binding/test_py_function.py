@@ -26,7 +26,8 @@ def ask(func: Any, *args: Any, **kwargs: Any) -> Any:
 def register(
     func: Any, kind: int = functions.OP, name: Any = "mine", handler: Any = None, row: Any = None
 ) -> None:
-    core.register(func, kind, name, handler, True, False, False, row, tuple)
+    entry = functions.Entry(kind, name, handler, has_meta=True, row=row, container=tuple)
+    core.register(func, entry)
 
 
 @pytest.mark.parametrize("kind", [-1, 5, 99])
@@ -39,9 +40,13 @@ def test_no_such_kind(kind: int) -> None:
     "args",
     [
         (),
-        (abs, 0, 3, None, False, False, False, None, tuple),
-        (abs, "op", "abs", None, False, False, False, None, tuple),
-        (abs, 0, "abs", None, False, False, False, 3, tuple),
+        (abs,),
+        (abs, 0, "abs"),
+        (abs, [0, "abs"]),
+        (abs, (0, "abs", None)),
+        (abs, functions.Entry(0, 3)),  # type: ignore[arg-type]
+        (abs, functions.Entry("op", "abs")),  # type: ignore[arg-type]
+        (abs, functions.Entry(0, "abs", row=3)),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_arguments(args: Any) -> None:

@@ -161,7 +161,7 @@ def test_a_call_that_raises_is_told_and_the_context_is_as_before() -> None:
     assert not core.is_busy()
 
 
-@pytest.mark.parametrize("args", [(), ([], 0, [], []), (0, 0, [], [], 1, False, 0, 0, set(), 0)])
+@pytest.mark.parametrize("args", [(), ([], 0, [], []), (0, 0, [], [], 1, (False, 0, 0, set(), 0))])
 def test_wrong_arguments(args: Any) -> None:
     with pytest.raises((TypeError, ValueError)):
         core.run(*args)
@@ -180,19 +180,21 @@ def of_another_tape() -> object:
 
 #: What run() is given for one recorded call, and what is wrong with each.
 def arguments(staged: dict[str, Any], n_values: int, n_imports: int) -> dict[str, Any]:
-    """Of a whole run of the last run, without a graph, but for what is saved and made again."""
+    """Of a whole run of the last run."""
     return {
         "program": staged["handle"],
         "run": len(staged["runs"]) - 1,
         "env": [None] * n_values,
         "imports": [batch()] * n_imports,
         "rows": -1,
-        "is_grad_off": True,
-        "run_other": print,
-        "cut": print,
-        "cloned": set(),
-        "clone": print,
     }
+
+
+def run_given(given: dict[str, Any], **job: Any) -> None:
+    """What of `job` is named as an argument of run() itself replaces that."""
+    own = {name: job.pop(name) for name in given if name in job}
+    words: dict[str, Any] = {"run_other": print, "cut": print, "cloned": set(), "clone": print}
+    core.run(*(given | own).values(), facts.Job(True, **(words | {"settle": print} | job)))
 
 
 MALFORMED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -218,16 +220,11 @@ def test_malformed_programs(name: str) -> None:
     changed, error, words = MALFORMED.get(name, of_another)
     lazy = koila.lazy(batch()) * 2
     staged = staged_as([], False)
-    given = arguments(staged, 2, 1) | {
-        "saved": None,
-        "settle": print,
-        "again": None,
-        "aside": None,
-    }
-    core.run(*given.values())
+    given = arguments(staged, 2, 1)
+    run_given(given)
     assert torch.equal(given["env"][1], batch() * 2)
     with pytest.raises(error, match=words):
-        core.run(*(given | {"env": [None, None]} | changed).values())
+        run_given(given, **({"env": [None, None]} | changed))
     assert lazy.tolist() == (batch() * 2).tolist()
 
 
@@ -237,8 +234,8 @@ def test_calls_are_recorded_aside() -> None:
     lazy = koila.lazy(batch()) * 2
     staged = staged_as([], False)
     tape = core.new_tape()
-    given = arguments(staged, 2, 1) | {"imports": [aside], "saved": None, "settle": print}
-    core.run(*given.values(), None, tape)
+    given = arguments(staged, 2, 1) | {"imports": [aside]}
+    run_given(given, aside=tape)
     made = given["env"][1]
     assert type(made) is core.LazyTensor and made.dtype == torch.float64
     assert not core.is_pending_here(made) and core.is_pending_here(lazy)
@@ -260,12 +257,12 @@ def test_what_is_asked_for_again_is_made_and_stays() -> None:
     lazy, given = staged_chain()
     for again, there in ((1,), (1,)), ((2,), (2,)), ((1, 2), (1, 2)):
         env: list[Any] = [None] * 4
-        core.run(*(given | {"env": env}).values(), None, print, again, None)
+        run_given(given, env=env, again=again)
         assert tuple(i for i, one in enumerate(env) if one is not None) == there
         for i, want in ((1, batch() * 2), (2, (batch() * 2).exp())):
             assert i not in there or torch.equal(env[i], want)
     env = [None, batch() * 3, None, None]  # what is there is not made again
-    core.run(*(given | {"env": env}).values(), None, print, (1, 2), None)
+    run_given(given, env=env, again=(1, 2))
     assert torch.equal(env[1], batch() * 3)
     assert torch.equal(env[2], (batch() * 3).exp())
     assert lazy.tolist() == (batch() * 2 + (batch() * 2).exp()).tolist()
@@ -286,9 +283,9 @@ def test_who_settles_what_is_saved_is_told_the_call() -> None:
 
         if raises:
             with pytest.raises(KeyError):
-                core.run(*(given | {"env": [None] * 4}).values(), saved, settle, None, None)
+                run_given(given, env=[None] * 4, saved=saved, settle=settle)
         else:
-            core.run(*(given | {"env": [None] * 4}).values(), saved, settle, None, None)
+            run_given(given, env=[None] * 4, saved=saved, settle=settle)
         assert told == ([0] if raises else [0, 1])
 
 

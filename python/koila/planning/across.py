@@ -21,7 +21,7 @@ from koila.basics.rows import alias_of, chunk_shape, cut, without_memory
 from koila.memory import estimates
 from koila.reductions import calls
 from koila.reporting import reports
-from koila.staged.facts import Run, name_of_node
+from koila.staged.facts import Job, Run, name_of_node
 from koila.staged.program import Program
 
 #: A piece may need its share of the bytes of the whole segment times _MORE, and _FEW_BYTES. If it
@@ -125,23 +125,8 @@ def record(
         return part
 
     env: list[Any] = [None] * program.n_values
-    nothing: Any = None
-    _core.run(
-        program.handle,
-        run.index,
-        env,
-        given,
-        rows,
-        False,
-        run_other,
-        cut_import,
-        set(),
-        nothing,
-        nothing,
-        nothing,
-        nothing,
-        tape,
-    )
+    job = Job(is_grad_off=False, run_other=run_other, cut=cut_import, cloned=set(), aside=tape)
+    _core.run(program.handle, run.index, env, given, rows, job)
     return Recorded(tape, {value: env[value] for value in run.exports})
 
 

@@ -7,7 +7,7 @@ import inspect
 import os
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,6 +98,19 @@ _C_CALLABLES = (
 PYTHON_ROWS = frozenset(("embedding_bag",))
 
 
+class Entry(NamedTuple):
+    """What the table of torch's callables says of one."""
+
+    kind: int
+    name: str  # torch's name for it
+    handler: Callable[..., Any] | None = None  # HANDLER: its replacement; an OP may have one too
+    has_meta: bool = False  # OP: its schema neither writes nor aliases: meta tensors can infer it
+    returns_list: bool = False  # its schema returns a list of tensors
+    is_random: bool = False
+    row: str | None = None  # OP: its row of the op table
+    container: type | None = None  # of several outputs: tuple, or one of torch.return_types
+
+
 def _is_out(schema: Any) -> bool:
     return any(argument.is_out for argument in schema.arguments)
 
@@ -141,21 +154,29 @@ def _register_op(func: Callable[..., Any], name: str) -> None:
     instead = scalars.instead(name, handlers.DECLINED.get(name))
     if row is not None and table.ROWS[row]["kind"] == "INPLACE":
         instead = written.instead(instead)
-    _core.register(func, OP, name, instead, has_meta, returns_list, is_random, row, container)
+    entry = Entry(OP, name, instead, has_meta, returns_list, is_random, row, container)
+    _core.register(func, entry)
+
+
+def _register_own(
+    func: Any, name: str, row: str, handler: Callable[..., Any] | None = None
+) -> None:
+    """Register a function of koila's that is recorded by a row."""
+    _core.register(func, Entry(OP, name, handler, row=row, container=tuple))
 
 
 def _register(func: Any, name: str) -> None:
     handler = handlers.HANDLERS.get(name)
     if handler is not None:
-        _core.register(func, HANDLER, name, handler, False, False, False, None, None)
+        _core.register(func, Entry(HANDLER, name, handler))
     elif name in READS:
-        _core.register(func, READ, name, None, False, False, False, None, None)
+        _core.register(func, Entry(READ, name))
     elif name in QUERIES:
-        _core.register(func, HANDLER, name, handlers.query, False, False, False, None, None)
+        _core.register(func, Entry(HANDLER, name, handlers.query))
     elif isinstance(func, _C_CALLABLES) or name in PYTHON_ROWS or name == "unflatten":
         _register_op(func, name)  # unflatten's Python method reports itself again when entered
     elif isinstance(func, types.FunctionType):
-        _core.register(func, ENTER, name, None, False, False, False, None, None)
+        _core.register(func, Entry(ENTER, name))
 
 
 def _overridable() -> Iterable[tuple[str, Any]]:
@@ -284,68 +305,48 @@ def register_all() -> None:
     for func, name in _names().items():
         _register(func, name)
     item = torch.ops.aten._local_scalar_dense.default  # torch's argument parser calls it
-    _core.register(item, READ, "item", None, False, False, False, None, None)
+    _core.register(item, Entry(READ, "item"))
     grad, by_inputs = torch.autograd.grad, backwards.autograd_grad
-    _core.register(grad, HANDLER, "grad", by_inputs, False, False, False, None, None)
+    _core.register(grad, Entry(HANDLER, "grad", by_inputs))
     # It writes no number. It takes the row of zero_(), the write that reads and saves least.
-    _core.register(inplace_views.touch, OP, "touch", None, False, False, False, "zero_", tuple)
-    _core.register(
-        norms.batch_moments, OP, "batch_norm", None, False, False, False, "var_mean", tuple
-    )
-    _core.register(
-        norms.batch_norm,
-        OP,
-        "batch_norm",
-        norms.record,
-        False,
-        False,
-        False,
-        "batch_norm",
-        tuple,
-    )
-    _core.register(
-        batch_softmax.shares, OP, "softmax", None, False, False, False, "var_mean", tuple
-    )
+    _register_own(inplace_views.touch, "touch", "zero_")
+    _register_own(norms.batch_moments, "batch_norm", "var_mean")
+    _register_own(norms.batch_norm, "batch_norm", "batch_norm", norms.record)
+    _register_own(batch_softmax.shares, "softmax", "var_mean")
     for name, call in batch_softmax.CALLS.items():
-        _core.register(call, OP, name, batch_softmax.run_whole, False, False, False, name, tuple)
+        _register_own(call, name, name, batch_softmax.run_whole)
     for name, layer in packed.LAYERS.items():
         row = f"packed_{name}"
-        _core.register(layer, OP, name, _run_whole, False, False, False, row, tuple)
-    _core.register(
-        packed.select_index, OP, "index_select", None, False, False, False, "index_select", tuple
-    )
+        _register_own(layer, name, row, _run_whole)
+    _register_own(packed.select_index, "index_select", "index_select")
     as_leaf = leaves.as_leaf
-    _core.register(
-        as_leaf, OP, "requires_grad_", leaves.decline, False, False, False, leaves.ROW, tuple
-    )
+    _register_own(as_leaf, "requires_grad_", leaves.ROW, leaves.decline)
     derivative = derived.gradient_of
-    _core.register(derivative, OP, "grad", _run_whole, False, False, False, "gradient_of", tuple)
+    _register_own(derivative, "grad", "gradient_of", _run_whole)
     chosen = masks.select_masked
-    _core.register(
-        chosen, OP, "__getitem__", _run_whole, False, False, False, "select_masked", tuple
-    )
+    _register_own(chosen, "__getitem__", "select_masked", _run_whole)
     for name, as_torch in packed.OWN.items():
         _register_op(as_torch, name)
     for call, scan in scans.STARTS.items():
         row = "prod" if scan.run is torch.cumprod else "sum"
-        _core.register(call, OP, "starts", None, False, False, False, row, tuple)
+        _register_own(call, "starts", row)
     for call, name in scans.CALLS.items():
-        _core.register(call, OP, name, scans.run_whole, False, False, False, name, tuple)
+        _register_own(call, name, name, scans.run_whole)
     for name, member in _accessors():
         getter = member.fget if isinstance(member, property) else member
         if name in handlers.HANDLERS:
             handler = handlers.HANDLERS[name]
-            _core.register(getter, HANDLER, name, handler, False, False, False, None, None)
+            _core.register(getter, Entry(HANDLER, name, handler))
         elif name in READS:
-            _core.register(getter, READ, name, None, False, False, False, None, None)
+            _core.register(getter, Entry(READ, name))
         elif name in QUERIES:
-            _core.register(getter, HANDLER, name, handlers.query, False, False, False, None, None)
+            _core.register(getter, Entry(HANDLER, name, handlers.query))
         elif name == "data":  # like detach(), but writes through it change no version
-            _core.register(getter, OP, name, None, False, False, False, "detach", tuple)
+            _register_own(getter, name, "detach")
         elif name in table.ROWS:
-            _core.register(getter, OP, name, None, False, False, False, name, tuple)
+            _register_own(getter, name, name)
         elif name == "T":  # the row t() is for up to two dims; beyond, torch itself warns
-            _core.register(getter, OP, name, None, False, False, False, "t", tuple)
+            _register_own(getter, name, "t")
     for _, name, wrapper in plain.wrappers():  # functions that replace torch's while koila is on
         _register_op(wrapper, name)
     own = vars(_core.LazyTensor)

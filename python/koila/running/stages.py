@@ -26,7 +26,7 @@ from koila.running import accrue, derived, saved, views
 from koila.running.cross import Cross, Fresh, edge_of
 from koila.running.tracked import Tracked
 from koila.staged import aliases, hooks, leaves
-from koila.staged.facts import ROWS, Node, Run
+from koila.staged.facts import ROWS, Job, Node, Run
 from koila.staged.program import Program
 from koila.staged.schedule import DATA, Schedule
 
@@ -317,15 +317,16 @@ class Stages:
                 env,
                 imports,
                 rows,
-                not is_graph,
-                run_other,
-                cut_import,
-                self.program.cloned,
-                clone,
-                None if look is None else look.pending,
-                settle,
-                None if again is None else tuple(again),
-                None,
+                Job(
+                    is_grad_off=not is_graph,
+                    run_other=run_other,
+                    cut=cut_import,
+                    cloned=self.program.cloned,
+                    clone=clone,
+                    saved=None if look is None else look.pending,
+                    settle=settle,
+                    again=None if again is None else tuple(again),
+                ),
             )
         return env
 

@@ -154,3 +154,18 @@ class Run:
 
     def __post_init__(self) -> None:
         self.is_body = self.stage % 2 == 1
+
+
+class Job(NamedTuple):
+    """How `_core.run` runs the calls of a run on one chunk."""
+
+    is_grad_off: bool  # no graph is recorded, whatever was recorded
+    #: Runs a call that the core cannot: a reduction, a draw, a view of written memory.
+    run_other: Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+    cut: Callable[[torch.Tensor, int], torch.Tensor]  # the chunk's rows of a whole import
+    cloned: set[int]  # nodes that write a clone instead
+    clone: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    saved: list[Any] | None = None  # collects what autograd saves, until settle(node)
+    settle: Callable[[int], None] | None = None
+    again: tuple[int, ...] | None = None  # only these values are computed again
+    aside: object = None  # the tape on which the calls are recorded instead of run
