@@ -85,7 +85,7 @@ core = Extension(
     depends=sorted(glob("koila_c/*/*.h") + glob("koila_c/*/*.def") + glob("tests/binding/*.h")),
     include_dirs=folders,
     define_macros=macros,
-    libraries=["dl", "m"],
+    libraries=["dl", "m", "pthread"],
     extra_compile_args=compile_args,
     extra_link_args=link_args,
 )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,8 +59,17 @@ def test_it_fits() -> None:
 
 def test_what_it_cannot_say() -> None:
     model, x = make(), torch.randn(8, 64)
-    with pytest.raises(ValueError, match="reads a number on the way"):
+    with pytest.raises(ValueError, match="what it returned is of type Tensor"):
         koila.largest_batch(lambda x: torch.tensor(model(x).sum().item()), x)
+    with pytest.raises(ValueError, match=r"neither call .* what it returned is of type NoneType"):
+        koila.largest_batch(lambda x: model(x).sum().backward(), x)
+
+    def run(x: Any) -> Any:
+        (loss := model(x).sum()).backward()
+        return loss
+
+    with pytest.raises(ValueError, match="what it returned has run"):
+        koila.largest_batch(run, x)
     with pytest.raises(ValueError, match="give the tensors of a batch"):
         koila.largest_batch(lambda: torch.ones(()))
     with pytest.raises(TypeError, match="give the batch as plain tensors"):

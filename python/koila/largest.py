@@ -155,9 +155,11 @@ def _needs(
     try:
         loss = step(*(given if len(rows) > 1 else (given,)))
         if type(loss) is not _core.LazyTensor or _core.real(loss) is not None:
+            is_run = type(loss) is _core.LazyTensor
+            what = "has run" if is_run else f"is of type {type(loss).__name__}"
             raise ValueError(
-                "largest_batch: the step must return the loss that it has recorded: it returns "
-                f"{type(loss).__name__}, or reads a number on the way"
+                "largest_batch: the step must return the loss, and neither call backward() nor read "
+                f"a number: what it returned {what}"
             )
         whole, few, left = limits.needs(Program([loss]))
         return whole + n_bytes, few + n_bytes, left
