@@ -114,12 +114,14 @@ kl_bridge_reached(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 }
 
 PyObject *
-kl_bridge_left_numbers(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+kl_bridge_left_numbers(PyObject *Py_UNUSED(module), PyObject *is_any)
 {
-    const Tape *tape = kl_tape_open();
-    PyObject *found = tape != NULL ? PyList_New(0) : NULL;
-    for (size_t i = 0; found != NULL && i < tape->core.n_values; i++) {
-        if (kl_tape_is_left(tape, (KlValueId)i) &&
+    const Tape *tape = kl_tape_open_or_null();
+    PyObject *found = PyList_New(0);
+    for (size_t i = 0; found != NULL && tape != NULL && i < tape->core.n_values; i++) {
+        const KlPyValue *entry = &tape->values[i];
+        bool is_known = entry->result != NULL && tape->core.values[i].n_pending > 0;
+        if (is_known && (is_any == Py_True || entry->handle == NULL) &&
             kl_py_append_new(found, Py_BuildValue("(nO)", i, tape->values[i].result)) < 0) {
             Py_CLEAR(found);
         }

@@ -242,10 +242,8 @@ kl_class_init(PyObject *module)
     class = dict == NULL ? NULL
                          : PyObject_CallFunction((PyObject *)Py_TYPE(kl_py.tensor), "s(O)O",
                                                  "LazyTensor", kl_py.tensor, dict);
-    if (class == NULL || add_members(class) < 0) {
-        goto error;
-    }
-    member = PyObject_GetAttrString(class, "_node");
+    member =
+        class != NULL && add_members(class) == 0 ? PyObject_GetAttrString(class, "_node") : NULL;
     if (member == NULL) {
         goto error;
     }

@@ -335,8 +335,9 @@ static void
 settle_in_memory_of(Tape *tape, PyObject *tensor)
 {
     for (size_t i = 0; i < tape->core.n_values; i++) {
-        if (kl_tape_is_left(tape, (KlValueId)i) &&
-            kl_meta_may_alias(tape->values[i].result, tensor)) {
+        const KlPyValue *entry = &tape->values[i];
+        if (entry->result != NULL && entry->handle == NULL && tape->core.values[i].n_pending > 0 &&
+            kl_meta_may_alias(entry->result, tensor)) {
             (void)kl_live_settle(tape, (KlValueId)i);
         }
     }

@@ -122,8 +122,8 @@ fail_changed(Tape *tape, KlValueId leaf)
     return is_raised ? -1 : 0;
 }
 
-/* Whether a leaf whose .data was handed out while calls that read it were pending was written since. Writes through
- * .data do not count as versions, so a checksum of its numbers tells. 0 for other leaves; -1 on failure. */
+/* Whether a leaf, or a number that left the tape, was written since .data of its memory was taken while pending calls
+ * read it. Writes through .data do not count as versions, so a checksum tells. 0 for others; -1 on failure. */
 static int
 is_rewritten(const Tape *tape, KlValueId leaf)
 {
@@ -137,7 +137,9 @@ is_rewritten(const Tape *tape, KlValueId leaf)
     if (before == NULL) {
         return PyErr_Occurred() ? -1 : 0;
     }
-    PyObject *sum = PyObject_CallOneArg(kl_py.checksum, tape->values[leaf].real);
+    const KlPyValue *entry = &tape->values[leaf];
+    PyObject *tensor = entry->real != NULL ? entry->real : entry->result;
+    PyObject *sum = tensor != NULL ? PyObject_CallOneArg(kl_py.checksum, tensor) : NULL;
     int is_same = sum != NULL ? PyObject_RichCompareBool(sum, before, Py_EQ) : -1;
     Py_XDECREF(sum);
     return is_same < 0 ? -1 : !is_same;
@@ -234,7 +236,12 @@ kl_stale_drop_numbers(Tape *tape)
     for (size_t i = 0; i < tape->core.n_values; i++) {
         KlPyValue *entry = &tape->values[i];
         bool is_left = entry->result != NULL && entry->handle == NULL;
-        if (is_left && kl_stale_version(entry->result) != entry->version) {
+        bool is_counted = is_left && kl_stale_version(entry->result) != entry->version;
+        if (is_counted || (entry->result != NULL && is_rewritten(tape, (KlValueId)i) != 0)) {
+            PyErr_Clear();               /* of the checksum */
+            if (entry->handle != NULL) { /* the user's LazyTensor shows what was written */
+                kl_lazy_leave(tape, (KlValueId)i, entry->result);
+            }
             tape->core.values[i].state = KL_STATE_PENDING;
             Py_CLEAR(entry->result);
         }
@@ -288,7 +295,7 @@ kl_stale_is_enough(const Tape *tape, KlValueId value)
 {
     const KlPyValue *entry = &tape->values[value];
     return entry->result != NULL && tape->core.values[value].view_of == KL_ID_NONE &&
-           kl_stale_version(entry->result) == entry->version;
+           kl_stale_version(entry->result) == entry->version && is_rewritten(tape, value) == 0;
 }
 
 /* List the values that no run can compute again since a leaf of theirs was changed, or (is_over) left by an earlier step.

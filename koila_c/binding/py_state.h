@@ -292,8 +292,7 @@ int kl_py_append_new(PyObject *list, PyObject *item);
 int kl_meta_device_from(PyObject *device);
 /* Set meta->device: 0 is the CPU, other devices are numbered as they are first met. 0 or -1. */
 int kl_meta_read_device(PyObject *tensor, KlMeta *meta);
-/* Whether torch asks the class of `object` what a call does: a tensor of the user's own class, or what has a
- * __torch_function__. */
+/* Whether torch asks the class of `object`, the user's own, what a call does. */
 bool kl_meta_has_own_class(PyObject *object);
 /* Whether a class is unwritten.py's, which tells koila of calls on a tensor. */
 bool kl_meta_is_watched(PyObject *type);

@@ -72,13 +72,6 @@ kl_tape_is_busy(const Tape *tape)
 {
     return kl_py.is_looking || (tape != NULL && tape->is_running);
 }
-/* Whether pending calls read the number of a value that the user has as a plain tensor. */
-static inline bool
-kl_tape_is_left(const Tape *tape, KlValueId id)
-{
-    const KlPyValue *entry = &tape->values[id];
-    return entry->result != NULL && entry->handle == NULL && tape->core.values[id].n_pending > 0;
-}
 static inline bool
 kl_tape_check(PyObject *object)
 {

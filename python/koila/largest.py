@@ -158,8 +158,8 @@ def _needs(
             is_run = type(loss) is _core.LazyTensor
             what = "has run" if is_run else f"is of type {type(loss).__name__}"
             raise ValueError(
-                "largest_batch: the step must return the loss, and neither call backward() nor read "
-                f"a number: what it returned {what}"
+                "largest_batch: the step must return the loss, and neither call backward() nor "
+                f"read a number: what it returned {what}"
             )
         whole, few, left = limits.needs(Program([loss]))
         return whole + n_bytes, few + n_bytes, left

@@ -49,7 +49,7 @@ def _patch_data() -> None:
 
     def share(tensor: torch.Tensor) -> None:
         """Watch the memory of a plain tensor for writes that torch does not count."""
-        if _core.leaves_of(tensor):
+        if _core.leaves_of(tensor) or _core.left_numbers(True):
             watch(tensor)
         bridge.watch(tensor)
         recomputed.watch(tensor)
@@ -100,6 +100,8 @@ def _number_of(lazy: Any, attribute: str) -> Any:
     if left is None:
         itself.__name__ = f".{attribute} ="
         left = _core.live_with_all(itself, (lazy,), {}, True)
+    if _core.left_numbers(True) and not _core.is_busy():
+        bridge.watch_here(left)  # an array of it may be written at any time
     return left
 
 

@@ -243,12 +243,18 @@ def watch(tensor: torch.Tensor) -> None:
 
 
 def watch_here(tensor: torch.Tensor) -> None:
-    """As `watch`, for the leaves of this thread's current tape."""
+    """As `watch`, for the leaves of this thread's current tape, and for the known numbers that
+    pending calls read: after a write they are computed again."""
     watched = _core.memo().setdefault("watched", {})
     for leaf in _core.leaves_of(tensor):
         real = Info.of(leaf).real
         assert real is not None
         watched.setdefault(leaf, meta.checksum(real))
+    left = _core.left_numbers(True)
+    memory = aliases.memory_of(tensor) if left else None
+    for value, number in left:
+        if memory is not None and aliases.memory_of(number) == memory:
+            watched.setdefault(value, meta.checksum(number))
 
 
 @surroundings.in_outside
@@ -295,7 +301,7 @@ def _cut(func: Any, why: str) -> bool:
                 made[whole].watch(handed[whole])
     if any(others[value].requires_grad != Info.of(value).requires_grad for value in others):
         return False
-    for value, number in (*others.items(), *_core.left_numbers()):
+    for value, number in (*others.items(), *_core.left_numbers(False)):
         cut.others.append(Memory(value))
         cut.others[-1].note(number)
     with steps.cutting():

@@ -231,7 +231,7 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if isinstance(shared, torch.Tensor):  # the array is no copy: torch counts no write to it
         arrays.note(args[0], number, shared)
         bridge.watch_handed_out(args[0])
-        if _core.leaves_of(number):
+        if _core.leaves_of(number) or _core.left_numbers(True):
             bridge.watch_here(number)
         aliases.noted(shared)
     return array
