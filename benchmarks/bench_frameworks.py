@@ -180,7 +180,7 @@ SCRIPTS = {
     "skorch": SKORCH,
 }
 
-#: Where the optimizer is made of what wraps the model.
+#: fully_shard replaces the parameters, so the optimizer is made again, after it.
 _SHARDED = """
 from torch.distributed.fsdp import fully_shard
 for layer in model:
@@ -254,7 +254,8 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def difference(text: str, data: TensorDataset) -> float:
-    """Of what is trained in float64, in chunks, from what plain torch trains."""
+    """Train in float64, plain and in chunks; return the largest difference of the two models, over
+    their largest entry."""
     torch.set_default_dtype(torch.float64)
     double = TensorDataset(data.tensors[0].double(), data.tensors[1])
     try:

@@ -122,7 +122,7 @@ kl_bridge_left_numbers(PyObject *Py_UNUSED(module), PyObject *is_any)
         const KlPyValue *entry = &tape->values[i];
         bool is_known = entry->result != NULL && tape->core.values[i].n_pending > 0;
         if (is_known && (is_any == Py_True || entry->handle == NULL) &&
-            kl_py_append_new(found, Py_BuildValue("(nO)", i, tape->values[i].result)) < 0) {
+            kl_py_append_new(found, Py_BuildValue("(nO)", i, entry->result)) < 0) {
             Py_CLEAR(found);
         }
     }

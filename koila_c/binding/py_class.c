@@ -237,12 +237,9 @@ int
 kl_class_init(PyObject *module)
 {
     int result = -1;
-    PyObject *class = NULL, *member = NULL;
-    PyObject *dict = make_class_dict(module);
-    class = dict == NULL ? NULL
-                         : PyObject_CallFunction((PyObject *)Py_TYPE(kl_py.tensor), "s(O)O",
-                                                 "LazyTensor", kl_py.tensor, dict);
-    member =
+    PyObject *class = PyObject_CallFunction((PyObject *)Py_TYPE(kl_py.tensor), "s(O)N",
+                                            "LazyTensor", kl_py.tensor, make_class_dict(module));
+    PyObject *member =
         class != NULL && add_members(class) == 0 ? PyObject_GetAttrString(class, "_node") : NULL;
     if (member == NULL) {
         goto error;
@@ -257,6 +254,5 @@ kl_class_init(PyObject *module)
 error:
     Py_XDECREF(member);
     Py_XDECREF(class);
-    Py_XDECREF(dict);
     return result;
 }

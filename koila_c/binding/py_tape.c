@@ -199,8 +199,11 @@ kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
     if (kl_place_is_rows(&place) && find_axis(tape, lazy->axis_key, lazy->rows, &place.axis) < 0) {
         return -1;
     }
-    if (new_leaf(tape, lazy->real, &place, value) < 0) {
-        return -1;
+    PyObject *real = Py_NewRef(lazy->real);
+    int result = new_leaf(tape, real, &place, value);
+    Py_DECREF(real);
+    if (result < 0 || lazy->tape != NULL) { /* another thread attached it while Python code ran */
+        return result < 0 ? -1 : kl_tape_attach(tape, lazy, value);
     }
     KlStorage *storage = &tape->core.storages[tape->core.values[*value].storage];
     storage->is_uncertain = storage->is_lost = lazy->is_lost;

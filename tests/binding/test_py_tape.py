@@ -17,6 +17,7 @@ import koila
 from binding_kit import batch, in_a_thread, is_pending, pending
 from chunked import split
 from koila import _core
+from koila.staged import aliases
 
 core: Any = _core
 
@@ -251,3 +252,24 @@ def test_what_dies_with_a_tape_may_record() -> None:
     core.forget()
     assert len(made) == 6
     assert made[5].tolist() == (batch() * 2).exp().tolist()
+
+
+def test_two_threads_attach_a_lazy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one thread enters it as a leaf, Python code runs, and so may another thread."""
+    memory = torch.zeros(3)
+    shared = memory.data  # while such a tensor lives, each new leaf is noted, in Python
+    lazy, made = koila.lazy(batch()), list[Any]()
+    is_shared = aliases.is_shared
+
+    def look(tensor: torch.Tensor) -> bool:
+        monkeypatch.setattr(aliases, "is_shared", is_shared)
+        made.append(in_a_thread(lambda: lazy * 2))
+        return is_shared(tensor)
+
+    monkeypatch.setattr(aliases, "is_shared", look)
+    other = lazy * 3
+    assert len(made) == 1
+    assert other.tolist() == (batch() * 3).tolist()
+    assert made[0].tolist() == (batch() * 2).tolist()
+    assert lazy.tolist() == batch().tolist()
+    assert shared.data_ptr() == memory.data_ptr()
