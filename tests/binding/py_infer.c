@@ -7,8 +7,8 @@
 
 #include "alloc.h"
 #include "infer.h"
-#include "py_run.h"
 #include "py_inferred.h"
+#include "py_run.h"
 
 enum { METAS_MAX = 64, AXES_MAX = 16 };
 
