@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +18,7 @@ import torch
 import koila
 from koila.basics import machine
 from koila.basics.config import parse_bytes
-from koila.memory import budget, heap, storages
+from koila.memory import budget, heap
 from limits import there
 
 MIB = 2**20
@@ -309,7 +311,8 @@ def test_other_limits_are_looked_at(free: SimpleNamespace, monkeypatch: pytest.M
         ("512MiB", 512 * MIB),
         ("1.5 GiB", 3 * GIB // 2),
         ("2gb", 2 * 10**9),
-        ("100", 100),
+        ("100B", 100),
+        ("4294967296", 4 * GIB),
         ("7KB", 7000),
         ("1TiB", 2**40),
         ("4G", 4 * GIB),
@@ -364,21 +367,34 @@ def test_limit_less_what_is_held(system: Path) -> None:
     ],
 )
 def test_what_an_optimizer_will_keep(
-    make: Callable[[Any], torch.optim.Optimizer], n_kept: int, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[Any], torch.optim.Optimizer], n_kept: int
 ) -> None:
     """It is known before the first step, and equals what is there after it."""
-    monkeypatch.setattr(budget, "_searched", storages.Clock())
     model = torch.nn.Linear(300, 200)
     optimizer = make(model.parameters())
     size = sum(p.nbytes for p in model.parameters())
     assert budget.coming_state(model.parameters()) == n_kept * size
-    assert budget.coming_state(model.parameters()) == 0, "it does not look again at once"
     model(torch.ones(1, 300)).sum().backward()
     optimizer.step()
     state = [t for kept in optimizer.state.values() for t in kept.values()]
     kept = sum(t.nbytes for t in state if isinstance(t, torch.Tensor) and t.numel() > 1)
     assert kept == n_kept * size
-    monkeypatch.setattr(budget, "_searched", storages.Clock())
+    assert budget.coming_state(model.parameters()) == 0
+
+
+def test_optimizers_are_known_however_they_were_made() -> None:
+    """Before koila was imported, afterwards, and as a copy; and forgotten when they are gone."""
+    model = torch.nn.Linear(30, 20)
+    size = 2 * sum(p.nbytes for p in model.parameters())
+    budget.look_for_optimizers()  # as when koila is imported
+    first = torch.optim.Adam(model.parameters())
+    assert budget.coming_state(model.parameters()) == size
+    second = torch.optim.Adam(model.parameters())
+    assert budget.coming_state(model.parameters()) == 2 * size
+    both = copy.deepcopy((model, second))
+    assert budget.coming_state(both[0].parameters()) == size
+    del first, second
+    gc.collect()
     assert budget.coming_state(model.parameters()) == 0
 
 

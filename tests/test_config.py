@@ -173,6 +173,15 @@ def test_a_share_of_all_memory(
     assert settings() == Settings()
 
 
+def test_a_text_of_few_bytes_needs_a_unit() -> None:
+    with pytest.raises(ValueError, match="'8' has no unit, and would be 8 bytes: write \"8GiB\""):
+        koila.config(memory_limit="8")
+    with koila.config(memory_limit="8B"):
+        assert settings() == Settings(memory_limit=8)
+    with koila.config(memory_limit="8589934592"):
+        assert settings() == Settings(memory_limit=2**33)
+
+
 def test_what_all_memory_is() -> None:
     known = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < machine.total() <= known

@@ -183,7 +183,7 @@ def test_of_what_has_run_the_last_step_is_told() -> None:
 def test_without_a_lazy_nothing_is_recorded() -> None:
     assert "no lazy tensor" in koila.explain(torch.ones(2))
     assert "no lazy tensor" in koila.explain()
-    assert "nothing is recorded" in koila.explain(batch()[0])
+    assert "nothing is computed yet" in koila.explain(batch()[0])
 
 
 def test_several_losses() -> None:
@@ -275,7 +275,7 @@ def test_the_limit_that_it_names_is_enough(is_refused: bool) -> None:
                 text,
             )
             assert text.count("the limit is") == 1
-    found = re.search(r"='(\d+\.\dMiB)' for 16 chunks, or '(\d+\.\dMiB)' for \d+", text)
+    found = re.search(r"='(\d+\.\dMiB)' for at most 16 chunks, or '(\d+\.\dMiB)' for \d+", text)
     assert found is not None, text
     del loss
     for limit in (found[1], found[2]) if is_refused else (found[1],):
@@ -322,3 +322,133 @@ def test_nothing_runs_where_it_does_not_fit() -> None:
             said.append(re.findall(r"it does not fit: .*: set memory_limit='([\d.]+)MiB'", text))
     assert said[0] == said[1]
     assert repr(loss).startswith("LazyTensor(pending")
+
+
+def of_mlp() -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    layers = nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 8)
+    return nn.Sequential(*layers), torch.randn(2000, 128)
+
+
+def limits_in(text: str) -> tuple[str, str, int]:
+    """Return the limits that a text proposes: the one for few chunks, the least, its chunks."""
+    found = re.search(r"='(.*?)' for at most 16 chunks, or '(.*?)' for (\d+)", text)
+    assert found is not None, text
+    return found[1], found[2], int(found[3])
+
+
+def test_the_limit_for_at_most_16_chunks_gives_no_more() -> None:
+    """In each step, also with an optimizer whose state comes after the first."""
+    model, x = of_mlp()
+    with (
+        koila.config(memory_limit=there() + 2**16),
+        pytest.raises(koila.MemoryLimitError) as raised,
+    ):
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(koila.lazy(x)).pow(2).mean().backward()
+    few, least, n_chunks = limits_in(str(raised.value))
+    del raised
+    with koila.config(memory_limit=few):
+        found = []
+        for _ in range(3):
+            model(koila.lazy(x)).pow(2).mean().backward()
+            found.append(koila.report().n_chunks)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert 4 < max(found) <= 16, found
+    with koila.config(memory_limit=least):
+        model(koila.lazy(x)).pow(2).mean().backward()
+    assert 16 < koila.report().n_chunks <= n_chunks
+
+
+def test_gradients_of_an_earlier_backward_are_told() -> None:
+    """They count twice: what a step adds to them is made beside them."""
+    model, x = of_mlp()
+
+    def loss() -> torch.Tensor:
+        return model(koila.lazy(x)).pow(2).mean()
+
+    told = "; zero_grad() before the step frees these gradients of an earlier backward()"
+    with (
+        koila.config(memory_limit=there() + 2**16),
+        pytest.raises(koila.MemoryLimitError) as raised,
+    ):
+        loss().backward()
+    assert told not in str(raised.value)
+    few, _, _ = limits_in(str(raised.value))
+    del raised
+    with koila.config(memory_limit=few):
+        assert told not in koila.explain(loss())
+        loss().backward()
+        with pytest.raises(koila.MemoryLimitError) as raised:
+            loss().backward()
+        assert told in str(raised.value)
+        pending = loss()
+        assert told in koila.explain(pending)
+        model.zero_grad()
+        pending.backward()
+        del pending, raised
+    wanted = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model(x).pow(2).mean().backward()
+    for want, parameter in zip(wanted, model.parameters(), strict=True):
+        torch.testing.assert_close(want, parameter.grad)
+
+
+def test_parameters_that_plain_calls_read_first() -> None:
+    """A slice of a parameter, as of positions: its optimizer's state comes too, of all of it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.positions = nn.Parameter(torch.randn(3000, 256))
+            self.head = nn.Linear(256, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x[:, :, None] * self.positions[: x.shape[1]]).mean(1)
+
+    model, x = Model(), torch.randn(256, 32)
+    optimizer = torch.optim.Adam(model.parameters())
+    n_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    with (
+        koila.config(memory_limit=there() + 2**16),
+        pytest.raises(koila.MemoryLimitError) as raised,
+    ):
+        model(koila.lazy(x)).pow(2).mean().backward()
+    text = str(raised.value)
+    assert f"of which parameters {n_bytes / 2**20:.1f} MiB" in text
+    assert f"to come: {2 * n_bytes / 2**20:.1f} MiB" in text
+    assert "'positions' and its gradient take" in text
+    limit = raised.value.least_limit
+    assert limit is not None
+    del raised
+    with koila.config(memory_limit=int(limit)):
+        for _ in range(3):
+            model(koila.lazy(x)).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_loss_that_is_still_held_is_told() -> None:
+    model, x = of_mlp()
+    held = model(koila.lazy(x)).pow(2).mean()
+    told = "that includes other pending calls, whose results are still held: mean (" + __file__
+    assert told not in koila.explain(held)
+    assert told in koila.explain(model(koila.lazy(x)).pow(2).mean())
+    held.backward()
+    assert told not in koila.explain(model(koila.lazy(x)).pow(2).mean())
+
+
+def test_it_says_what_the_step_does() -> None:
+    """It looks for optimizers itself, which the step then does not do again at once."""
+    model, x = of_mlp()
+    optimizer = torch.optim.Adam(model.parameters())
+    n_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    with koila.config(memory_limit=there() + 5 * n_bytes):
+        for _ in range(3):
+            loss = model(koila.lazy(x)).pow(2).mean()
+            found = re.search(r"^so it runs in (\d+) chunks", koila.explain(loss), re.M)
+            loss.backward()
+            assert found is not None and int(found[1]) == koila.report().n_chunks > 1
+            optimizer.step()
+            optimizer.zero_grad()

@@ -38,8 +38,9 @@ def test_it_fits() -> None:
 
     found = koila.largest_batch(step, x, y, memory_limit=limit)
     assert 500 < found.whole < found.in_chunks < found.most
-    assert f"{found.whole} samples whole, {found.in_chunks} samples in 16 chunks at most" in str(
-        found
+    assert (
+        f"{found.whole} samples fit whole, {found.in_chunks} samples in at most 16 chunks"
+        in str(found)
     )
     assert all(torch.equal(a, b) for a, b in zip(buffers, model.buffers(), strict=True))
     assert torch.equal(torch.get_rng_state(), generator)
@@ -57,19 +58,48 @@ def test_it_fits() -> None:
     assert 1 < n_chunks(found.in_chunks) <= 20
 
 
+def test_batches_in_containers() -> None:
+    """As lazy() takes them; what has no dims is the same for all samples."""
+    model, x, y = make(), torch.randn(8, 64), torch.randint(10, (8,))
+    limit = there() + 6 * 2**20
+
+    def step(batch: Any, scale: Any = 1.0) -> Tensor:
+        return F.cross_entropy(model(batch["x"]), batch["y"]) * scale
+
+    found = koila.largest_batch(step, {"x": x, "y": y}, memory_limit=limit)
+    assert 500 < found.whole < found.in_chunks < found.most
+    scaled = koila.largest_batch(step, {"x": x, "y": y}, torch.tensor(2.0), memory_limit=limit)
+    assert abs(scaled.whole - found.whole) < 3
+    with pytest.raises(ValueError, match="give the tensors of a batch"):
+        koila.largest_batch(step, {"x": x[:0], "y": y[:0]})
+    with pytest.raises(TypeError, match="give the batch as plain tensors"):
+        koila.largest_batch(step, {"x": koila.lazy(x), "y": y})
+
+
 def test_what_it_cannot_say() -> None:
     model, x = make(), torch.randn(8, 64)
     with pytest.raises(ValueError, match="what it returned is of type Tensor"):
         koila.largest_batch(lambda x: torch.tensor(model(x).sum().item()), x)
     with pytest.raises(ValueError, match=r"neither call .* what it returned is of type NoneType"):
-        koila.largest_batch(lambda x: model(x).sum().backward(), x)
+        koila.largest_batch(lambda x: None, x)
 
     def run(x: Any) -> Any:
-        (loss := model(x).sum()).backward()
+        (loss := model(x).sum()).item()
         return loss
 
     with pytest.raises(ValueError, match="what it returned has run"):
         koila.largest_batch(run, x)
+
+    def train(x: Any) -> Any:
+        model(x).sum().backward()
+        torch.optim.SGD(model.parameters(), 1.0).step()
+
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(ValueError, match="nor read a number: it calls backward"):
+        koila.largest_batch(train, x)
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is None and torch.equal(parameter, value)
+    model(koila.lazy(x)).sum().backward()  # only the step's own backward() is refused
     with pytest.raises(ValueError, match="give the tensors of a batch"):
         koila.largest_batch(lambda: torch.ones(()))
     with pytest.raises(TypeError, match="give the batch as plain tensors"):
@@ -78,4 +108,4 @@ def test_what_it_cannot_say() -> None:
     assert found.whole == found.in_chunks == 0
     found = koila.largest_batch(lambda x: model[0](x).sum(), x, most=64)
     assert found.whole == found.in_chunks == 64
-    assert "64 samples and more whole" in str(found)
+    assert "64 samples and more fit whole" in str(found)

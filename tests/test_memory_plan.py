@@ -227,7 +227,7 @@ def test_evaluation_has_no_backward() -> None:
 
 def test_nothing_to_plan() -> None:
     x = koila.lazy(torch.ones(4, 3))
-    with pytest.raises(koila.KoilaError, match="an input: nothing is recorded"):
+    with pytest.raises(koila.KoilaError, match="an input, of which nothing is computed yet"):
         koila.plan(x)
     with pytest.raises(koila.KoilaError, match="no lazy tensor was given"):
         koila.plan(torch.ones(3))
@@ -260,6 +260,9 @@ def test_files(some_plan: koila.MemoryPlan, tmp_path: Path) -> None:
     text = (tmp_path / "plan.html").read_text()
     assert "<script" not in text
     assert len(text) < 50_000
+    with pytest.raises(ValueError, match=r"'plan.png' has no ending that says the format: .*\.svg"):
+        some_plan.save(tmp_path / "plan.png")
+    assert not (tmp_path / "plan.png").exists()
     svg = ET.parse(tmp_path / "plan.svg").getroot()
     areas = [one for one in svg.iter() if one.tag.endswith("polygon")]
     assert len(areas) == 4

@@ -153,7 +153,7 @@ def normed() -> nn.Module:
 def bytes_in(text: str) -> tuple[float, float]:
     """What a refusal says that is needed, and left."""
     units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20}
-    found = re.search(r"needs? ([\d.]+) (\w+) beside .* ([\d.]+) (\w+) are left", text)
+    found = re.search(r"needs? ([\d.]+) (\w+) more .* ([\d.]+) (\w+) are left", text)
     assert found is not None, text
     return float(found[1]) * units[found[2]], float(found[3]) * units[found[4]]
 
@@ -168,7 +168,7 @@ def test_a_limit_too_small_says_what_is_needed() -> None:
     first, *others = str(caught.value).splitlines()
     found = re.fullmatch(
         r"at least ([\d.]+) MiB are needed and memory_limit is ([\d.]+) MiB: "
-        r"set memory_limit='[\d.]+MiB'( for 16 chunks, or '\1MiB' for \d+)?",
+        r"set memory_limit='[\d.]+MiB'( for at most 16 chunks, or '\1MiB' for \d+)?",
         first,
     )
     assert found is not None, first
@@ -268,7 +268,7 @@ def test_a_refusal_names_what_is_held_whole() -> None:
     ):
         model(x).mean().backward()
     found = re.search(
-        r"needs ([\d.]+) MiB .* of which ([\d.]+) MiB do not shrink with the chunks, .*"
+        r"needs ([\d.]+) MiB .* \(([\d.]+) MiB of them whatever the chunks\), .*"
         r"\n  too large: sort \(([^\n]*):\d+\) makes 12.0 MiB whole\n",
         str(caught.value),
         re.DOTALL,
@@ -359,7 +359,7 @@ def test_a_refusal_names_where_the_program_was_cut() -> None:
     ):
         first(Twice.apply(first(x).tanh())).exp().mean().backward()
     assert re.search(
-        r"free some of these: other tensors hold [\d.]+ MiB; "
+        r"other tensors hold [\d.]+ MiB, which count too: free those that you do not need; "
         rf"Twice.apply \({__file__}:\d+\) took 1.0 MiB of the whole batch: "
         "it is not recorded, and the program is cut before it",
         str(caught.value),
@@ -475,7 +475,7 @@ def test_chunks_that_are_asked_for_take_the_cheapest_way_that_is_enough(
         def peak(self, rows: int) -> tuple[float, int]:
             return float(needs[self.way]), 0
 
-    program: Any = SimpleNamespace(entered=[], is_part=False)
+    program: Any = SimpleNamespace(parameters=[], is_part=False)
     options = [SimpleNamespace(way=way, estimate=Needs(way)) for way in needs]
     monkeypatch.setattr(planner, "_ASKED_SHARE", share)
     monkeypatch.setattr(ways, "recomputing_cheap", lambda program: iter(options[1:5]))

@@ -24,6 +24,16 @@ def make(*extra: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer, Tensor, T
     return model, optimizer, torch.randn(23, 6), torch.randint(5, (23,))
 
 
+def test_a_step_that_makes_nothing_lazy_is_refused() -> None:
+    """It would be compared with itself. A report of an earlier step says nothing about it."""
+    model, _, x, y = make()
+    F.cross_entropy(model(lazy_x := koila.lazy(x)), y).backward()
+    model.zero_grad()
+    with pytest.raises(ValueError, match="verify: the step uses no lazy tensor"):
+        koila.verify(lambda: F.cross_entropy(model(x), y).backward(), model)
+    assert koila.verify(lambda: model(lazy_x).pow(2).mean().backward(), model, chunks=2).is_equal
+
+
 @pytest.mark.parametrize("chunks", [2, 7, 23])
 def test_a_step_that_is_equal(chunks: int) -> None:
     """Afterwards all is as before, the generator too; the model is found by its name."""
@@ -98,7 +108,7 @@ def test_what_it_finds() -> None:
 
     assert koila.verify(Trainer().step, chunks=2).is_equal
     assert koila.verify(functools.partial(of, model, x), chunks=2).is_equal
-    with pytest.raises(ValueError, match="no module is given"):
+    with pytest.raises(ValueError, match="the step names no module"):
         koila.verify(lambda: None)
 
 

@@ -24,7 +24,7 @@ def plan(*losses: Any) -> MemoryPlan:
 
     Returns:
         Bytes by phase (forward, backward, optimizer's step), by category at the peak (parameters,
-        gradients, optimizer state, activations, outputs that the script holds, temporaries), the
+        gradients, optimizer state, activations, results that your script holds, temporaries), the
         ten largest values with their layer and line, the chunks, and what is recomputed or
         offloaded. It prints as a text, is a card in a notebook, and writes files (`save`): a
         picture, JSON, a trace for Chrome and Perfetto, and a snapshot for torch's memory viewer. If

@@ -13,11 +13,16 @@ from torch import Tensor
 
 from koila import _core
 from koila.basics.config import config, settings
-from koila.lazy import lazy
+from koila.lazy import lazy, map_tensors
 from koila.messages.words import count, size
 from koila.planning import limits
+from koila.recording.backwards import refused
 from koila.staged.program import Program
 from koila.verify import restored_buffers
+
+_MUST = (
+    "largest_batch: the step must return the loss, and neither call backward() nor read a number"
+)
 
 
 @dataclass(frozen=True)
@@ -41,8 +46,8 @@ class LargestBatch:
             return count(n, "sample") + (" and more" if n == self.most else "")
 
         return (
-            f"with {size(self.bytes_allowed)} left for it: {samples(self.whole)} whole, "
-            f"{samples(self.in_chunks)} in {limits.FEW_CHUNKS} chunks at most"
+            f"with {size(self.bytes_allowed)} left for it: {samples(self.whole)} fit whole, "
+            f"{samples(self.in_chunks)} in at most {limits.FEW_CHUNKS} chunks"
         )
 
     __repr__ = __str__
@@ -50,7 +55,7 @@ class LargestBatch:
 
 def largest_batch(
     step: Callable[..., Tensor],
-    *batch: Tensor,
+    *batch: Any,
     memory_limit: int | float | str | None = None,
     most: int = 2**16,
 ) -> LargestBatch:
@@ -59,15 +64,17 @@ def largest_batch(
     The buffers of modules that `step` names (such as a norm's count of batches) are restored.
 
     Args:
-        step: takes the tensors of a batch and returns the loss, without calling backward(). It must
-            not read a number.
-        batch: the tensors of a batch of any size, with samples in dim 0.
+        step: takes what `batch` is and returns the loss, without calling backward(). It must not
+            read a number.
+        batch: a batch of any size: tensors with samples in dim 0, or containers of them as `lazy`
+            takes. A 0-dim tensor is the same for all samples.
         memory_limit: as for `config`; None: the current setting.
         most: the largest batch to try.
 
     Raises:
         TypeError: the batch is lazy.
-        ValueError: the batch has no samples, or the step reads a number or returns no lazy loss.
+        ValueError: the batch has no samples, or the step calls backward(), reads a number or
+            returns no lazy loss.
 
     Examples:
         >>> import torch, koila
@@ -78,7 +85,13 @@ def largest_batch(
         >>> 1000 < found.whole < found.in_chunks
         True
     """
-    if not batch or any(tensor.dim() == 0 or tensor.shape[0] == 0 for tensor in batch):
+    tensors = list[Tensor]()
+    map_tensors(tensors.append, batch)
+    if any(type(tensor) is _core.LazyTensor for tensor in tensors):
+        raise TypeError(
+            "largest_batch: give the batch as plain tensors: it makes lazy batches of other sizes"
+        )
+    if not any(map(_has_rows, tensors)) or any(t.dim() and not _has_rows(t) for t in tensors):
         raise ValueError("largest_batch: give the tensors of a batch, each with samples in dim 0")
     changes: dict[str, Any] = settings()._asdict()
     if memory_limit is not None:
@@ -87,7 +100,12 @@ def largest_batch(
 
     def search() -> None:
         try:
-            with config(**changes), torch.random.fork_rng(), restored_buffers(step):
+            with (
+                config(**changes),
+                torch.random.fork_rng(),
+                restored_buffers(step),
+                refused(f"{_MUST}: it calls backward()"),
+            ):
                 found.append(_search(step, batch, most))
         except BaseException as error:
             found.append(error.with_traceback(None))
@@ -101,7 +119,11 @@ def largest_batch(
     return found[0]
 
 
-def _search(step: Callable[..., Tensor], batch: tuple[Tensor, ...], most: int) -> LargestBatch:
+def _has_rows(tensor: Tensor) -> bool:
+    return tensor.dim() > 0 and tensor.shape[0] > 0
+
+
+def _search(step: Callable[..., Tensor], batch: tuple[Any, ...], most: int) -> LargestBatch:
     needs: dict[int, tuple[float, float, float]] = {}
 
     def needs_of(n_rows: int) -> tuple[float, float, float]:
@@ -140,27 +162,27 @@ def _between(low: int, high: int, fits: Callable[[int], bool]) -> int:
 
 
 def _needs(
-    step: Callable[..., Tensor], batch: tuple[Tensor, ...], n_rows: int
+    step: Callable[..., Tensor], batch: tuple[Any, ...], n_rows: int
 ) -> tuple[float, float, float]:
     """Return the bytes that a batch of `n_rows` needs whole and in a few chunks, including the
     batch, and the bytes that are left for it."""
-    if any(type(tensor) is _core.LazyTensor for tensor in batch):
-        raise TypeError(
-            "largest_batch: give the batch as plain tensors: it makes lazy batches of other sizes"
-        )
-    rows = [tensor.detach()[:1].expand(n_rows, *tensor.shape[1:]) for tensor in batch]
-    given = lazy(*rows)
-    n_bytes = sum(n_rows * tensor[0].numel() * tensor.element_size() for tensor in batch)
+    n_bytes = 0
+
+    def of_rows(tensor: Tensor) -> Tensor:
+        nonlocal n_bytes
+        if tensor.dim() == 0:
+            return tensor
+        n_bytes += n_rows * tensor[0].numel() * tensor.element_size()
+        return tensor.detach()[:1].expand(n_rows, *tensor.shape[1:])
+
+    given = lazy(*map_tensors(of_rows, batch))
     loss: Tensor | None = None
     try:
-        loss = step(*(given if len(rows) > 1 else (given,)))
+        loss = step(*(given if len(batch) > 1 else (given,)))
         if type(loss) is not _core.LazyTensor or _core.real(loss) is not None:
             is_run = type(loss) is _core.LazyTensor
             what = "has run" if is_run else f"is of type {type(loss).__name__}"
-            raise ValueError(
-                "largest_batch: the step must return the loss, and neither call backward() nor "
-                f"read a number: what it returned {what}"
-            )
+            raise ValueError(f"{_MUST}: what it returned {what}")
         whole, few, left = limits.needs(Program([loss]))
         return whole + n_bytes, few + n_bytes, left
     finally:

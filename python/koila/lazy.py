@@ -114,6 +114,11 @@ def _map(fn: Callable[[torch.Tensor, Any, str], Any], obj: Any, batch: Any, path
     return obj
 
 
+def map_tensors(fn: Callable[[torch.Tensor], Any], obj: Any) -> Any:
+    """Rebuild `obj`, containers as `lazy` takes them, with `fn(tensor)` in place of each tensor."""
+    return _map(lambda tensor, batch, path: fn(tensor), obj, None, "input")
+
+
 def _entry(batch: Any, key: Any) -> Any:
     """Return the part of `batch` for one entry. A number, or None, applies to all entries."""
     if batch is None or hasattr(batch, "__index__"):

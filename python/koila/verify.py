@@ -110,7 +110,7 @@ def verify(step: Callable[[], Any], *owners: Any, chunks: int = 4) -> Verificati
 
     Raises:
         TypeError: `step` is no function.
-        ValueError: there is no module.
+        ValueError: there is no module, or the step uses no lazy tensor.
 
     Examples:
         >>> import torch, koila
@@ -125,7 +125,10 @@ def verify(step: Callable[[], Any], *owners: Any, chunks: int = 4) -> Verificati
     found = list(owners) or list(_named_by(step))
     modules = [one for one in found if isinstance(one, nn.Module)]
     if not modules:
-        raise ValueError("verify: no module is given, and the step names none: verify(step, model)")
+        raise ValueError(
+            "verify: the step names no module whose results could be compared: give the modules "
+            "and optimizers that it changes, as in verify(step, model, optimizer)"
+        )
     optimizers = [one for one in found if isinstance(one, torch.optim.Optimizer)]
     whole, whole_outputs, _ = _run(step, modules, optimizers, 1)
     cut, cut_outputs, n_chunks = _run(step, modules, optimizers, chunks)
@@ -243,9 +246,16 @@ def _run(
     the number of chunks."""
     outputs: dict[str, Any] = {}
     with _restored(modules, optimizers), _outputs_of(modules, outputs):
-        with config(chunks=chunks, memory_limit=None):
+        n_batches = reports.n_batches()
+        with config(chunks=chunks, memory_limit=None), reports.observed_by(reports.Observer()):
             returned = step()
-            n_chunks = reports.report().n_chunks
+            ran = reports.report()
+            if not ran.programs and reports.n_batches() == n_batches:
+                raise ValueError(
+                    "verify: the step uses no lazy tensor, so it would only be compared with "
+                    "itself: make the batch lazy in the step, as in x, y = koila.lazy(x, y)"
+                )
+            n_chunks = ran.n_chunks if ran.programs else 1
             seen = {name: _number(value) for name, value in outputs.items()}
             left = {f"result of {i}": _number(one) for i, one in enumerate(_tensors(returned))}
         for prefix, module in _prefixes(modules):

@@ -77,6 +77,11 @@ def parse_bytes(limit: int | float | str | None) -> int | None:
                 '"80%"'
             )
         number, unit = float(match[1]), match[2].lower()
+        if not unit and number < 2**20:
+            raise ValueError(
+                f"config: memory_limit={limit!r} has no unit, and would be {number:g} bytes: write "
+                f'"{match[1]}GiB", or the bytes as an int'
+            )
         limit = number / 100 if unit == "%" else int(number * _UNITS[unit])
     if isinstance(limit, float):
         if not 0 < limit <= 1:

@@ -30,6 +30,25 @@ def _accumulate_grad() -> type:
 ACCUMULATE_GRAD = _accumulate_grad()
 
 
+def nodes_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
+    """Yield each node of the autograd graphs of tensors once."""
+    steps: list[Any] = [t.grad_fn for t in tensors]
+    seen: set[Any] = set()
+    while steps:
+        node = steps.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            steps += [following for following, _ in node.next_functions]
+
+
+def leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield each leaf of the autograd graphs of tensors once."""
+    for node in nodes_behind(tensors):
+        if type(node) is ACCUMULATE_GRAD:
+            yield getattr(node, "variable")  # noqa: B009  torch's stubs do not know it
+
+
 class Function(torch.autograd.Function):
     """A base for koila's own autograd functions, with a faster `apply`.
 

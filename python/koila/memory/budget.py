@@ -9,7 +9,7 @@ import os
 import resource
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -221,7 +221,13 @@ def outside(device: torch.device, held: Iterable[torch.Tensor]) -> int:
     return max(0, taken(device, held) - _storage_bytes(t for t in held if t.device == device))
 
 
-def counted(device: torch.device, entered: Iterable[torch.Tensor]) -> list[tuple[str, int]]:
+#: What `counted` calls the gradients of parameters.
+GRADIENTS = "gradients"
+
+
+def counted(
+    device: torch.device, parameters: Sequence[torch.Tensor], entered: Iterable[torch.Tensor]
+) -> list[tuple[str, int]]:
     """Return what counts against `config(memory_limit=)`: kinds of tensors with their bytes.
 
     A storage counts for the first of its kinds. Torch functions of tensor subclasses are disabled,
@@ -229,19 +235,22 @@ def counted(device: torch.device, entered: Iterable[torch.Tensor]) -> list[tuple
 
     Args:
         device: the device.
-        entered: the tensors that a program reads.
+        parameters: the leaves that a program reads.
+        entered: the tensors that it reads.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        return _counted(device, entered)
+        return _counted(device, parameters, entered)
 
 
-def _counted(device: torch.device, entered: Iterable[torch.Tensor]) -> list[tuple[str, int]]:
+def _counted(
+    device: torch.device, parameters: Sequence[torch.Tensor], entered: Iterable[torch.Tensor]
+) -> list[tuple[str, int]]:
     here = [t for t in entered if t.device == device and t.layout == torch.strided]
-    leaves = [t for t in here if t.is_leaf and t.requires_grad]
+    leaves = [t for t in parameters if t.device == device and t.layout == torch.strided]
     foreign = [t for t in here if t.numel() and not t.untyped_storage().resizable()]
     kinds = (
         ("parameters", leaves),
-        ("gradients", [t.grad for t in leaves if t.grad is not None]),
+        (GRADIENTS, [t.grad for t in leaves if t.grad is not None]),
         ("optimizer state", [t for t in optimizer_state() if t.device == device]),
         ("tensors in NumPy's or shared memory", foreign),
         ("the batch and other inputs", here),
@@ -342,24 +351,36 @@ _N_KEPT: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]] = {
     torch.optim.SGD: lambda group: int(group["momentum"] != 0),
     torch.optim.RMSprop: lambda group: 1 + (group["momentum"] > 0) + bool(group["centered"]),
 }
-_searched = storages.Clock()
+#: The optimizers that exist; None: those of the time before koila's patches are to be found.
+_existing: weakref.WeakSet[torch.optim.Optimizer] | None = None
 
 
-def coming_state(parameters: Iterable[torch.Tensor], is_sure: bool = False) -> int:
-    """Return the bytes of state that optimizers will make for parameters in their first step.
+def look_for_optimizers() -> None:
+    """From now on `note_made` is called for each new optimizer; look for the older ones."""
+    global _existing
+    _existing = None
 
-    Args:
-        parameters: the parameters.
-        is_sure: search for optimizers in any case. It takes long, since it goes through all
-            objects, so otherwise it is done seldom, and 0 is returned in between.
-    """
-    if not is_sure and not _searched.is_due():
-        return 0
-    with _searched:
-        found = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+
+def note_made(optimizer: torch.optim.Optimizer) -> None:
+    """Remember an optimizer that was just made: `coming_state` includes its state to come."""
+    if _existing is not None:
+        _existing.add(optimizer)
+
+
+def _all_optimizers() -> list[torch.optim.Optimizer]:
+    """Return all optimizers. The first time it takes long, since it goes through all objects."""
+    global _existing
+    if _existing is None:
+        kind = torch.optim.Optimizer
+        _existing = weakref.WeakSet(o for o in gc.get_objects() if issubclass(type(o), kind))
+    return list(_existing)
+
+
+def coming_state(parameters: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of state that optimizers will make for parameters in their first step."""
     wanted = {id(parameter) for parameter in parameters}
     n_bytes = 0
-    for optimizer in found:
+    for optimizer in _all_optimizers():
         kinds = [kind for kind in type(optimizer).__mro__ if kind in _N_KEPT]
         if not kinds or optimizer in _optimizers:
             continue

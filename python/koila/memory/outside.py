@@ -13,7 +13,7 @@ import torch
 
 from koila import _core
 from koila.basics import config
-from koila.basics.engine import ACCUMULATE_GRAD
+from koila.basics.engine import ACCUMULATE_GRAD, nodes_behind
 from koila.memory import storages
 
 # Nodes whose backward returns its gradient, or a view of it, and so allocates nothing.
@@ -123,18 +123,6 @@ def peak(tensors: Iterable[torch.Tensor]) -> float:
     return max(most, above * worst)
 
 
-def nodes(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield each node of the graphs of tensors once."""
-    steps = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    seen: set[Any] = set()
-    while steps:
-        node = steps.pop()
-        if node not in seen:
-            seen.add(node)
-            yield node
-            steps += [following for following, _ in node.next_functions if following is not None]
-
-
 #: The key in the metadata of a node that a call in a reentrant checkpoint made, running live.
 IN_REENTRANT = "koila: in a reentrant checkpoint"
 
@@ -162,7 +150,7 @@ def ends(tensor: torch.Tensor) -> Iterator[tuple[Any, bool]]:
 def total(tensors: Iterable[torch.Tensor]) -> float:
     """Return the bytes of all gradients that a backward through the graphs of tensors computes."""
     found = 0.0
-    for node in nodes(tensors):
+    for node in nodes_behind(tensors):
         leaf = getattr(node, "variable", None) if type(node) is ACCUMULATE_GRAD else None
         found += sum([leaf.nbytes] if leaf is not None else results(node))
     return found
@@ -172,7 +160,7 @@ def note_kept(tensors: Iterable[torch.Tensor]) -> None:
     """Count the saved tensors of graphs against a limit: most have no Python object, so the garbage
     collector does not know them."""
     if config.get("memory_limit") is not None:
-        storages.n_bytes([one for node in nodes(tensors) for one in _kept_by(node)])
+        storages.n_bytes([one for node in nodes_behind(tensors) for one in _kept_by(node)])
 
 
 #: By the type of a node: its attributes that hold saved tensors.

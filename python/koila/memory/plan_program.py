@@ -125,14 +125,15 @@ def of(
         phase: max((one.n_bytes for one in moments if one.phase == phase), default=0)
         for phase in (FORWARD, BACKWARD)
     }
-    parameters = [t for t in program.entered if t.is_leaf and t.requires_grad]
+    parameters = program.parameters
     if is_graph:
-        coming = budget.coming_state(parameters, is_sure=True)
+        coming = budget.coming_state(parameters)
         phases[OPTIMIZER] = sum(p.nbytes for p in parameters if p.grad is None) + coming
     else:
         del phases[BACKWARD]
     devices = sorted(program.devices, key=lambda device: device.type == "cpu")
-    there = dict(budget.counted(devices[0] if devices else torch.device("cpu"), program.entered))
+    device = devices[0] if devices else torch.device("cpu")
+    there = dict(budget.counted(device, parameters, program.entered))
     return MemoryPlan(
         fits,
         max(1, -(-estimate.rows // rows)),

@@ -60,7 +60,7 @@ class MemoryPlan:
         """
         own = {
             "activations": self.worst.activations,
-            "outputs that the script holds": self.worst.outputs,
+            "results that your script holds": self.worst.outputs,
             "gradients": self.worst.gradients,
             "temporaries": self.worst.temporaries,
         }
@@ -74,7 +74,7 @@ class MemoryPlan:
         phases = ", ".join(f"{name} {size(n)}" for name, n in self.phases.items())
         categories = ", ".join(f"{name} {size(n)}" for name, n in self.categories().items())
         found = [*self.summary, f"by phase: {phases}"]
-        found.append(f"worst moment: {self.worst}: {size(self.n_bytes)} beside what is there")
+        found.append(f"worst moment: {self.worst}: {size(self.n_bytes)} more than is in use now")
         return [*found, f"all that is there then: {categories}"]
 
     def table(self) -> list[tuple[str, ...]]:
@@ -115,7 +115,10 @@ class MemoryPlan:
         Args:
             path: `.svg` is the picture, `.html` the card, `.json` the numbers; `.trace.json` opens
                 in Chrome's trace viewer and in Perfetto, with a counter of memory, `.pickle` in
-                torch's memory viewer; with any other suffix it is the text.
+                torch's memory viewer; `.txt` is the text.
+
+        Raises:
+            ValueError: the suffix is none of these.
         """
         plan_files.save(self, Path(path))
 

@@ -253,7 +253,11 @@ def snapshot(plan: Plan) -> dict[str, Any]:
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Write a plan to a file, in the format of its suffix."""
+    """Write a plan to a file, in the format of its suffix.
+
+    Raises:
+        ValueError: the suffix is of no format.
+    """
     if path.name.endswith(".pickle"):
         path.write_bytes(pickle.dumps(snapshot(plan)))
         return
@@ -262,9 +266,16 @@ def save(plan: Plan, path: Path) -> None:
         ".json": lambda: json.dumps(plan.as_dict(), indent=1),
         ".svg": lambda: svg(plan),
         ".html": lambda: _HEAD + html(plan),
+        ".txt": plan.__str__,
     }
-    make = next((make for end, make in formats.items() if path.name.endswith(end)), plan.__str__)
-    path.write_text(make(), encoding="utf-8")
+    for end, make in formats.items():
+        if path.name.endswith(end):
+            path.write_text(make(), encoding="utf-8")
+            return
+    raise ValueError(
+        f"plan.save: {path.name!r} has no ending that says the format: {', '.join(formats)} or "
+        ".pickle; for another picture, save what plan.plot() draws with matplotlib"
+    )
 
 
 def plot(plan: Plan, axes: Any) -> Any:

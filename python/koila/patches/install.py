@@ -279,6 +279,23 @@ def _patch_unwritten() -> None:
         patching.replace(owner, name, unwritten.written_first(getattr(owner, name)))
 
 
+def _patch_optimizers() -> None:
+    """Note each optimizer when it is made or copied: its first step will make state."""
+    budget.look_for_optimizers()
+    for name in ("__init__", "__setstate__"):
+        original = getattr(torch.optim.Optimizer, name)
+        patching.replace(torch.optim.Optimizer, name, _noting_optimizer(original))
+
+
+def _noting_optimizer(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        budget.note_made(self)
+
+    return patched
+
+
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Run pending calls before an optimizer changes the parameters that they read."""
     budget.note_optimizer(optimizer)
@@ -333,6 +350,7 @@ def _install() -> None:
     _patch_engine()
     tracers.patch()
     _patch_unwritten()
+    _patch_optimizers()
     patching.hooks.append(register_optimizer_step_pre_hook(_before_step))
     patching.hooks.append(register_optimizer_step_post_hook(_after_step))
 

@@ -312,7 +312,15 @@ def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
     needs, has = sizes(whole, max(0.0, limits.left_for(program)))
     limit = limits.limit_in_words(program)
     asked = config.get("chunks")
-    found = [f"whole needs {needs} beside what is there, and {has} are left"]
+    found = [f"whole needs {needs} more than is in use now, and {has} are left"]
+    held = [value for value in left_graphs.ends_of(program) if value in program.wanted]
+    if held:
+        node = program.node_of(held[0])
+        assert node is not None
+        found.append(
+            "that includes other pending calls, whose results are still held: "
+            f"{name_of_node(node)} ({where_of_node(node)})"
+        )
     if (limit or asked is None) and (not limit or limit not in expected.text):
         found.append(limit or "no limit is set: what is free counts")
     if asked is not None:
@@ -371,7 +379,7 @@ def why_nothing(roots: Sequence[_core.LazyTensor]) -> str:
     if not roots:
         return "no lazy tensor was given: nothing is recorded for it"
     if all(map(_core.is_input, roots)):
-        return "an input: nothing is recorded for it alone"
+        return "an input, of which nothing is computed yet: give the loss"
     return ALL_HAS_RUN if all(_core.real(root) is not None for root in roots) else ""
 
 

@@ -31,7 +31,7 @@ def estimate(program: Program, is_graph: bool) -> estimates.Estimate:
 def _further_of(program: Program) -> float:
     key = *program.sizes, program.gets is None
     if key not in _further:
-        ends = _ends(program)
+        ends = ends_of(program)
         more = 0.0
         if ends or program.gets is not None:
             more = _forward(Program([*program.roots, *ends])) - _forward(program)
@@ -45,7 +45,7 @@ def _forward(program: Program) -> float:
     return max((one.n_bytes for one in moments if not one.is_back), default=0.0)
 
 
-def _ends(program: Program) -> list[int]:
+def ends_of(program: Program) -> list[int]:
     """Return values with a graph that lead to no root and to no other of them."""
     found: list[int] = []
     leading = set(program.roots)

@@ -31,9 +31,9 @@ WHOLE_SHARE = 0.9
 def _tensors_of_step(program: Program) -> list[torch.Tensor]:
     """Return the existing tensors that belong to the step: inputs, parameters, their gradients, and
     the state of optimizers."""
-    leaves = (tensor for tensor in program.entered if tensor.is_leaf)
+    leaves = [tensor for tensor in program.entered if tensor.is_leaf] + program.parameters
     grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
-    return program.entered + grads + budget.optimizer_state()
+    return program.entered + leaves + grads + budget.optimizer_state()
 
 
 def allowed_for(program: Program, is_alone: bool = False, needed: float = math.inf) -> float:
@@ -67,18 +67,27 @@ def limit_in_words(program: Program) -> str:
         if budget.is_bound() and devices_of(program)[0].type == "cpu":
             return "the limit of the process counts Python's objects and libraries too"
         return ""
-    parts = max((budget.counted(d, program.entered) for d in devices_of(program)), key=_sum_of)
+    counted = (
+        budget.counted(one, program.parameters, program.entered) for one in devices_of(program)
+    )
+    parts = max(counted, key=_sum_of)
     taken = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in parts)
-    return f"the limit is {size(limit)}" + (f", of which {taken}" if taken else "")
+    text = f"the limit is {size(limit)}" + (f", of which {taken}" if taken else "")
+    if program.roots and budget.GRADIENTS in dict(parts):
+        text += "; zero_grad() before the step frees these gradients of an earlier backward()"
+    return text
 
 
 #: With more chunks than this a step is slow, on a CPU and on a GPU.
 FEW_CHUNKS = 16
 
 
-def _in_few_chunks(found: list[estimates.Estimate]) -> float:
-    """Return the least bytes that a program needs in at most FEW_CHUNKS chunks."""
-    return min(one.peak(-(-one.rows // FEW_CHUNKS))[0] for one in found)
+def _in_few_chunks(as_it_is: estimates.Estimate) -> float:
+    """Return the bytes that a program needs in FEW_CHUNKS chunks.
+
+    Plans take another way than as it is, which may need less, only for what does not fit so.
+    """
+    return as_it_is.peak(-(-as_it_is.rows // FEW_CHUNKS))[0]
 
 
 def as_limit(program: Program, needed: float) -> float:
@@ -112,12 +121,12 @@ class Limits(NamedTuple):
         if self.is_one:
             return f"{_mib(self.least)}{coming}"
         return (
-            f"{_mib(self.least)} (in {self.n_chunks} chunks; {FEW_CHUNKS} chunks need "
-            f"{_mib(self.best)}){coming}"
+            f"{_mib(self.least)} (in {self.n_chunks} chunks; at most {FEW_CHUNKS} chunks "
+            f"need {_mib(self.best)}){coming}"
         )
 
     def to_come(self) -> str:
-        """Return what optimizers will take beside what is there; empty if that is nothing."""
+        """Return what optimizers will take beyond what is in use; empty if that is nothing."""
         if not self.coming:
             return ""
         return f"{size(self.coming)} for the state that the optimizer makes in its first step"
@@ -132,7 +141,8 @@ class Limits(NamedTuple):
         best, least = (f"'{_mib(one).replace(' ', '')}'" for one in (self.best, self.least))
         if self.is_one:
             return f"set memory_limit={least}"
-        return f"set memory_limit={best} for {FEW_CHUNKS} chunks, or {least} for {self.n_chunks}"
+        chunks = f"at most {FEW_CHUNKS} chunks"
+        return f"set memory_limit={best} for {chunks}, or {least} for {self.n_chunks}"
 
 
 def limits_of(program: Program, is_graph: bool, is_for_next: bool = True) -> Limits:
@@ -142,27 +152,28 @@ def limits_of(program: Program, is_graph: bool, is_for_next: bool = True) -> Lim
         program: what is to run.
         is_graph: whether it is differentiated.
         is_for_next: the limits are also to suffice for the next steps, when optimizers have made
-            their state. Finding the optimizers that have not made it yet takes long.
+            their state.
     """
     estimates = [way.estimate for way in ways.options(program, is_graph)]
-    rows, n_bytes, _ = min((one.least() for one in estimates), key=lambda entry: entry[1])
-    n_chunks = -(-estimates[0].rows // rows)
-    leaves = [leaf for leaf in program.entered if leaf.is_leaf]
-    is_looked_for = is_for_next and bool(program.roots)
-    coming = budget.coming_state(leaves, is_sure=True) if is_looked_for else 0
-    least = as_limit(program, n_bytes + coming)
-    best = least
+    smallest = min(estimates, key=lambda one: one.least()[1])
+    is_coming = is_for_next and bool(program.roots)
+    coming = budget.coming_state(program.parameters) if is_coming else 0
+    before = as_limit(program, coming)
+    least = best = before + smallest.least()[1]
+    # A limit is set in tenths of a MiB. Larger chunks may fit what that adds.
+    rows = smallest.largest_chunk(in_tenths(least) - before) or smallest.least()[0]
+    n_chunks = -(-smallest.rows // rows)
     if n_chunks > FEW_CHUNKS:
-        best = as_limit(program, _in_few_chunks(estimates) + coming)
+        best = max(least, before + _in_few_chunks(estimates[0]) / CHUNK_SHARE)
     return Limits(least, n_chunks, best, coming)
 
 
 def needs(program: Program) -> tuple[float, float, float]:
     """Return the bytes that a program with its backward needs whole, those that it needs in few
     chunks, and those that plans use of the memory that is left."""
-    estimates = [way.estimate for way in ways.options(program, True)]
+    found = estimates.estimate(program, True)
     share = min(WHOLE_SHARE, CHUNK_SHARE)
-    return estimates[0].whole, _in_few_chunks(estimates), share * max(0.0, left_for(program))
+    return found.whole, _in_few_chunks(found), share * max(0.0, left_for(program))
 
 
 def left_for(program: Program, needed: float = math.inf) -> float:
@@ -199,14 +210,14 @@ class Needs:
         )
         needed, has = sizes(self.n_bytes, left)
         is_whole = 2 * self.fixed >= self.n_bytes
-        fixed = f", of which {size(self.fixed)} do not shrink with the chunks" if is_whole else ""
+        fixed = f" ({size(self.fixed)} of them whatever the chunks)" if is_whole else ""
         large = (
             _large(program, names, self.fixed) if is_whole else f"what {call} holds for its samples"
         )
         found = limits_of(program, bool(program.roots))
         error = MemoryLimitError(
             f"{answer(found, needed, has, self.n_bytes <= left)}\n"
-            f"  {samples} {needed} beside what is there{fixed}, and {has} are left\n"
+            f"  {samples} {needed} more than is in use now{fixed}, and {has} are left\n"
             f"{in_lines(limit_in_words(program))}"
             f"{in_lines(found.to_come() and f'to come: {found.to_come()}')}"
             f"{in_lines(large and f'too large: {large}')}"
@@ -263,7 +274,7 @@ def answer(
         )
     if limit is None or found.least <= limit:
         return (
-            f"{least} {needed} are needed beside what is there, and {has} are free: free some, "
+            f"{least} {needed} more than is in use now are needed, and {has} are free: free some, "
             f"or {smaller}"
         )
     words = found.settings()
@@ -289,7 +300,8 @@ def others(program: Program) -> str:
     if outside < 2**20 / 10:
         return ""
     before = "".join(f"; {one}" for one in reports.ran_before()[:1])
-    return f"free some of these: other tensors hold {outside / 2**20:.1f} MiB{before}"
+    held = f"other tensors hold {outside / 2**20:.1f} MiB"
+    return f"{held}, which count too: free those that you do not need{before}"
 
 
 def least(estimate: estimates.Estimate, allowed: float) -> Needs:
@@ -339,9 +351,8 @@ def _large(program: Program, names: layers.Names, fixed: float) -> str:
         n_bytes = program.bytes_of(value)
         says = f"{names.of_value(value)} takes {size(n_bytes)}, as it is kept from"
         found.append((n_bytes, f"{says} one pass over the chunks for the next"))
-    leaves = [leaf for leaf in program.entered if leaf.is_leaf and leaf.requires_grad]
-    if leaves and program.roots:
-        leaf = max(leaves, key=lambda one: one.nbytes)
+    if program.parameters and program.roots:
+        leaf = max(program.parameters, key=lambda one: one.nbytes)
         name = layers.name_of_parameter(leaf)
         found.append((2 * leaf.nbytes, f"{name} and its gradient take {size(leaf.nbytes)} each"))
     state = sum(tensor.nbytes for tensor in budget.optimizer_state())

@@ -148,10 +148,10 @@ def too_large(
     """
     needs, has = sizes(needed, max(left, 0.0))
     n_bytes = limits.as_limit(program, needed)
-    found, more = Limits(n_bytes, 1, n_bytes), ", and more after that," if is_stopped else ""
+    found, more = Limits(n_bytes, 1, n_bytes), ", later even more," if is_stopped else ","
     error = MemoryLimitError(
         f"{limits.answer(found, needs, has, False, is_stopped=is_stopped)}\n"
-        f"  the whole batch needs {needs}{more} beside what is there, and {has} are left\n"
+        f"  the whole batch needs {needs} more than is in use now{more} and {has} are left\n"
         f"{limits.in_lines(limits.limit_in_words(program))}"
         f"{limits.in_lines(large and f'too large: {large}')}"
         f"{limits.in_lines(limits.others(program))}"
@@ -227,8 +227,7 @@ def _is_less_in_one(chunks: int, program: Program, way: Way, shared: int) -> boo
 def _find_way_in(chunks: int, program: Program) -> Way | None:
     estimate = estimates.estimate(program, True)
     rows = largest(estimate.rows, chunks, 1)
-    leaves = (tensor for tensor in program.entered if tensor.is_leaf and tensor.requires_grad)
-    gradients = sum(leaf.nbytes for leaf in leaves)
+    gradients = sum(parameter.nbytes for parameter in program.parameters)
     asked = gradients + _ASKED_SHARE * max(0, estimate.whole - gradients)
     found = [(estimate.peak(rows)[0], AS_IT_IS)]
     others = itertools.chain(ways.recomputing_cheap(program), ways.recomputing(program))
@@ -367,7 +366,7 @@ def _fit(
     if last is None and rows > 0 and is_graph and budget.is_limited():
         # Later steps have less, by the state that optimizers make. The first step already uses the
         # chunks that will fit then, so that all steps have the same ones.
-        coming = budget.coming_state(leaf for leaf in program.entered if leaf.is_leaf)
+        coming = budget.coming_state(program.parameters)
         rows = estimate.largest_chunk(ways.CHUNK_SHARE * (allowed - coming)) or rows
     if rows == 0:
         found = _find_way(program, is_graph, shape, allowed)

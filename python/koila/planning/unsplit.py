@@ -237,7 +237,7 @@ def reached_by_gradients(
     wanted = {key: {one} for key, one in named.items() if one in names}
     reached: dict[Any, set[int]] = {}
     # A node has a higher sequence number than its next nodes, except those of leaves.
-    nodes = list(outside.nodes([one for one in found if one is not None]))
+    nodes = list(engine.nodes_behind(one for one in found if one is not None))
     for node in sorted(nodes, key=lambda node: (not _is_of_leaf(node), node._sequence_nr())):
         following = [reached[one] for one, _ in node.next_functions if one is not None]
         own = wanted.get(id(node.variable), set()) if _is_of_leaf(node) else set()
@@ -268,7 +268,7 @@ def leaves_behind(program: Program, values: Collection[int]) -> dict[int, set[in
     if any(trace.env[value] is None for value in values):
         return None
     named = {id(leaf): id(program.info(v).real) for v, leaf in trace.leaves.items()}
-    ends = ((v, node) for v in values for node in outside.nodes([trace.env[v]]))
+    ends = ((v, node) for v in values for node in engine.nodes_behind([trace.env[v]]))
     result: dict[int, set[int]] = {value: set() for value in values}
     for value, node in ends:
         if _is_of_leaf(node):
@@ -288,7 +288,7 @@ def gone_through(program: Program) -> set[int] | None:
             trace = _Trace(program, calls_of=calls_of)
     except Exception:  # any function of torch may raise any error on meta tensors
         return None
-    reached = set(outside.nodes([trace.env[root] for root in program.roots]))
+    reached = set(engine.nodes_behind(trace.env[root] for root in program.roots))
     return {call for node, call in calls_of.items() if node in reached}
 
 

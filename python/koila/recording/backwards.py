@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -72,8 +74,28 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
     return replay.differentiate(roots, gradients, is_retained, inputs, finish)
 
 
+class _Thread(threading.local):
+    #: Why backward() is refused on this thread; empty: it is not.
+    refusal = ""
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def refused(why: str) -> Iterator[None]:
+    """Wrap a block in which, on this thread, backward() raises a ValueError before it runs."""
+    _thread.refusal = why
+    try:
+        yield
+    finally:
+        _thread.refusal = ""
+
+
 def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Run Tensor.backward or torch.autograd.backward."""
+    if _thread.refusal:
+        raise ValueError(_thread.refusal)
     reports.note_backward()
     with reports.Asking("backward()", _HAD_RUN):
         _backward(func, args, kwargs)

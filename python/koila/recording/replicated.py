@@ -23,7 +23,6 @@ from torch.autograd.graph import get_gradient_edge
 from koila import _core
 from koila.basics import engine, surroundings
 from koila.memory import storages
-from koila.running import deliver
 
 Replace = Callable[[Any, str, Any], None]
 Holds = Callable[[Any], bool]
@@ -91,7 +90,7 @@ def _behind(tensor: Any) -> list[torch.Tensor]:
 def _parameters_of(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:
     for one in itertools.chain.from_iterable(map(_behind, outputs)):
         if one.grad_fn is not None:
-            yield from deliver.leaves_behind(one)
+            yield from engine.leaves_behind([one])
         elif one.requires_grad:
             yield one
 

@@ -8,35 +8,14 @@ back: if the user asks for the step again, it would add them a second time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from koila.basics import surroundings
-from koila.basics.engine import ACCUMULATE_GRAD, as_recorded
+from koila.basics.engine import as_recorded, leaves_behind, nodes_behind
 from koila.basics.rows import without_memory
-
-
-def _nodes_behind(tensor: torch.Tensor) -> Iterator[Any]:
-    """Yield the nodes of the autograd graph behind a tensor."""
-    seen: set[Any] = set()
-    stack: list[Any] = [tensor.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        yield node
-        stack.extend(following for following, _ in node.next_functions)
-
-
-def leaves_behind(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the leaves of the autograd graph behind a tensor."""
-    for node in _nodes_behind(tensor):
-        if type(node) is ACCUMULATE_GRAD:
-            yield getattr(node, "variable")  # noqa: B009  torch's stubs do not know it
-
 
 #: What a program read of a graph behind it, if it is no more, is held while this graph runs: where
 #: it fails, the step can be asked for again.
@@ -48,7 +27,7 @@ def goes_on(found: Sequence[tuple[torch.Tensor, torch.Tensor]], is_spent: bool) 
     then, parts that were cut off (`bridge.py`); or a graph of plain calls of which it read much,
     which it frees if its own graph `is_spent`."""
     behind = [real for real, _ in found if real.grad_fn is not None]
-    functions = (getattr(node, "_forward_cls", None) for t in behind for node in _nodes_behind(t))
+    functions = (getattr(node, "_forward_cls", None) for node in nodes_behind(behind))
     runs_program = any(getattr(function, "runs_program", False) for function in functions)
     return runs_program or (is_spent and sum(t.nbytes for t in behind) > _FEW_BYTES)
 
@@ -68,7 +47,7 @@ class Undo:
         leaves: dict[int, torch.Tensor] = {}
         is_risky = any(gradient.layout != torch.strided for gradient in gradients)
         for real in reals:
-            found = [real] if real.is_leaf else list(leaves_behind(real))
+            found = [real] if real.is_leaf else list(leaves_behind([real]))
             is_risky = is_risky or not real.is_leaf or any(map(_has_hooks, found))
             leaves.update((id(leaf), leaf) for leaf in found)
         self._before: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = [
@@ -130,7 +109,7 @@ def deliver(
     """
     undo = Undo([real for real, _ in found], [gradient for _, gradient in found])
     with torch.enable_grad(), as_recorded([real for real, _ in found]):  # they may be frozen now
-        shared = {id(leaf) for real, _ in found if not real.is_leaf for leaf in leaves_behind(real)}
+        shared = set(map(id, leaves_behind(real for real, _ in found)))
         entries = [_entry(real, gradient, id(real) in shared) for real, gradient in found]
     found.clear()
     try:

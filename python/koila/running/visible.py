@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from koila import _core
+from koila.basics.engine import leaves_behind
 from koila.basics.rows import as_new
 from koila.memory import offload
 from koila.messages.errors import KoilaError
-from koila.running import deliver, overwritten, unwritten
+from koila.running import overwritten, unwritten
 from koila.running.numbers import Numbers
 from koila.staged import aliases, hooks, meta
 from koila.staged.facts import Info, name_of_call
@@ -203,7 +204,7 @@ def _first_readers(program: Program) -> list[tuple[torch.Tensor, int]]:
         for value in (program.imports[k].value for k in node.imports if k >= 0):
             real = program.info(value).real
             if real is not None and program.is_leaf(value) and program.needs_gradient(value):
-                for leaf in [real] if real.is_leaf else deliver.leaves_behind(real):
+                for leaf in [real] if real.is_leaf else leaves_behind([real]):
                     first.setdefault(id(leaf), (leaf, i))
     return list(first.values())
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from koila import _core
+from koila.basics.engine import leaves_behind
 from koila.staged import hooks, noise
 from koila.staged.facts import (
     ONCE,
@@ -158,6 +159,13 @@ class Program:
                 inside = index[region]
             of_node[node.id] = inside
         return of_node.tobytes(), outer.tobytes()
+
+    @functools.cached_property
+    def parameters(self) -> list[torch.Tensor]:
+        """The leaves of autograd's graph that it reads, also through plain calls (`weight[:n]`)."""
+        entered = [tensor for tensor in self.entered if tensor.requires_grad]
+        leaves = [tensor for tensor in entered if tensor.is_leaf]
+        return list({id(leaf): leaf for leaf in (*leaves, *leaves_behind(entered))}.values())
 
     def once(self) -> list[Node]:
         """Return the calls that run once, on whole values."""
