@@ -7,8 +7,9 @@ One network, four steps, the framework's own loop. "Lines" counts the lines that
 too; `python -m koila` needs none. "Difference" is the largest of the trained parameters and
 buffers in float64, in four chunks, over the largest entry. "Peak" is what torch's allocator hands
 out at most, parameters too, and "time" the time from one optimizer step to the next; both with
-koila over plain, in float32, under a limit that is a share of plain's peak. DDP and FSDP2 train
-with two processes, one thread each, on the CPU.
+koila over plain, in float32, under a limit that is a share of plain's peak. "By hand" is the time
+of plain torch that accumulates gradients over as many chunks, over plain. DDP and FSDP2 train with
+two processes, one thread each, on the CPU.
 """
 
 from __future__ import annotations
@@ -278,6 +279,21 @@ def seconds_of_a_step(text: str, data: TensorDataset, limit: int | None) -> floa
     return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
 
+def seconds_by_hand(data: TensorDataset, n_chunks: int) -> float:
+    """Return the time of a step of plain torch that accumulates gradients over chunks."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    ends: list[float] = []
+    for batch in torch.utils.data.DataLoader(data, batch_size=N_ROWS):
+        optimizer.zero_grad()
+        for x, y in zip(*(tensor.chunk(n_chunks) for tensor in batch), strict=True):
+            loss = nn.functional.cross_entropy(model(x), y, reduction="sum") / N_ROWS
+            loss.backward()
+        optimizer.step()
+        ends.append(time.perf_counter())
+    return statistics.median(b - a for a, b in itertools.pairwise(ends))
+
+
 def agreed(number: int) -> int:
     """The first process's number."""
     if not torch.distributed.is_initialized():
@@ -302,6 +318,9 @@ def row(name: str, text: str, rounds: int) -> tuple[str, ...]:
         "plain": partial(seconds_of_a_step, text, data, None),
         "koila": partial(seconds_of_a_step, text, data, limit),
     }
+    is_alone = not torch.distributed.is_initialized()
+    if is_alone:
+        variants["by hand"] = partial(seconds_by_hand, data, summary.most_chunks)
     times = interleave(variants, rounds)
     return (
         name,
@@ -313,6 +332,7 @@ def row(name: str, text: str, rounds: int) -> tuple[str, ...]:
         f"{peak / plain:.2f}",
         f"{1e3 * statistics.median(times['plain']):.0f} ms",
         f"{ratio(times, 'koila', 'plain'):.2f}",
+        f"{ratio(times, 'by hand', 'plain'):.2f}" if is_alone else "",
     )
 
 
@@ -373,6 +393,7 @@ def main() -> None:
         "peak",
         "plain's step",
         "time",
+        "by hand",
     )
     publish(args, "Frameworks", [table(heads, all_rows(args))])
 
