@@ -560,3 +560,24 @@ def test_what_reads_an_attribute_is_named_as_it_is() -> None:
     """koila replaces some attributes of tensors by properties, which have no name of their own."""
     assert reports.call_of(torch.Tensor.data.__get__) == "data()"
     assert reports.call_of(torch.Tensor.grad.__get__) == "grad()"
+
+
+def test_the_least_limit_of_a_first_step_is_enough_for_the_next() -> None:
+    """It includes the state that the optimizer makes after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 8))
+    optimizer, x = torch.optim.Adam(model.parameters()), torch.randn(2000, 128)
+
+    def train() -> float:
+        optimizer.zero_grad()
+        model(koila.lazy(x)).pow(2).mean().backward()
+        least = koila.report().programs[-1].least_limit
+        assert least is not None
+        optimizer.step()
+        return least
+
+    with koila.config(memory_limit=there() + 8 * 2**20):
+        least = train()
+        assert train() == pytest.approx(least, rel=0.02)
+    with koila.config(memory_limit=int(least)):
+        train()

@@ -34,6 +34,31 @@ def test_a_step_that_makes_nothing_lazy_is_refused() -> None:
     assert koila.verify(lambda: model(lazy_x).pow(2).mean().backward(), model, chunks=2).is_equal
 
 
+class Same(torch.autograd.Function):
+    """Ends a program: it is given the numbers of the whole batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def test_chunks_of_any_part_are_told() -> None:
+    """Also where the largest part of the step ran whole."""
+    model, x = nn.Sequential(nn.Linear(6, 512), nn.Tanh(), nn.Linear(512, 4)), torch.randn(20, 6)
+
+    def step() -> None:
+        inner = Same.apply(model[1](model[0](koila.lazy(x))))
+        model[2](inner).pow(2).mean().backward()
+
+    told = koila.verify(step, chunks=5)
+    assert told.is_equal and told.n_chunks == 5
+    assert str(told).startswith("whole and in 5 chunks: equal up to rounding")
+
+
 @pytest.mark.parametrize("chunks", [2, 7, 23])
 def test_a_step_that_is_equal(chunks: int) -> None:
     """Afterwards all is as before, the generator too; the model is found by its name."""

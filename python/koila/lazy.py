@@ -22,6 +22,7 @@ from koila.patches import install
 from koila.recording import flush
 from koila.reporting import reports
 from koila.running.numbers import settle_outdated
+from koila.staged import aliases
 
 _A = TypeVar("_A")
 _B = TypeVar("_B")
@@ -221,6 +222,12 @@ def _begin(n_rows: int) -> int:
     return _core.new_axis()
 
 
+def _input(tensor: torch.Tensor, dim: int, axis: int, n_rows: int) -> torch.Tensor:
+    """Return a lazy for a tensor whose rows are in dim `dim`."""
+    aliases.note_input(tensor)
+    return _core.input(tensor, dim, axis, n_rows)
+
+
 @overload
 def lazy(obj: _A, /, *, batch: Any = ...) -> _A: ...
 @overload
@@ -279,7 +286,7 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
         for obj, dim in zip(objs, dims, strict=True):
             if id(obj) not in found:
                 n_rows = 0 if dim == _WHOLE else obj.size(dim)
-                found[id(obj)] = _core.input(obj, dim, axis, n_rows)
+                found[id(obj)] = _input(obj, dim, axis, n_rows)
         made = tuple(found[id(obj)] for obj in objs)
         return made[0] if len(objs) == 1 else made
 
@@ -320,7 +327,7 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
                 return tensor
         key = id(tensor), dim
         if key not in wrapped:
-            wrapped[key] = _core.input(tensor, dim, axis, rows.get(path, 0))
+            wrapped[key] = _input(tensor, dim, axis, rows.get(path, 0))
         return wrapped[key]
 
     return _map(wrap, whole, batch, "input")
@@ -363,7 +370,7 @@ def of_loader(data: Any, n_rows: int | None, batch: Any = DIM_0) -> Any:
     n_rows = next(found[key].size(dim) for key, dim in dims.items() if dim is not None)
     axis = _begin(n_rows)
     made = {
-        key: _core.input(tensor, dim, axis, tensor.size(dim))
+        key: _input(tensor, dim, axis, tensor.size(dim))
         for key, tensor in found.items()
         if (dim := dims[key]) is not None
     }
@@ -389,4 +396,4 @@ def of_draw(noise: torch.Tensor) -> torch.Tensor:
     )
     if not is_like_batch or _is_off.get() or loaders.is_fetching():
         return noise
-    return _core.input(noise, 0, axis, n_rows)
+    return _input(noise, 0, axis, n_rows)

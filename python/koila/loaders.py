@@ -19,6 +19,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from koila import _core
+from koila.recording.flush import flush_known
+
 #: A function that makes a batch lazy; called with the batch and, if known, its number of rows.
 Make = Callable[[Any, int | None], Any]
 
@@ -78,6 +81,24 @@ def is_loader(obj: object) -> bool:
     return isinstance(obj, Iterable) and not is_batch
 
 
+def _run_what_is_watched() -> None:
+    """Run pending calls that read memory of another library: fetching the next batch may fill it
+    again."""
+    if _core.memo().get("watched"):
+        flush_known("the next batch")
+
+
+def _fetched(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches, after running what fetching each of them may spoil."""
+    while True:
+        _run_what_is_watched()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        yield batch
+
+
 class _Lazily:
     """Wraps an iterable of batches and makes each batch lazy; other attributes are forwarded."""
 
@@ -85,7 +106,7 @@ class _Lazily:
         self._batches, self._make = batches, make
 
     def __iter__(self) -> Iterator[Any]:
-        return (self._make(batch, None) for batch in self._batches)
+        return (self._make(batch, None) for batch in _fetched(iter(self._batches)))
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -118,7 +139,7 @@ def _own_class(kind: type, make: Make) -> type:
 
     class Lazy(kind):  # type: ignore[misc]
         def __iter__(self) -> Iterator[Any]:
-            return (make(batch, self.batch_size) for batch in super().__iter__())
+            return (make(batch, self.batch_size) for batch in _fetched(super().__iter__()))
 
     Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = (
         kind.__name__,
@@ -166,6 +187,8 @@ def _n_rows(batches: Any) -> int | None:
 
 
 def _next(self: Any) -> Any:
+    if get_worker_info() is None:
+        _run_what_is_watched()
     was_fetching, _thread.is_fetching = _thread.is_fetching, True
     try:
         batch = _next_batch(self)

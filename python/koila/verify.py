@@ -58,8 +58,7 @@ class Verification:
     """The results of a step, whole and in chunks, compared. It prints as a text.
 
     Attributes:
-        n_chunks: the number of chunks of the largest program of the second run; 1: it could not be
-            cut.
+        n_chunks: the most chunks in which a part of the second run ran; 1: it could not be cut.
         differences: one for each tensor, the largest first.
         first_module: the first module, in the order of the forward, whose output differs by more
             than rounding; None: none does.
@@ -255,7 +254,7 @@ def _run(
                     "verify: the step uses no lazy tensor, so it would only be compared with "
                     "itself: make the batch lazy in the step, as in x, y = koila.lazy(x, y)"
                 )
-            n_chunks = ran.n_chunks if ran.programs else 1
+            n_chunks = max((one.n_chunks for one in ran.programs), default=1)
             seen = {name: _number(value) for name, value in outputs.items()}
             left = {f"result of {i}": _number(one) for i, one in enumerate(_tensors(returned))}
         for prefix, module in _prefixes(modules):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of attributes of tensors: x.data, whose writes torch does not count, attributes that are
-set to a lazy, and parameters made of one."""
+"""Patches of attributes of tensors: x.data and x.numpy(), whose writes torch does not count,
+attributes that are set to a lazy, and parameters made of one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def patch() -> None:
 
 
 def _patch_data() -> None:
-    """Watch x.data: writes through it change numbers and no version counter."""
+    """Watch x.data and x.numpy(): writes through them change numbers and no version counter."""
     original: Any = torch._C.TensorBase.data
 
     def get(self: torch.Tensor) -> Any:
@@ -42,6 +42,16 @@ def _patch_data() -> None:
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
         share(self)
         return aliases.noted(original.__get__(self))
+
+    def numpy(self: torch.Tensor, args: tuple[Any, ...], words: dict[str, Any] | None) -> Any:
+        array = own_numpy.__get__(self)(*args, **(words or {}))
+        shared = getattr(array, "base", None)
+        if type(self) is not _core.LazyTensor and isinstance(shared, torch.Tensor):
+            share(self)  # the array is no copy: torch counts no write to it
+            aliases.noted(shared)
+        return array
+
+    own_numpy = patching.replace_in_c(torch._C.TensorBase.numpy, numpy)
 
     @writes.going_before
     def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:

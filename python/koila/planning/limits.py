@@ -74,7 +74,9 @@ def limit_in_words(program: Program) -> str:
     taken = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in parts)
     text = f"the limit is {size(limit)}" + (f", of which {taken}" if taken else "")
     if program.roots and budget.GRADIENTS in dict(parts):
-        text += "; zero_grad() before the step frees these gradients of an earlier backward()"
+        text += (
+            "; these gradients are of an earlier backward(), zero_grad(set_to_none=True) frees them"
+        )
     return text
 
 
@@ -145,19 +147,17 @@ class Limits(NamedTuple):
         return f"set memory_limit={best} for {chunks}, or {least} for {self.n_chunks}"
 
 
-def limits_of(program: Program, is_graph: bool, is_for_next: bool = True) -> Limits:
-    """Return the values of memory_limit under which a program runs.
+def limits_of(program: Program, is_graph: bool) -> Limits:
+    """Return the values of memory_limit under which a program runs, also in the next steps, when
+    optimizers have made their state.
 
     Args:
         program: what is to run.
         is_graph: whether it is differentiated.
-        is_for_next: the limits are also to suffice for the next steps, when optimizers have made
-            their state.
     """
     estimates = [way.estimate for way in ways.options(program, is_graph)]
     smallest = min(estimates, key=lambda one: one.least()[1])
-    is_coming = is_for_next and bool(program.roots)
-    coming = budget.coming_state(program.parameters) if is_coming else 0
+    coming = budget.coming_state(program.parameters) if program.roots else 0
     before = as_limit(program, coming)
     least = best = before + smallest.least()[1]
     # A limit is set in tenths of a MiB. Larger chunks may fit what that adds.

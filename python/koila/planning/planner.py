@@ -100,7 +100,7 @@ class _Least(NamedTuple):
     """A least limit that was computed once, with what it depends on."""
 
     whole: float  # the bytes that the program took whole
-    taken: float  # the bytes that other tensors took
+    taken: float  # the bytes that other tensors took, and those of state that optimizers will make
     limit: float
 
 
@@ -118,10 +118,11 @@ def _least_limit(program: Program, made: Plan, is_graph: bool) -> float | None:
         return None
     counts = program.n_nodes, program.n_values, program.n_imports, program.n_stages
     key = lines.user_line(), *counts
-    known, taken = _least_limits.get(key), limit - made.allowed
+    coming = budget.coming_state(program.parameters) if program.roots else 0
+    known, taken = _least_limits.get(key), limit - made.allowed + coming
     if known is None or made.whole > (1 + _GROWN) * known.whole:
-        known = _Least(made.whole, taken, limits.limits_of(program, is_graph, False).least)
-    elif taken > known.taken:  # for instance by the state that an optimizer made in its first step
+        known = _Least(made.whole, taken, limits.limits_of(program, is_graph).least)
+    elif taken > known.taken:  # for instance by a replay buffer that grew
         known = _Least(known.whole, taken, known.limit + taken - known.taken)
     remember(_least_limits, key, known)
     return limits.in_tenths(known.limit)

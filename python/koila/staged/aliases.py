@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Note which tensors share memory but no version counter: `x` and `x.data`, and `x` and `other`
-after `x.data = other`.
+"""Note which tensors share memory but no version counter: `x` and `x.data`, `x` and `other` after
+`x.data = other`, and `x` and an array of NumPy.
 
 A write to one of them does not change the version of the other. So a leaf whose memory such a
 tensor shares is watched by a checksum from the moment a recorded call reads it.
@@ -21,6 +21,9 @@ from koila.staged import meta
 #: By storage, the living tensors that share it without a version counter in common, by id: equal
 #: weak references would compare the numbers of their tensors.
 by_storage: dict[int, dict[int, weakref.ref[torch.Tensor]]] = {}
+
+#: The storages among them that another library has too, which may write them at any time.
+_foreign: set[int] = set()
 
 #: How often a storage is held if one tensor has it: by that, and by the object that Python sees.
 _ALONE = 2
@@ -43,6 +46,19 @@ def _forget(key: int, tensor: int, ref: weakref.ref[torch.Tensor]) -> None:
         del left[tensor]
         if not left:
             del by_storage[key]
+            _foreign.discard(key)
+
+
+def note_input(tensor: torch.Tensor) -> None:
+    """Note that a tensor that becomes lazy shares its memory with another library, if it does: a
+    script may fill an array of NumPy again for the next batch. torch allows no resizing of such."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    if not is_plain or tensor.device.type != "cpu" or tensor.is_nested:
+        return
+    storage = tensor.untyped_storage()
+    if not storage.resizable() and not storage.is_shared() and storage.nbytes():
+        noted(tensor)
+        _foreign.add(storage._cdata)
 
 
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef | None:
@@ -59,7 +75,7 @@ def is_shared(tensor: torch.Tensor) -> bool:
     if not by_storage or tensor.layout is not torch.strided or tensor.device.type == "meta":
         return False
     key = tensor.untyped_storage()._cdata
-    return key in by_storage and _count(key) > _ALONE
+    return key in by_storage and (key in _foreign or _count(key) > _ALONE)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
