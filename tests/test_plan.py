@@ -168,7 +168,7 @@ def test_a_limit_too_small_says_what_is_needed() -> None:
     first, *others = str(caught.value).splitlines()
     found = re.fullmatch(
         r"at least ([\d.]+) MiB are needed and memory_limit is ([\d.]+) MiB: "
-        r"set memory_limit='[\d.]+MiB'( for at most 16 chunks, or '\1MiB' for \d+)?",
+        r"set memory_limit='[\d.]+MiB'( for at most 16 chunks, or '\1MiB' for \d+ chunks)?",
         first,
     )
     assert found is not None, first

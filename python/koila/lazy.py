@@ -313,8 +313,9 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
     if len(set(rows.values())) > 1:
         listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
         raise ValueError(
-            f"lazy: the tensors disagree on the batch size ({listed}); give the dim of the samples "
-            "for each, as batch=(1, 0), or None for a tensor that is the same for all samples"
+            f"lazy: the tensors disagree on the batch size ({listed}); give as many samples of "
+            "each; if they are in other dims, give the dim of the samples for each, as batch=(1, "
+            "0), or None for a tensor that is the same for all samples"
         )
     axis = _begin(max(rows.values(), default=0))
     wrapped: dict[tuple[int, int], torch.Tensor] = {}

@@ -379,7 +379,7 @@ def why_nothing(roots: Sequence[_core.LazyTensor]) -> str:
     if not roots:
         return "no lazy tensor was given: nothing is recorded for it"
     if all(map(_core.is_input, roots)):
-        return "an input, of which nothing is computed yet: give the loss"
+        return "an input, of which nothing is computed yet"
     return ALL_HAS_RUN if all(_core.real(root) is not None for root in roots) else ""
 
 

@@ -144,7 +144,7 @@ class Limits(NamedTuple):
         if self.is_one:
             return f"set memory_limit={least}"
         chunks = f"at most {FEW_CHUNKS} chunks"
-        return f"set memory_limit={best} for {chunks}, or {least} for {self.n_chunks}"
+        return f"set memory_limit={best} for {chunks}, or {least} for {self.n_chunks} chunks"
 
 
 def limits_of(program: Program, is_graph: bool) -> Limits:
