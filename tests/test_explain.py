@@ -452,3 +452,15 @@ def test_it_says_what_the_step_does() -> None:
             assert found is not None and int(found[1]) == koila.report().n_chunks > 1
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_a_hook_that_asks_for_the_whole_batch_is_named() -> None:
+    model, x = of_mlp()
+    told = r"two forwards of part \d in chunks: a hook on the result of linear \(.*\) gets the "
+    with koila.config(chunks=4):
+        scores = model(koila.lazy(x))
+        scores.register_hook(lambda gradient: None)
+        loss = scores.pow(2).mean()
+        assert re.search(told + "gradient of the whole batch", koila.explain(loss))
+        loss.backward()
+        assert "1 backward: a hook on the result of linear" in str(koila.report())

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from koila.messages.words import count, size
 from koila.planning import whole_calls
 from koila.random import draws
+from koila.staged import hooks
 from koila.staged.facts import ONCE, Node, Run, name_of_node, where_of_node
 from koila.staged.program import Program
 from koila.staged.schedule import Op, Schedule, Way
@@ -96,7 +97,10 @@ def why_twice(program: Program, run: Run, passes: Passes) -> str:
     do not, or if it is recomputed in segments, which `way_in_words` describes."""
     if not run.is_body or passes.back == 0 or passes.forward < 2 or passes.n_segments > 1:
         return ""
-    node = _waits_for(program, run)
+    node, hooked = _waits_for(program, run), next(filter(hooks.is_on, run.exports), None)
+    if hooked is not None and (made := program.node_of(hooked)) is not None:
+        where = f"{name_of_node(made)} ({where_of_node(made)})"
+        return f"a hook on the result of {where} gets the gradient of the whole batch"
     if node is None:
         return "its backward waits for values of the whole batch"
     call = f"{name_of_node(node)} ({where_of_node(node)})"
