@@ -303,7 +303,15 @@ def test_state_that_an_optimizer_will_make_is_told_with_the_limits() -> None:
         pytest.raises(koila.MemoryLimitError, match=f"\n  to come: {told}\n") as raised,
     ):
         loss().backward()
-    assert raised.value.least_limit is not None
+    least = raised.value.least_limit
+    assert least is not None
+    del raised
+    short = "in its first step: this limit is enough only until the optimizer has made it"
+    with koila.config(memory_limit=int(least) - 2**19):
+        text = koila.explain(loss())
+        assert "so it runs in" in text and short in text
+    with koila.config(memory_limit=int(least)):
+        assert short not in koila.explain(loss())
     loss().backward()
     optimizer.step()
     assert "in its first step" not in koila.explain(loss())

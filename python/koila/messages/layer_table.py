@@ -69,7 +69,7 @@ def cells(layers: Iterable[Layer], most: int) -> tuple[list[tuple[Layer, tuple[s
 
 
 #: The heads of the columns of `cells`.
-HEADS = ("layer", "kept a sample", "whole batch", "share", "can run")
+HEADS = ("layer", "kept per sample", "whole batch", "share", "runs")
 
 
 def table(layers: Iterable[Layer], most: int = 10) -> list[str]:

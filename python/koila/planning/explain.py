@@ -327,7 +327,10 @@ def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
         found.append(f"config(chunks={asked}) is set")
     found += expected.text.splitlines()
     if expected.fits:
-        found.append(f"least limit that works: {limits.limits_of(program, is_graph)}")
+        least, asked_limit = limits.limits_of(program, is_graph), config.get("memory_limit")
+        is_short = asked_limit is not None and least.coming and least.least > asked_limit
+        short = ": this limit is enough only until the optimizer has made it" if is_short else ""
+        found.append(f"least limit that works: {least}{short}")
     return found
 
 
