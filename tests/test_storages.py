@@ -235,7 +235,7 @@ def test_a_refusal_names_what_is_held_outside() -> None:
     held = torch.zeros(16 * MIB)
     with koila.config(memory_limit=limit), pytest.raises(koila.MemoryLimitError) as caught:
         step.run(koila.lazy)
-    found = re.search(r": other tensors hold ([\d.]+) MiB", str(caught.value))
+    found = re.search(r"  other tensors hold ([\d.]+) MiB", str(caught.value))
     assert found is not None, str(caught.value)
     own = sum(t.nbytes for t in (*step.model.parameters(), step.x, step.y))
     own += sum(t.nbytes for t in budget.optimizer_state())  # of tests before
