@@ -181,7 +181,7 @@ SCRIPTS = {
     "skorch": SKORCH,
 }
 
-#: fully_shard replaces the parameters, so the optimizer is made again, after it.
+#: fully_shard() replaces the parameters of the model, so the script makes a new optimizer after it.
 _SHARDED = """
 from torch.distributed.fsdp import fully_shard
 for layer in model:

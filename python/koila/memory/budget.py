@@ -378,11 +378,12 @@ def _all_optimizers() -> list[torch.optim.Optimizer]:
 
 def coming_state(parameters: Iterable[torch.Tensor]) -> int:
     """Return the bytes of state that optimizers will make for parameters in their first step."""
-    wanted = {id(parameter) for parameter in parameters}
+    found = [one for one in _all_optimizers() if one not in _optimizers]
+    wanted = {id(parameter) for parameter in parameters} if found else set()
     n_bytes = 0
-    for optimizer in _all_optimizers():
+    for optimizer in found:
         kinds = [kind for kind in type(optimizer).__mro__ if kind in _N_KEPT]
-        if not kinds or optimizer in _optimizers:
+        if not kinds:
             continue
         for group in optimizer.param_groups:
             size = sum(p.nbytes for p in group["params"] if id(p) in wanted and p.requires_grad)

@@ -33,7 +33,7 @@ def _tensors_of_step(program: Program) -> list[torch.Tensor]:
     the state of optimizers."""
     leaves = [tensor for tensor in program.entered if tensor.is_leaf] + program.parameters
     grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
-    return program.entered + leaves + grads + budget.optimizer_state()
+    return program.entered + program.parameters + grads + budget.optimizer_state()
 
 
 def allowed_for(program: Program, is_alone: bool = False, needed: float = math.inf) -> float:

@@ -249,12 +249,14 @@ def watch_here(tensor: torch.Tensor) -> None:
     for leaf in _core.leaves_of(tensor):
         real = Info.of(leaf).real
         assert real is not None
-        watched.setdefault(leaf, meta.checksum(real))
+        if leaf not in watched:
+            watched[leaf] = meta.checksum(real)
     left = _core.left_numbers(True)
     memory = aliases.memory_of(tensor) if left else None
     for value, number in left:
-        if memory is not None and aliases.memory_of(number) == memory:
-            watched.setdefault(value, meta.checksum(number))
+        is_same = memory is not None and aliases.memory_of(number) == memory
+        if is_same and value not in watched:
+            watched[value] = meta.checksum(number)
 
 
 @surroundings.in_outside

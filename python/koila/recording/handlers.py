@@ -30,7 +30,7 @@ from koila.recording.backwards import GRAD_WORDS, backward, is_pending, words_of
 from koila.reductions import batch_softmax, norms, scans
 from koila.reporting import reports
 from koila.running import arrays, replay
-from koila.staged import aliases, hooks, leaves, meta
+from koila.staged import hooks, leaves, meta
 
 LazyTensor = _core.LazyTensor
 
@@ -228,12 +228,9 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     apart.note_read("numpy()", number)
     array = func(number, *args[1:], **kwargs)
     shared = getattr(array, "base", None)
-    if isinstance(shared, torch.Tensor):  # the array is no copy: torch counts no write to it
+    if isinstance(shared, torch.Tensor):  # no copy: the call above watches its memory for writes
         arrays.note(args[0], number, shared)
         bridge.watch_handed_out(args[0])
-        if _core.leaves_of(number) or _core.left_numbers(True):
-            bridge.watch_here(number)
-        aliases.noted(shared)
     return array
 
 

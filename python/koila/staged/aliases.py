@@ -50,8 +50,9 @@ def _forget(key: int, tensor: int, ref: weakref.ref[torch.Tensor]) -> None:
 
 
 def note_input(tensor: torch.Tensor) -> None:
-    """Note that a tensor that becomes lazy shares its memory with another library, if it does: a
-    script may fill an array of NumPy again for the next batch. torch allows no resizing of such."""
+    """Note whether a tensor that becomes lazy shares its memory with another library: a script may
+    fill an array of NumPy again for the next batch. torch marks the storage of such a tensor, and
+    of one that processes share, as one that cannot be resized."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     if not is_plain or tensor.device.type != "cpu" or tensor.is_nested:
         return
