@@ -17,7 +17,7 @@ import torch
 
 import koila
 import sanitizers
-from koila.planning.explain import logged
+from koila.planning.logs import logged
 
 # torch.manual_seed notes for each kind of device that is not there who asked, as a text of the
 # whole stack, to be shown if the device fails later: in a test, 2 ms each time.

@@ -90,6 +90,33 @@ def test_what_is_beside_a_tensor_passes_through() -> None:
         assert koila.lazy(5) == 5
 
 
+def test_an_int_beside_tensors_is_told_as_a_dim_that_was_meant() -> None:
+    with pytest.warns(UserWarning, match="to name the dim of the samples, write batch=1") as caught:
+        x, one = koila.lazy(torch.ones(3, 8), 1)
+    assert [warning.filename for warning in caught] == [__file__]
+    assert koila.is_lazy(x) and one == 1
+
+
+def test_a_list_of_batches_is_told_how_to_pass_them() -> None:
+    batches = [(torch.ones(3, 8), torch.ones(3)), (torch.ones(2, 8), torch.ones(2))]
+    with pytest.raises(ValueError, match=r"a list is one batch; of a list of batches, give iter"):
+        koila.lazy(batches)
+    assert all(koila.is_lazy(x) and koila.is_lazy(y) for x, y in koila.lazy(iter(batches)))
+
+
+@pytest.mark.parametrize("name", ["explain", "plan"])
+@pytest.mark.parametrize("losses", [(), (None,), ("loss",), ([],), ([3.0],)], ids=str)
+def test_what_is_no_loss(name: str, losses: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match=rf"^koila\.{name}: give it a loss, a lazy tensor"):
+        getattr(koila, name)(*losses)
+
+
+def test_the_type_is_not_called() -> None:
+    for args in ((), (torch.ones(3),)):
+        with pytest.raises(TypeError, match=r"koila\.lazy\(tensor\) makes a lazy tensor"):
+            koila.LazyTensor(*args)
+
+
 def test_batch_dim_of_numpy() -> None:
     x = torch.ones(2, 5)
     assert koila.explain(koila.lazy(x, batch=np.int64(1)) * 2, full=True).count("5 samples") == 1
@@ -227,7 +254,9 @@ def test_what_lazy_refuses_costs_nothing(chunks: int | None) -> None:
                 koila.lazy(*objs, batch=batch)
         with pytest.warns(UserWarning, match="no tensor"):
             koila.lazy(x.numpy())
-        assert koila.explain("text") and koila._core.real(loss) is None
+        with pytest.raises(TypeError, match="give it a loss"):
+            koila.explain("text")
+        assert koila._core.real(loss) is None
         loss.backward()
     lazily = gradients(model)
     model.zero_grad()

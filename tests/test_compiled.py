@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 import koila
-from koila.planning import explain
+from koila.planning import logs
 from oracle import Programs, assert_same_in_chunks, run_of_rows
 
 N_ROWS = 7
@@ -241,7 +241,7 @@ def test_compiled_before_koila_is_imported_or_after(script: str) -> None:
 def test_a_call_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     """The function runs on the whole batch, which the log and the report say."""
     torch._dynamo.reset()
-    explain.logged.clear()
+    logs.logged.clear()
     with koila.config(chunks=3), caplog.at_level(logging.WARNING, "koila"):
         x = koila.lazy(torch.ones(N_ROWS, 2).double())
         assert torch.equal(
@@ -258,7 +258,7 @@ def test_torchs_own_backends_keep_the_numbers(
 ) -> None:
     """The calls are recorded, uncompiled, so that they can run in chunks; the log says so."""
     torch._dynamo.reset()
-    explain.logged.clear()
+    logs.logged.clear()
     net = nn.Linear(2, 3).double()
     data = torch.randn(N_ROWS, 2).double()
     net(data).sin().sum().backward()

@@ -149,6 +149,21 @@ def test_what_it_shows() -> None:
     assert repr(koila.config(memory_limit=None)) == "koila.config()"
 
 
+def test_off_alone_is_told_to_change_nothing() -> None:
+    with pytest.warns(UserWarning, match=r"write `with koila\.off\(\):` before the block"):
+        koila.off()
+    assert koila.is_lazy(koila.lazy(torch.ones(3)))
+
+
+def test_off_as_a_decorator() -> None:
+    @koila.off()
+    def n_lazy(depth: int) -> int:
+        return int(koila.is_lazy(koila.lazy(torch.ones(3)))) + (n_lazy(depth - 1) if depth else 0)
+
+    assert n_lazy(2) == 0
+    assert koila.is_lazy(koila.lazy(torch.ones(3)))
+
+
 def test_off_is_of_its_context() -> None:
     x = torch.ones(3)
     with koila.off():
@@ -191,7 +206,11 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KOILA_MEMORY_LIMIT", "2G")
     try:
         read_environment()
-        assert settings() == Settings(memory_limit=2**31)
+        assert settings() == Settings(memory_limit=2**31, option="KOILA_MEMORY_LIMIT")
+        with pytest.raises(ValueError, match="KOILA_MEMORY_LIMIT is in force; to replace it"):
+            koila.config(chunks=3)
+        koila.config(memory_limit="1G")  # it replaces what the variable set
+        assert settings() == Settings(memory_limit=2**30)
     finally:
         koila.config(memory_limit=None)
     monkeypatch.setenv("KOILA_MEMORY_LIMIT", "2 apples")

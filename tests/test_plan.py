@@ -268,7 +268,7 @@ def test_a_refusal_names_what_is_held_whole() -> None:
     ):
         model(x).mean().backward()
     found = re.search(
-        r"needs ([\d.]+) MiB .* \(([\d.]+) MiB of them whatever the chunks\), .*"
+        r"needs ([\d.]+) MiB .* \(([\d.]+) MiB of them for chunks of any size\), .*"
         r"\n  too large: sort \(([^\n]*):\d+\) makes 12.0 MiB whole\n",
         str(caught.value),
         re.DOTALL,
@@ -305,7 +305,8 @@ def test_what_runs_whole_is_refused_too() -> None:
     with (
         koila.config(memory_limit=there() + MIB // 16),
         pytest.raises(
-            koila.MemoryLimitError, match=r"run on the whole batch: no call of it keeps samples"
+            koila.MemoryLimitError,
+            match=r"run on the whole batch: no call in it treats each sample by itself",
         ),
     ):
         loss.backward()

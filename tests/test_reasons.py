@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import koila
-from koila.planning import explain
+from koila.planning import logs
 from koila.recording import functions, reasons
 
 PACKAGE = Path(koila.__file__).parent
@@ -106,7 +106,7 @@ def test_every_place_gives_a_reason() -> None:
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-                "explain.log_live",
+                "logs.log_live",
                 "unsplit.check",
                 "unsplit.check_known",
                 "reports.note_handed_out",
@@ -118,4 +118,4 @@ def test_every_place_gives_a_reason() -> None:
                 places.append(path)
     assert len(places) > 6
     with pytest.raises(TypeError):
-        explain.log_live(torch.cov)  # type: ignore[call-arg]
+        logs.log_live(torch.cov)  # type: ignore[call-arg]

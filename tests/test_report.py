@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import koila
 from koila.messages import layer_table, words
 from koila.reporting import report_types, reports
+from koila.reporting.report_types import NOTHING_RAN
 from koila.running import replay
 from limits import there
 from oracle import Double
@@ -55,7 +56,8 @@ def test_nothing_has_run_in_this_thread() -> None:
     thread.join()
     (made,) = seen
     assert made.programs == () and made.n_chunks == 0 and made.n_rows is None
-    assert str(made) == repr(made) == "nothing lazy ran in the last step"
+    assert str(made) == repr(made) == NOTHING_RAN
+    assert "use what it returns" in NOTHING_RAN
 
 
 def test_whole() -> None:
@@ -437,7 +439,7 @@ def test_a_step_without_anything_lazy_is_told() -> None:
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
         assert (koila.report().n_chunks == 0) == (context is not None and not koila.is_lazy(x))
-    assert str(koila.report()) == "nothing lazy ran in the last step"
+    assert str(koila.report()) == NOTHING_RAN
 
 
 def test_a_step_that_never_ends_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,13 @@ from koila.memory import plan_program
 from koila.messages.errors import KoilaError
 from koila.messages.memory_plan import MemoryPlan
 from koila.planning import limits
-from koila.planning.explain import cause_of_whole, forecast, numbers, roots_of, why_nothing
+from koila.planning.explain import (
+    forecast,
+    numbers,
+    numbers_of_whole,
+    roots_of,
+    why_nothing,
+)
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS
 
@@ -31,6 +37,7 @@ def plan(*losses: Any) -> MemoryPlan:
         the step does not fit, it describes the chunks that need least memory.
 
     Raises:
+        TypeError: no tensor was given, or something else.
         KoilaError: nothing is recorded for these tensors, or they are computed already.
 
     Examples:
@@ -41,18 +48,15 @@ def plan(*losses: Any) -> MemoryPlan:
         >>> plan.fits, plan.n_chunks, plan.phases["optimizer's step"]
         (True, 1, 262144)
     """
-    roots = roots_of(losses)
+    roots = roots_of("plan", losses)
     nothing = why_nothing(roots)
     if nothing:
         raise KoilaError(f"koila.plan: {nothing}; call it with a loss, before its backward()")
     program = Program(roots)
     is_graph = any(root.requires_grad for root in roots)
     if not program.axes or program.unstageable is not None:
-        allowed = limits.left_for(program)
-        why = cause_of_whole(program).why
-        return plan_program.of(
-            program, is_graph, AS_IT_IS, 1, 1, allowed, summary=[f"it runs whole: {why}"]
-        )
+        allowed, summary = limits.left_for(program), numbers_of_whole(program, is_graph)
+        return plan_program.of(program, is_graph, AS_IT_IS, 1, 1, allowed, summary=summary)
     expected = forecast(program, is_graph)
     return plan_program.of(
         program,

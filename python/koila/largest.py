@@ -93,15 +93,14 @@ def largest_batch(
         )
     if not any(map(_has_rows, tensors)) or any(t.dim() and not _has_rows(t) for t in tensors):
         raise ValueError("largest_batch: give the tensors of a batch, each with samples in dim 0")
-    changes: dict[str, Any] = settings()._asdict()
-    if memory_limit is not None:
-        changes = {"memory_limit": memory_limit, "chunks": None}
+    now = settings()
+    limit = now.memory_limit if memory_limit is None else memory_limit
     found: list[LargestBatch | BaseException] = []
 
     def search() -> None:
         try:
             with (
-                config(**changes),
+                config(chunks=None, memory_limit=limit),
                 torch.random.fork_rng(),
                 restored_buffers(step),
                 refused(f"{_MUST}: it calls backward()"),

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from koila import loaders
-from koila.basics.config import config, settings
+from koila.basics.config import config, restore, set_limit, settings
 from koila.lazy import of_draw, of_loader
 from koila.random import plain
 from koila.reporting import reports
@@ -59,7 +59,7 @@ def configure(args: argparse.Namespace) -> None:
     if args.chunks is not None:
         config(chunks=args.chunks, memory_limit=None)
     if args.memory_limit is not None:
-        config(chunks=None, memory_limit=args.memory_limit)
+        set_limit(args.memory_limit, "--memory-limit")
     if args.progress:
         config(progress=True)
 
@@ -108,7 +108,7 @@ def settings_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        config(**before._asdict()).settle()
+        restore(before)
 
 
 class Session:

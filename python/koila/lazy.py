@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import copy
 import dataclasses
@@ -11,7 +10,7 @@ import functools
 import operator
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -28,6 +27,7 @@ _A = TypeVar("_A")
 _B = TypeVar("_B")
 _C = TypeVar("_C")
 _D = TypeVar("_D")
+_F = TypeVar("_F", bound=Callable[..., Any])
 _WHOLE = -1
 _PART = -2  # returned by rows_dim() if the rows are a part of a dim
 
@@ -50,9 +50,44 @@ class _State(threading.local):
 _state = _State()
 
 
-@contextlib.contextmanager
-def off() -> Iterator[None]:
+class _Off:
+    """The result of off(): a block to enter, or a decorator."""
+
+    def __init__(self) -> None:
+        self._is_entered = False
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._is_entered = True
+        self._before.append(_is_off.get())
+        _is_off.set(True)
+
+    def __exit__(self, *error: object) -> None:
+        _is_off.set(self._before.pop())
+
+    def __call__(self, func: _F) -> _F:
+        self._is_entered = True
+
+        @functools.wraps(func)
+        def call(*args: Any, **options: Any) -> Any:
+            with off():
+                return func(*args, **options)
+
+        return call  # type: ignore[return-value]
+
+    def __del__(self) -> None:
+        if not self._is_entered:
+            warnings.warn(
+                "koila.off() alone changes nothing: write `with koila.off():` before the block",
+                stacklevel=2,
+            )
+
+
+def off() -> _Off:
     """Switch koila off for a block, in this context: `lazy` returns its arguments unchanged.
+
+    Warns:
+        UserWarning: it is called without `with`, which changes nothing.
 
     Examples:
         >>> import torch, koila
@@ -60,12 +95,14 @@ def off() -> Iterator[None]:
         ...     koila.is_lazy(koila.lazy(torch.ones(2)))
         False
     """
-    before = _is_off.get()
-    _is_off.set(True)
-    try:
-        yield
-    finally:
-        _is_off.set(before)
+    return _Off()
+
+
+def _refuse_call(self: torch.Tensor, *args: Any, **options: Any) -> None:
+    raise TypeError("LazyTensor: it is a type to check for; koila.lazy(tensor) makes a lazy tensor")
+
+
+_core.LazyTensor.__init__ = _refuse_call  # type: ignore[assignment]
 
 
 def is_lazy(obj: object) -> bool:
@@ -257,8 +294,8 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
         tensor twice, it gets the same lazy twice. For a DataLoader a copy of it, of its type.
 
     Warns:
-        UserWarning: `objs` has no tensor; or the call is in a worker of a DataLoader, from which
-            tensors return as plain ones.
+        UserWarning: `objs` has no tensor, or is an int beside tensors; or the call is in a worker
+            of a DataLoader, from which tensors return as plain ones.
 
     Raises:
         ValueError: the tensors disagree on the number of samples; `batch` is no dim of a tensor, or
@@ -301,6 +338,13 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
         return tensor
 
     _map(look, whole, batch, "input")
+    ints = [obj for obj in objs if type(obj) is int]
+    if n_tensors > 0 and ints:
+        warnings.warn(
+            f"koila.lazy: {ints[0]} is no tensor and is returned as it is; to name the dim of the "
+            f"samples, write batch={ints[0]}",
+            stacklevel=2,
+        )
     if n_tensors == 0:
         what = ", ".join(map(_kind, objs)) or "nothing"
         warnings.warn(
@@ -312,11 +356,13 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
     _warn_in_worker()
     if len(set(rows.values())) > 1:
         listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
-        raise ValueError(
-            f"lazy: the tensors disagree on the batch size ({listed}); give as many samples of "
-            "each; if they are in other dims, give the dim of the samples for each, as batch=(1, "
-            "0), or None for a tensor that is the same for all samples"
+        advice = (
+            "give as many samples of each; if they are in other dims, give the dim of the samples "
+            "for each, as batch=(1, 0), or None for a tensor that is the same for all samples"
         )
+        if type(whole) is list and not isinstance(whole[0], torch.Tensor):
+            advice = f"a list is one batch; of a list of batches, give iter(batches), or {advice}"
+        raise ValueError(f"lazy: the tensors disagree on the batch size ({listed}); {advice}")
     axis = _begin(max(rows.values(), default=0))
     wrapped: dict[tuple[int, int], torch.Tensor] = {}
 

@@ -34,11 +34,25 @@ class Settings(NamedTuple):
     chunks: int | None = None
     memory_limit: int | None = None
     progress: bool | None = None
+    #: The option or variable that set the memory_limit, as users write it; empty: config() did.
+    option: str = ""
 
     def written(self) -> str:
-        """Return the call of config() that makes these settings."""
-        parts = (f"{name}={value}" for name, value in self._asdict().items() if value is not None)
+        """Return what made these settings: an option, or a call of config()."""
+        if self.option:
+            return self.option
+        given = zip(self._fields[:3], self[:3], strict=True)
+        parts = (f"{name}={value}" for name, value in given if value is not None)
         return f"koila.config({', '.join(parts)})"
+
+    def value(self, limit: str) -> str:
+        """Return a memory_limit as a user has to write it: as an option's value or in Python."""
+        return limit if self.option else repr(limit)
+
+    def assigned(self, limit: str) -> str:
+        """Return what a user has to write to set a memory_limit instead of this one."""
+        equals = " " if self.option.startswith("--") else "="
+        return f"{self.option or 'memory_limit'}{equals}{self.value(limit)}"
 
 
 _process = Settings()
@@ -82,17 +96,19 @@ def parse_bytes(limit: int | float | str | None) -> int | None:
                 f"config: memory_limit={limit!r} has no unit, and would be {number:g} bytes: write "
                 f'"{match[1]}GiB", or the bytes as an int'
             )
-        limit = number / 100 if unit == "%" else int(number * _UNITS[unit])
-    if isinstance(limit, float):
-        if not 0 < limit <= 1:
+        n_bytes = number / 100 if unit == "%" else int(number * _UNITS[unit])
+    else:
+        n_bytes = limit
+    if isinstance(n_bytes, float):
+        if not 0 < n_bytes <= 1:
             raise ValueError(
-                f"config: memory_limit={limit} is no share of memory: that is more than 0 and at "
+                f"config: memory_limit={limit!r} is no share of memory: that is more than 0 and at "
                 "most 1 (100 %); bytes are an int"
             )
-        return int(limit * machine.total())
-    if limit <= 0:
-        raise ValueError(f"config: memory_limit must be positive, not {limit}")
-    return limit
+        return int(n_bytes * machine.total())
+    if n_bytes <= 0:
+        raise ValueError(f"config: memory_limit must be positive, not {limit!r}")
+    return n_bytes
 
 
 def _check_chunks(chunks: int | None) -> int | None:
@@ -227,7 +243,7 @@ def config(
     if chunks is not _UNCHANGED:
         after = after._replace(chunks=_check_chunks(chunks))
     if memory_limit is not _UNCHANGED:
-        after = after._replace(memory_limit=parse_bytes(memory_limit))
+        after = after._replace(memory_limit=parse_bytes(memory_limit), option="")
     if progress is not _UNCHANGED:
         if progress is not None and not isinstance(progress, bool):
             raise TypeError(f"config: progress must be True, False or None, not {progress!r}")
@@ -242,16 +258,35 @@ def config(
     return made
 
 
+def set_limit(text: str, option: str) -> None:
+    """Set the memory_limit of the process from a text that the user gave as an option, which
+    messages then name.
+
+    Raises:
+        ValueError: the text is no size; the error names the option.
+    """
+    global _process
+    try:
+        n_bytes = parse_bytes(text)
+    except ValueError as error:
+        reason = str(error).removeprefix("config: ").removeprefix(f"memory_limit={text!r} ")
+        raise ValueError(f"{option}={text!r}: it {reason}") from None
+    _process = settings()._replace(chunks=None, memory_limit=n_bytes, option=option)
+
+
+def restore(before: Settings) -> None:
+    """Make settings that `settings` returned those of the process again."""
+    global _process
+    settings()  # a call of config() whose settings wait takes effect before, not after
+    _process = before
+
+
 def read_environment() -> None:
     """Set the memory_limit of the process from KOILA_MEMORY_LIMIT.
 
     Raises:
         ValueError: KOILA_MEMORY_LIMIT is no size.
     """
-    global _process
     text = os.environ.get("KOILA_MEMORY_LIMIT", "").strip()
     if text:
-        try:
-            _process = _process._replace(memory_limit=parse_bytes(text))
-        except ValueError as error:
-            raise ValueError(f"KOILA_MEMORY_LIMIT={text!r}: {error}") from None
+        set_limit(text, "KOILA_MEMORY_LIMIT")

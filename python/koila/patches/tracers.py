@@ -21,7 +21,7 @@ from koila import _core
 from koila.basics import lines
 from koila.messages.errors import KoilaError
 from koila.patches import patching
-from koila.planning import explain, planner
+from koila.planning import logs, planner
 from koila.reporting import reports
 from koila.running import unwritten
 
@@ -129,7 +129,7 @@ def refresh() -> None:
         if type(value) is _core.LazyTensor and not _state.found:
             name = getattr(self.source, "name", "?")
             _state.found = name() if callable(name) else name
-            explain.note_uncompiled(_state.found)
+            logs.note_uncompiled(_state.found)
         return wrap(self, value)
 
     patching.replace(builder, "_wrap", note_lazy)
@@ -175,10 +175,10 @@ def _give_tensors(made: Any) -> None:
         for arg in (*args, *kwargs.values()) if kwargs else args:
             if type(arg) is not plain and holds_lazy(arg):
                 if is_recorded and not planner.is_whole():
-                    explain.log_uncompiled(run.__name__)
+                    logs.log_uncompiled(run.__name__)
                     return original(*args, **kwargs)
                 reports.note_at_once(run, _COMPILED)
-                explain.log_at_once(run, _COMPILED)
+                logs.log_at_once(run, _COMPILED)
                 is_plain = _core.set_in_function(None)
                 return _core.live_with_all(run, (callback, *args), kwargs, is_plain)
         return run(callback, *args, **kwargs)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""koila.explain(): describe how a recorded program would run; also the logs and reports of runs."""
+"""koila.explain(): describe how a recorded program would run; also the reports of runs."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,9 +29,6 @@ from koila.staged.schedule import AS_IT_IS, Schedule, Way
 ASKED = Decision("config(chunks=1) asks for it")
 FITS = Decision("it certainly fits")
 FITS_LATER = Decision("it fits, with the backward that may follow")
-_logger = logging.getLogger("koila")
-#: What was logged once, by the line or the reason.
-logged: set[str] = set()
 
 
 def cause_of_whole(program: Program) -> Decision:
@@ -43,7 +39,9 @@ def cause_of_whole(program: Program) -> Decision:
         whole_for = Whole(name_of_node(node), where_of_node(node), why, made, n_calls)
         return Decision(why, whole=(whole_for,))
     whole = whole_calls.made_whole(program) if program.amounts.n_once > 0 else ()
-    why = "no call of it keeps samples apart" if whole else "nothing in it has samples"
+    why = "nothing in it has samples"
+    if whole:
+        why = "no call in it treats each sample by itself (is batch= the dim of the samples?)"
     return Decision(why, whole=whole)
 
 
@@ -152,113 +150,6 @@ def report_of(
     )
 
 
-#: Calls on the whole batch are worth a warning if their results take at least this many bytes.
-_FEW_BYTES = 2**16
-
-
-def log_whole(program: Program) -> None:
-    """Log, once for each line, that a call on the whole batch makes most of a program's memory.
-
-    Small results, such as sorted lengths, are not worth a warning.
-    """
-    amounts = program.amounts
-    if program.unstageable is not None:
-        node, why = program.unstageable
-        where = where_of_node(node)
-        log_once(
-            where, "%s makes all run on the whole batch (%s): %s", name_of_node(node), where, why
-        )
-    elif amounts.once >= _FEW_BYTES and 2 * amounts.once > max(amounts.entered, amounts.made):
-        once = (n for n in program.once() if not program.takes_rows(n) and whole_calls.why_once(n))
-        joint = next(filter(program.joins_rows, once), None)
-        if joint is None:
-            return
-        where = where_of_node(joint)
-        log_once(
-            where,
-            "%s needs the whole batch (%s; %s), and %d of %d calls run on the whole batch with it: "
-            "koila saves little memory here",
-            name_of_node(joint),
-            whole_calls.why_once(joint),
-            where,
-            amounts.n_once,
-            program.n_nodes,
-        )
-
-
-def log_once(where: str, text: str, *words: Any, level: int = logging.WARNING) -> None:
-    """Log a text, unless one was logged for `where` already."""
-    if where not in logged:
-        logged.add(where)
-        _logger.log(level, text, *words)
-
-
-def log_live(func: Any, why: str, leaves: bool = False) -> None:
-    """Log, once for each line, that a call which cannot be recorded runs the pending calls
-    whole.
-
-    If what it returns leaves koila (`leaves`), log that even if all that is pending fits whole:
-    what is computed from it may not.
-    """
-    where = lines.user_line()
-    is_silent = config.is_one_chunk() if leaves else planner.is_whole()
-    if where in logged or is_silent:
-        return
-    log_once(
-        where,
-        "%s cannot be recorded (%s), since %s: what was recorded before it runs now, on the whole "
-        "batch, and koila saves no memory there",
-        reports.name_of(func),
-        where,
-        why,
-    )
-
-
-def log_at_once(func: Any, why: str) -> None:
-    """Log, once for each reason, that calls run at once on the whole batch instead of in chunks."""
-    if not planner.is_whole():
-        log_once(
-            why,
-            "%s is not recorded (%s), since %s: such calls run where they stand, on the whole "
-            "batch, and koila saves no memory there",
-            reports.name_of(func),
-            lines.user_line(),
-            why,
-        )
-
-
-def log_uncompiled(name: str) -> None:
-    """Log once that koila records a function that torch.compile would compile."""
-    where = lines.user_line()
-    log_once(
-        f"torch.compile {name}",
-        "%s (%s) runs uncompiled, with the same numbers: koila cannot split what torch.compile "
-        "compiles; koila.config(chunks=1) runs it compiled, on the whole batch",
-        name,
-        where,
-    )
-
-
-def note_uncompiled(name: str) -> None:
-    """Note, in the report and once for each line in the log, that dynamo found a lazy which a
-    compiled function refers to: it leaves the calls on it uncompiled."""
-    where, why = lines.user_line(), f"it refers to a lazy tensor ({name}) that is not an argument"
-    reports.note(ProgramReport("torch.compile", where, why=f"not all of it is compiled: {why}"))
-    log_once(
-        f"torch.compile {where} {name}",
-        "torch.compile (%s) leaves calls uncompiled, so its backend may not be called: the "
-        "function refers to a lazy tensor (%s); pass that tensor as an argument",
-        where,
-        name,
-    )
-
-
-def decide_whole(func: Any, why: str) -> None:
-    """Note, for the log and report(), that a call makes the pending calls run whole."""
-    log_live(func, why)
-    reports.give_reason(why)
-
-
 class Forecast(NamedTuple):
     """How a program would run now; if it does not fit, how it would need the least memory."""
 
@@ -308,19 +199,8 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
 def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
     """Describe, a line for each, the bytes that a program needs, the bytes left, the limit, how it
     would run, and the least limit that works."""
-    whole = left_graphs.estimate(program, is_graph).whole
-    needs, has = sizes(whole, max(0.0, limits.left_for(program)))
-    limit = limits.limit_in_words(program)
-    asked = config.get("chunks")
-    found = [f"whole needs {needs} more than is in use now, and {has} are left"]
-    held = [value for value in left_graphs.ends_of(program) if value in program.wanted]
-    if held:
-        node = program.node_of(held[0])
-        assert node is not None
-        found.append(
-            "that includes other pending calls, whose results are still held: "
-            f"{name_of_node(node)} ({where_of_node(node)})"
-        )
+    limit, asked = limits.limit_in_words(program), config.get("chunks")
+    found = _needs(program, is_graph)
     if (limit or asked is None) and (not limit or limit not in expected.text):
         found.append(limit or "no limit is set: what is free counts")
     if asked is not None:
@@ -331,6 +211,29 @@ def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
         is_short = asked_limit is not None and least.coming and least.least > asked_limit
         short = ": this limit is enough only until the optimizer has made it" if is_short else ""
         found.append(f"least limit that works: {least}{short}")
+    return found
+
+
+def numbers_of_whole(program: Program, is_graph: bool) -> list[str]:
+    """As `numbers`, for a program that runs on the whole batch whatever the limit is."""
+    limit = limits.limit_in_words(program)
+    found = [*_needs(program, is_graph), *([limit] if limit else [])]
+    return [*found, f"so it runs whole: {cause_of_whole(program).why}"]
+
+
+def _needs(program: Program, is_graph: bool) -> list[str]:
+    """Describe the bytes that a program needs whole, and the bytes left for it."""
+    whole = left_graphs.estimate(program, is_graph).whole
+    needs, has = sizes(whole, max(0.0, limits.left_for(program)))
+    found = [f"whole needs {needs} more than is in use now, and {has} are left"]
+    held = [value for value in left_graphs.ends_of(program) if value in program.wanted]
+    if held:
+        node = program.node_of(held[0])
+        assert node is not None
+        found.append(
+            "that includes other pending calls, whose results are still held: "
+            f"{name_of_node(node)} ({where_of_node(node)})"
+        )
     return found
 
 
@@ -371,10 +274,19 @@ class Explanation(str):
 ALL_HAS_RUN = "nothing is pending: all has run"
 
 
-def roots_of(losses: Iterable[Any]) -> list[_core.LazyTensor]:
-    """Return the lazy tensors among losses and lists of losses."""
+def roots_of(function: str, losses: Sequence[Any]) -> list[_core.LazyTensor]:
+    """Return the lazy tensors among losses and lists of losses.
+
+    Raises:
+        TypeError: there are none, or one of them is no tensor; it names the `function` called.
+    """
     listed = (loss if isinstance(loss, tuple | list) else (loss,) for loss in losses)
-    return [loss for some in listed for loss in some if type(loss) is _core.LazyTensor]
+    found = [loss for some in listed for loss in some]
+    for loss in found or [None]:
+        if not isinstance(loss, torch.Tensor):
+            given = f", not {type(loss).__name__}" if found else ""
+            raise TypeError(f"koila.{function}: give it a loss, a lazy tensor{given}")
+    return [loss for loss in found if type(loss) is _core.LazyTensor]
 
 
 def why_nothing(roots: Sequence[_core.LazyTensor]) -> str:
@@ -405,13 +317,16 @@ def explain(*losses: Any, full: bool = False) -> Explanation:
         layers that keep most for backward; and each call that needs the whole batch, with the
         reason and the line. If everything has run already, the report of the last step.
 
+    Raises:
+        TypeError: no tensor was given, or something else.
+
     Examples:
         >>> import torch, koila
         >>> x = koila.lazy(torch.ones(4, 3))
         >>> koila.explain((x * 2).sum(), full=True).splitlines()[-1].strip()
         '1 add up the results of the chunks'
     """
-    roots = roots_of(losses)
+    roots = roots_of("explain", losses)
     nothing = why_nothing(roots)
     if nothing:
         has_run = [str(reports.report())] if nothing == ALL_HAS_RUN else []
@@ -419,12 +334,13 @@ def explain(*losses: Any, full: bool = False) -> Explanation:
     program = Program(roots)
     said: list[str] = []
     unstageable = program.unstageable
+    is_graph = any(root.requires_grad for root in roots)
     if program.axes and unstageable is None:
-        is_graph = any(root.requires_grad for root in roots)
         expected = forecast(program, is_graph)
         said += numbers(program, is_graph, expected)
         cut, schedule = expected.program, expected.schedule
     else:
+        said += numbers_of_whole(program, is_graph)
         cut, schedule = program, program.schedule(False)
     runs, passes = schedule_words.runs_of(cut), schedule_words.passes_of(schedule)
     said += _why_twice(cut, runs, passes) + _why(program)

@@ -127,11 +127,12 @@ class Limits(NamedTuple):
             f"need {_mib(self.best)}){coming}"
         )
 
-    def to_come(self) -> str:
+    def to_come(self, verb: str = "") -> str:
         """Return what optimizers will take beyond what is in use; empty if that is nothing."""
         if not self.coming:
             return ""
-        return f"{size(self.coming)} for the state that the optimizer makes in its first step"
+        what = f"{size(self.coming)} {verb}".rstrip()
+        return f"{what} for the state that the optimizer makes in its first step"
 
     @property
     def is_one(self) -> bool:
@@ -140,11 +141,12 @@ class Limits(NamedTuple):
 
     def settings(self) -> str:
         """Return what to set, as a user writes it."""
-        best, least = (f"'{_mib(one).replace(' ', '')}'" for one in (self.best, self.least))
+        best, least = (_mib(one).replace(" ", "") for one in (self.best, self.least))
+        now = config.settings()
         if self.is_one:
-            return f"set memory_limit={least}"
-        chunks = f"at most {FEW_CHUNKS} chunks"
-        return f"set memory_limit={best} for {chunks}, or {least} for {self.n_chunks} chunks"
+            return f"set {now.assigned(least)}"
+        few, many = f"at most {FEW_CHUNKS} chunks", f"{self.n_chunks} chunks"
+        return f"set {now.assigned(best)} for {few}, or {now.value(least)} for {many}"
 
 
 def limits_of(program: Program, is_graph: bool) -> Limits:
@@ -210,16 +212,16 @@ class Needs:
         )
         needed, has = sizes(self.n_bytes, left)
         is_whole = 2 * self.fixed >= self.n_bytes
-        fixed = f" ({size(self.fixed)} of them whatever the chunks)" if is_whole else ""
+        fixed = f" ({size(self.fixed)} of them for chunks of any size)" if is_whole else ""
         large = (
             _large(program, names, self.fixed) if is_whole else f"what {call} holds for its samples"
         )
         found = limits_of(program, bool(program.roots))
         error = MemoryLimitError(
             f"{answer(found, needed, has, self.n_bytes <= left)}\n"
+            f"{in_lines(_state_to_come(found))}"
             f"  {samples} {needed} more than is in use now{fixed}, and {has} are left\n"
             f"{in_lines(limit_in_words(program))}"
-            f"{in_lines(found.to_come() and f'to come: {found.to_come()}')}"
             f"{in_lines(large and f'too large: {large}')}"
             f"{in_lines(others(program))}"
             f"{in_lines(said)}"
@@ -240,6 +242,17 @@ class Needs:
                 summary=str(error).splitlines(),
             )
         return error
+
+
+def _state_to_come(found: Limits) -> str:
+    """Describe what optimizers will take beyond the bytes of an error's first line, or of them."""
+    is_proposed = _is_more_than_limit(found)
+    return found.to_come(f"of the {_mib(found.least)} are" if is_proposed else "more are needed")
+
+
+def _is_more_than_limit(found: Limits) -> bool:
+    limit = config.get("memory_limit")
+    return limit is not None and found.least > limit
 
 
 def in_lines(text: str) -> str:
@@ -265,26 +278,22 @@ def answer(
         is_stopped: a call was stopped when it needed so much, and would have needed more.
     """
     least = "more than" if is_stopped else "at least"
-    limit = config.get("memory_limit")
     smaller = "make the model, the sequence or the batch smaller"
     if is_enough:
         return (
             f"memory ran out, though {needed} were to do and {has} were left: free some, or "
             f"{smaller}"
         )
-    if limit is None or found.least <= limit:
+    if not _is_more_than_limit(found):
         return (
             f"{least} {needed} more than is in use now are needed, and {has} are free: free some, "
             f"or {smaller}"
         )
-    words = found.settings()
+    words, name = found.settings(), config.settings().option or "memory_limit"
     if is_stopped:
         more = _AFTER_STOP * found.least
         words = f"{Limits(more, 1, more).settings()}, and more if the call is stopped again"
-    return (
-        f"{least} {_mib(found.least)} are needed and memory_limit is {_limit_next_to(found)}: "
-        f"{words}"
-    )
+    return f"{least} {_mib(found.least)} are needed and {name} is {_limit_next_to(found)}: {words}"
 
 
 def _limit_next_to(found: Limits) -> str:
@@ -333,11 +342,11 @@ def _large(program: Program, names: layers.Names, fixed: float) -> str:
     none is a considerable part of them.
 
     That is the result of a call on the whole batch, an output that the user's script holds, an
-    activation that one pass over the chunks keeps for the next, a parameter and its gradient, or
-    the state of the optimizers.
+    activation that one pass over the chunks keeps for the next, the parameters and their gradients,
+    or the state of the optimizers. `others` describes tensors outside of the step.
     """
     whole = [one for one in whole_calls.made_whole(program) if one.n_bytes > 0]
-    found = [(one.n_bytes, one.made("makes")) for one in whole]
+    found: list[tuple[float, str]] = [(one.n_bytes, one.made("makes")) for one in whole]
     held = [value for value in program.wanted if program.info(value).place is not None]
     if held:
         value = max(held, key=program.bytes_of)
@@ -352,11 +361,20 @@ def _large(program: Program, names: layers.Names, fixed: float) -> str:
         says = f"{names.of_value(value)} takes {size(n_bytes)}, as it is kept from"
         found.append((n_bytes, f"{says} one pass over the chunks for the next"))
     if program.parameters and program.roots:
-        leaf = max(program.parameters, key=lambda one: one.nbytes)
-        name = layers.name_of_parameter(leaf)
-        found.append((2 * leaf.nbytes, f"{name} and its gradient take {size(leaf.nbytes)} each"))
+        found.append(_parameters(program.parameters))
     state = sum(tensor.nbytes for tensor in budget.optimizer_state())
-    if state:
-        found.append((state, f"the optimizer's state takes {size(state)}"))
-    n_bytes, words = max(found, default=(0, ""))
-    return words if n_bytes >= _CONSIDERABLE * fixed else ""
+    found.append((state, f"the optimizer's state takes {size(state)}"))
+    most, words = max(found)
+    return words if most >= _CONSIDERABLE * fixed else ""
+
+
+def _parameters(leaves: list[torch.Tensor]) -> tuple[float, str]:
+    """Return the bytes of parameters with their gradients, and describe them."""
+    total, largest = sum(leaf.nbytes for leaf in leaves), max(leaves, key=lambda one: one.nbytes)
+    name = layers.name_of_parameter(largest)
+    if 2 * largest.nbytes >= total:
+        return 2 * total, f"{name} and its gradient take {size(largest.nbytes)} each"
+    return 2 * total, (
+        f"{len(leaves)} parameters take {size(total)}, and their gradients as much; the largest is "
+        f"{name} of {size(largest.nbytes)}"
+    )

@@ -24,7 +24,7 @@ from koila.basics.counting import Counter, TooMuchError
 from koila.memory import budget, estimates, outside, storages
 from koila.messages.errors import MemoryLimitError, let_go
 from koila.messages.words import count
-from koila.planning import explain, limits, planner
+from koila.planning import limits, logs, planner
 from koila.reductions import norms
 from koila.reporting import reports
 from koila.staged import meta
@@ -73,7 +73,7 @@ def check(func: Callable[..., Any], why: str, of: Derivative | None = None) -> L
     Raises:
         MemoryLimitError: it needs more than is left.
     """
-    explain.decide_whole(func, why)
+    logs.decide_whole(func, why)
     if planner.is_whole() or config.get("chunks") is not None:
         return None
     program = _pending()
@@ -147,7 +147,7 @@ def check_known(func: Callable[..., Any], why: str, n_bytes: float) -> None:
     Raises:
         MemoryLimitError: together they need more than is left.
     """
-    explain.decide_whole(func, why)
+    logs.decide_whole(func, why)
     if planner.is_whole() or config.get("chunks") is not None:
         return
     program = _pending()
@@ -467,7 +467,7 @@ def transform(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_plain: bool
 ) -> Any:
     """Run a transform of torch.func, which calls the user's function on the whole batch."""
-    explain.log_live(original, _TRANSFORMS, leaves=True)
+    logs.log_live(original, _TRANSFORMS, leaves=True)
     reports.note_at_once(original, _TRANSFORMS)
     check(original, _TRANSFORMS)
     is_free = planner.is_whole() or config.get("chunks") is not None

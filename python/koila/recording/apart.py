@@ -20,7 +20,7 @@ import torch
 from koila.basics import config, lines
 from koila.memory import budget
 from koila.messages.words import size
-from koila.planning import explain, planner
+from koila.planning import logs, planner
 from koila.random import plain
 from koila.reporting import reports
 
@@ -89,8 +89,8 @@ def note_left(func: Callable[..., Any], tensor: torch.Tensor, is_written: bool |
         is_written = is_written and torch.is_grad_enabled()  # else there is no graph to lose
         level = logging.WARNING if is_written or tensor.requires_grad else logging.INFO
         # It says what to do, also where the line was told that its pending calls ran whole.
-        explain.log_once(f"left {line}", "%s (%s) %s", name, line, made, level=level)
-        explain.logged.add(line)
+        logs.log_once(f"left {line}", "%s (%s) %s", name, line, made, level=level)
+        logs.logged.add(line)
 
 
 def note(roots: Iterable[Any]) -> None:
@@ -118,7 +118,7 @@ def note(roots: Iterable[Any]) -> None:
     told, causes = _told.setdefault(line, set()), set(_left.calls)
     if drawn or not causes:
         causes.add("")
-    if not causes <= told | explain.logged:
+    if not causes <= told | logs.logged:
         _logger.warning("backward() (%s): %s", line, why)
     told |= causes
 

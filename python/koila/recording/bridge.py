@@ -29,7 +29,7 @@ from koila import _core
 from koila.basics import engine, surroundings
 from koila.basics.threads import in_turn
 from koila.messages.errors import HiddenFrames
-from koila.planning import explain, planner, steps, unsplit
+from koila.planning import logs, planner, steps, unsplit
 from koila.random import generators
 from koila.recording import flush, freed, reasons
 from koila.recording.cut import Copy, Cut
@@ -74,7 +74,7 @@ def runs_at_once(func: Callable[..., Any]) -> bool:
     why = surroundings.of_call()
     if why:
         reports.note_at_once(func, why)
-        explain.log_at_once(func, why)
+        logs.log_at_once(func, why)
     return bool(why)
 
 
@@ -185,7 +185,7 @@ def _run_whole(func: Callable[..., Any]) -> bool:
         return False  # what has no graph is not read again in a backward
     if not unsplit.fits():
         return False
-    explain.decide_whole(func, "it writes a tensor that calls with a hook read before")
+    logs.decide_whole(func, "it writes a tensor that calls with a hook read before")
     _core.flush()
     return True
 

@@ -182,6 +182,12 @@ class ProgramReport:
 _BACKWARDS = ("backward()", "autograd.grad()")
 
 
+#: The text of a report if nothing lazy ran.
+NOTHING_RAN = (
+    "nothing lazy ran in the last step (koila.lazy() changes nothing in place: use what it returns)"
+)
+
+
 @dataclass(frozen=True)
 class Report:
     """The programs that a step ran. Printing it shows all of them.
@@ -245,7 +251,7 @@ class Report:
         """Return the text, line by line: the programs, and for a step without a backward also the
         last training step."""
         if not self.programs:
-            lines = ["nothing lazy ran in the last step"]
+            lines = [NOTHING_RAN]
         else:
             lines = [f"the last step ran {count(len(self.programs), 'pass')}"]
         if len(self.programs) > _MOST_PRINTED:

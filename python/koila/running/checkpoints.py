@@ -27,7 +27,7 @@ from koila import _core
 from koila.basics import lines, surroundings
 from koila.memory import outside
 from koila.messages.errors import KoilaError
-from koila.planning import explain, planner
+from koila.planning import logs, planner
 from koila.reductions import norms
 from koila.running import checkpoint_bodies, module_state, recomputed, unwritten
 from koila.running.checkpoint_bodies import Reached
@@ -421,7 +421,7 @@ def patched(
         found = checkpoint_bodies.reached_by([body, *args, *kwargs.values()] if is_again else ())
         why = checkpoint_bodies.why_left(found, preserve_rng_state) if is_again else ""
         if why:
-            explain.log_live(torch.utils.checkpoint.checkpoint, why)
+            logs.log_live(torch.utils.checkpoint.checkpoint, why)
             is_recorded = is_again = False
         if not is_recorded:
             if is_ours and torch.is_grad_enabled():

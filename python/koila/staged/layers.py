@@ -23,7 +23,7 @@ from torch import nn
 from koila import _core
 from koila.basics import lines
 from koila.messages.layer_table import Layer
-from koila.staged.facts import Node, name_of_node, where_of_node
+from koila.staged.facts import ONCE, Node, name_of_node, where_of_node
 from koila.staged.program import Program
 
 
@@ -268,7 +268,8 @@ def of(program: Program) -> tuple[Layer, ...]:
         amounts = [amount for node in nodes for amount in kept.get(node.id, [])]
         n_bytes = sum(n for n, _ in amounts)
         per_sample = sum(n for n, is_rows in amounts if is_rows) / rows
-        is_whole = any(map(program.joins_rows, nodes))
+        is_once = all(node.mode == ONCE and not program.takes_rows(node) for node in nodes)
+        is_whole = is_once or any(map(program.joins_rows, nodes))
         found.append(Layer(name, kind, len(nodes), n_bytes, per_sample, is_whole))
     return tuple(found)
 
