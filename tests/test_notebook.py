@@ -107,7 +107,7 @@ def test_cells() -> None:
     assert texts[10] == "Tensor koila.config()\n"
     wrong = [plain(text).strip() for text in texts[11:15]]
     assert wrong[0] == "UsageError: %%koila: unrecognized arguments: --rows 3"
-    assert wrong[1].startswith("UsageError: memory_limit='foo' is no size; write for example")
+    assert wrong[1].startswith("UsageError: --memory-limit='foo': it is no size; write for example")
     assert wrong[2] == "UsageError: chunks must be at least 1, not 0"
     assert wrong[3].startswith("UsageError: No closing quotation")
     assert texts[15] == "Tensor koila.config()\n"
