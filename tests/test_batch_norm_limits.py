@@ -21,7 +21,8 @@ from limits import there
 from norm_networks import NETWORKS, SIZE, Network
 from oracle import Lazy, assert_seen, eager
 
-CROSSING = "of activations between passes"
+ACTIVATIONS = "of activations"
+BETWEEN = "from one pass over the chunks to the next"
 
 
 class Outcome(NamedTuple):
@@ -108,10 +109,10 @@ def test_explain(share: float, is_offloaded: bool, monkeypatch: pytest.MonkeyPat
     with koila.config(memory_limit=int(there()) + limit):
         x, y = koila.lazy(*trial.batch)
         text = koila.explain(nn.functional.cross_entropy(trial.model(x), y), full=True)
-    again = "offloaded meanwhile (a copy each way)"
+    again = f"offloaded {BETWEEN} (a copy each way)"
     again = again if is_offloaded else "recomputed (one more forward)"
-    assert (f"{CROSSING} kept" in text) == (share == 0.5 or not is_offloaded)
-    assert (f"{CROSSING} {again}" in text) == (share < 0.5)
+    assert (f"{ACTIVATIONS} kept {BETWEEN}" in text) == (share == 0.5 or not is_offloaded)
+    assert (f"{ACTIVATIONS} {again}" in text) == (share < 0.5)
 
 
 #: Layers that are recorded as two calls, of which only chunks need the first.

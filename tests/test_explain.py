@@ -94,12 +94,15 @@ def test_every_second_forward_has_its_cause() -> None:
         x, _ = batch()
         loss = loss_of(body(x))
         before = koila.explain(loss)
-        found = re.findall(r"two forwards.*? (?:for|through) (\w+) \(", before)
+        found = re.findall(r"two forwards.*? (?:the result of|through) (\w+) \(", before)
         assert set(found) == wanted, before
         with koila.config(chunks=3):
             loss.backward()
         twice = [one for one in koila.report().main.stages if one.passes.startswith("2 f")]
-        told = [re.search(rf": its backward waits for (\w+) \({__file__}", str(s)) for s in twice]
+        told = [
+            re.search(rf": its backward needs the result of (\w+) \({__file__}", str(s))
+            for s in twice
+        ]
         assert {one[1] for one in told if one is not None} == wanted, koila.report()
         assert None not in told
 

@@ -362,7 +362,7 @@ def test_a_refusal_names_where_the_program_was_cut() -> None:
     assert re.search(
         r"other tensors hold [\d.]+ MiB, which count too: free those that you do not need; "
         rf"Twice.apply \({__file__}:\d+\) took 1.0 MiB of the whole batch: "
-        "it is not recorded, and the program is cut before it",
+        "it cannot be recorded, and the calls before it ran first",
         str(caught.value),
     )
 

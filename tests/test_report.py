@@ -194,7 +194,7 @@ def test_where_a_program_was_cut() -> None:
     assert whole.n_bytes == 12 * 64 * 4
     assert (whole.n_calls, whole.is_recorded) == (0, False)
     told = (
-        f"Double.apply ({whole.line}) took 3.0 KiB of the whole batch: it is not recorded, and the"
+        f"Double.apply ({whole.line}) took 3.0 KiB of the whole batch: it cannot be recorded, and "
     )
     assert told in str(report)
 
@@ -472,10 +472,10 @@ def test_it_reads_well() -> None:
     chunks = r"\d+ chunks of \d+ samples"
     assert re.search(rf": 3 calls with 32.0 KiB of results, in {chunks}$", second)
     wanted = (
-        r"    whole needs .*iB; predicted [\d.]+ KiB, allowed [\d.]+ KiB, measured: not measured; "
+        r"    whole needs .*iB; predicted [\d.]+ KiB of [\d.]+ KiB left, measured: not measured; "
         r"least limit that works: [\d.]+ .iB",
         rf"    part 1: 3 calls in {chunks}, 1 forward, 1 backward",
-        "    part 2: 1 call on the whole batch",
+        "    part 2: adds up the results of the chunks",
     )
     assert rest[3].startswith("layer ") and rest[4].startswith(__file__)
     for line, pattern in zip(rest[:3], wanted, strict=True):

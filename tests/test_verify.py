@@ -133,6 +133,13 @@ def test_what_it_finds() -> None:
 
     assert koila.verify(Trainer().step, chunks=2).is_equal
     assert koila.verify(functools.partial(of, model, x), chunks=2).is_equal
+
+    def helper() -> None:
+        of(model, x)
+
+    told = koila.verify(lambda: helper(), chunks=2)  # noqa: PLW0108
+    assert told.is_equal and told.n_chunks == 2
+    assert "gradient of 0.weight" in {one.name for one in told.differences}
     with pytest.raises(ValueError, match="the step names no module"):
         koila.verify(lambda: None)
 

@@ -274,7 +274,7 @@ wire_added(const KlCall *call, KlInferred *result, KlLabels left, KlLabels right
     const KlWiring wiring = {
         .inputs = {kl_rules_letters_right(out, meta->n_dims, call->inputs[0]->n_dims), left, right},
         .outs = {out},
-        .reason = "something is added to a sum over the batch"};
+        .reason = "a tensor is added to a product that sums over the batch"};
     return kl_rules_wire(call, result, &wiring);
 }
 
@@ -305,7 +305,7 @@ place_linear(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
                                   letters(LETTER_COLUMN, 0, 0)},
                        .outs = {kl_rules_letters(last)},
                        .reduce = has_bias ? KL_REDUCE_NONE : KL_REDUCE_SUM,
-                       .reason = "something is added to a sum over the batch"};
+                       .reason = "a tensor is added to a product that sums over the batch"};
     wiring.inputs[0].of[last] = LETTER_SUM;
     wiring.outs[0].of[last] = LETTER_COLUMN;
     return kl_rules_wire(call, result, &wiring);

@@ -104,7 +104,7 @@ def verify(step: Callable[[], Any], *owners: Any, chunks: int = 4) -> Verificati
         step: runs forward and backward on a lazy batch. If it ends with zero_grad(), parameters are
             compared in place of gradients; an optimizer such as Adam makes rounding large in these.
         owners: the modules and optimizers that the step changes; by default those that `step`
-            names.
+            names, and those named by functions of its file that it calls.
         chunks: the number of chunks.
 
     Raises:
@@ -121,7 +121,7 @@ def verify(step: Callable[[], Any], *owners: Any, chunks: int = 4) -> Verificati
     """
     if not callable(step):
         raise TypeError(f"verify: step must be a function, which runs a step, not {step!r}")
-    found = list(owners) or list(_named_by(step))
+    found = list(owners) or _named_by(step)
     modules = [one for one in found if isinstance(one, nn.Module)]
     if not modules:
         raise ValueError(
@@ -209,18 +209,30 @@ def _last_bits_changed(modules: list[nn.Module]) -> Iterator[None]:
             handle.remove()
 
 
-def _named_by(step: Callable[..., Any]) -> Iterator[Any]:
-    """Yield the modules and optimizers that a function can reach by name."""
-    if isinstance(step, functools.partial):
-        yield from _kept([*step.args, *step.keywords.values()])
-        yield from _named_by(step.func)
-        return
-    owner = getattr(step, "__self__", None)
-    yield from _kept([owner, *vars(owner).values()] if hasattr(owner, "__dict__") else [])
-    function = inspect.unwrap(getattr(step, "__func__", step))
-    if inspect.isfunction(function):
-        known = inspect.getclosurevars(function)
-        yield from _kept([*known.nonlocals.values(), *known.globals.values()])
+def _named_by(step: Callable[..., Any]) -> list[Any]:
+    """Return the modules and optimizers that a function names, and those that functions of its file
+    name which it names."""
+    found, functions, seen = list[Any](), [step], set[int]()
+    while functions:
+        function = functions.pop(0)
+        values: list[Any] = []
+        while isinstance(function, functools.partial):
+            values += [*function.args, *function.keywords.values()]
+            function = function.func
+        owner = getattr(function, "__self__", None)
+        values += [owner, *vars(owner).values()] if hasattr(owner, "__dict__") else []
+        plain = inspect.unwrap(getattr(function, "__func__", function))
+        if inspect.isfunction(plain) and id(plain) not in seen:
+            seen.add(id(plain))
+            known = inspect.getclosurevars(plain)
+            values += [*known.nonlocals.values(), *known.globals.values()]
+            functions += [
+                one
+                for one in values
+                if inspect.isfunction(one) and one.__globals__ is plain.__globals__
+            ]
+        found += [one for one in values if isinstance(one, nn.Module | torch.optim.Optimizer)]
+    return list(dict.fromkeys(found))
 
 
 @contextlib.contextmanager
@@ -229,10 +241,6 @@ def restored_buffers(step: Callable[..., Any]) -> Iterator[None]:
     modules = [one for one in _named_by(step) if isinstance(one, nn.Module)]
     with _restored(modules, [], is_all=False):
         yield
-
-
-def _kept(values: list[Any]) -> Iterator[Any]:
-    yield from (one for one in values if isinstance(one, nn.Module | torch.optim.Optimizer))
 
 
 def _run(

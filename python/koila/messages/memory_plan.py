@@ -83,7 +83,7 @@ class MemoryPlan:
             (one.call, one.layer, one.where, size(one.n_bytes), size(one.in_chunk))
             for one in self.largest
         ]
-        return [("kept for backward", "layer", "line", "whole batch", "at one time"), *rows]
+        return [("kept for backward", "layer", "line", "whole batch", "at once"), *rows]
 
     def __str__(self) -> str:
         rows = self.table() if self.largest else []

@@ -81,7 +81,7 @@ def _area(lower: Sequence[float], upper: Sequence[float], x: Callable[[int], flo
 
 
 def svg(plan: Plan) -> str:
-    """Draw the bytes over the step, with a line at the bytes allowed unless these are far more."""
+    """Draw the bytes over the step, with a line at the bytes left unless these are far more."""
     columns = _columns(plan.moments)
     near = plan.allowed <= 3 * plan.n_bytes
     update = plan.phases.get(OPTIMIZER, 0)
@@ -137,7 +137,7 @@ def svg(plan: Plan) -> str:
         made.append(
             f"<path d='M{_LEFT} {line:.1f}H{_WIDTH - 10}' stroke='#c0392b' stroke-dasharray='6 4'/>"
         )
-        made.append(text(_WIDTH - 12, line - 5, f"allowed {size(plan.allowed)}", "end"))
+        made.append(text(_WIDTH - 12, line - 5, f"{size(plan.allowed)} left", "end"))
     for phase, group in itertools.groupby(enumerate(columns), key=lambda one: one[1].phase):
         begin = next(group)[0]
         made.append(
@@ -292,7 +292,7 @@ def plot(plan: Plan, axes: Any) -> Any:
     if update:
         axes.bar(n, update / 2**20, max(1, n / 7), align="edge", color="0.6", label=OPTIMIZER)
     if plan.allowed <= 3 * plan.n_bytes:
-        axes.axhline(plan.allowed / 2**20, color="#c0392b", linestyle="--", label="allowed")
+        axes.axhline(plan.allowed / 2**20, color="#c0392b", linestyle="--", label="left")
     axes.set_xlabel("the calls of the step, in order")
     axes.set_ylabel("MiB")
     axes.legend(loc="upper left")

@@ -94,7 +94,7 @@ def scheduled(
     stages = (
         Stage(
             position,
-            len(run.nodes) + len(run.combined),
+            len(run.nodes),
             len(grid_of(run)) if run.is_body else 1,
             max(stop - start for start, stop in grid_of(run)) if run.is_body else None,
             str(passes.get(run.index, none)),

@@ -70,7 +70,7 @@ def passes_of(schedule: Schedule) -> dict[int, Passes]:
 
 
 def _waits_for(program: Program, run: Run) -> Node | None:
-    """Return the call for which the backward of a body waits, as it needs all of its chunks; None
+    """Return the call that the backward of a body needs, and that needs all of its chunks; None
     if it is not known."""
     if run.stage == program.last_body:
         return program.node(program.tail_node) if program.tail_node is not None else None
@@ -102,9 +102,9 @@ def why_twice(program: Program, run: Run, passes: Passes) -> str:
         where = f"{name_of_node(made)} ({where_of_node(made)})"
         return f"a hook on the result of {where} gets the gradient of the whole batch"
     if node is None:
-        return "its backward waits for values of the whole batch"
+        return "its backward needs values of the whole batch"
     call = f"{name_of_node(node)} ({where_of_node(node)})"
-    return f"its backward waits for {call}, which needs values of the whole batch"
+    return f"its backward needs the result of {call}, which depends on the whole batch"
 
 
 def head_of(program: Program, passes: Mapping[int, Passes], run: Run, position: int) -> str:
@@ -151,16 +151,16 @@ def way_in_words(program: Program, way: Way, schedule: Schedule) -> str:
         kept = kept_in_words(program, schedule)
         words += [kept] if kept else []
     if again:
-        words.append(f"{_n_bytes(program, again)} {_CROSSING} recomputed (one more forward)")
+        words.append(f"{_n_bytes(program, again)} of activations recomputed (one more forward)")
     if emptied:
-        words.append(f"{_n_bytes(program, emptied)} {_CROSSING} recomputed by cheap calls")
+        words.append(f"{_n_bytes(program, emptied)} of activations recomputed by cheap calls")
     if offloaded:
         n_bytes = _n_bytes(program, offloaded)
-        words.append(f"{n_bytes} {_CROSSING} offloaded meanwhile (a copy each way)")
+        words.append(f"{n_bytes} of activations offloaded {_BETWEEN} (a copy each way)")
     return ", ".join(words)
 
 
-_CROSSING = "of activations between passes"
+_BETWEEN = "from one pass over the chunks to the next"
 
 
 def _n_bytes(program: Program, values: Iterable[int]) -> str:
@@ -174,4 +174,4 @@ def kept_in_words(program: Program, schedule: Schedule) -> str:
     is_graph = any(step.op == Op.BACK for step in schedule.steps[schedule.n_forward :])
     crossing = program.schedule(is_graph, Way(1, 1, 1)).values_of(Op.HOME)
     kept = _n_bytes(program, crossing - schedule.values_of(Op.REMAKE, Op.EMPTY, Op.HOME))
-    return f"{kept} {_CROSSING} kept" if kept else ""
+    return f"{kept} of activations kept {_BETWEEN}" if kept else ""

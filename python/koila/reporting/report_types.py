@@ -63,7 +63,7 @@ class Stage:
 
     Attributes:
         number: its position in the order in which parts run, from 1.
-        n_calls: the number of its recorded calls.
+        n_calls: the number of its recorded calls; 0 if it only adds up results of the chunks.
         n_chunks: the number of chunks; 1 for a part on the whole batch.
         n_rows: the samples of the largest chunk; None for a part on the whole batch.
         passes: how often each chunk ran forward and backward, in words.
@@ -79,6 +79,8 @@ class Stage:
 
     def __str__(self) -> str:
         calls = f"part {self.number}: {count(self.n_calls, 'call')}"
+        if self.n_calls == 0:
+            return f"part {self.number}: adds up the results of the chunks"
         if self.n_rows is None:
             return f"{calls} on the whole batch"
         chunks = f"{count(self.n_chunks, 'chunk')} of {count(self.n_rows, 'sample')}"
@@ -145,14 +147,14 @@ class ProgramReport:
             yield f"    whole: {count(len(self.whole) - _MOST_LISTED, 'call')} more"
 
     def memory(self) -> str:
-        """Describe the bytes predicted, allowed and measured; may be empty for whole runs."""
+        """Describe the bytes predicted, left and measured; may be empty for whole runs."""
         measured = "not measured" if self.bytes_measured is None else size(self.bytes_measured)
         if self.bytes_predicted is None or self.bytes_allowed is None:
             why = "predicted: nothing, as config(chunks=) sets the number of chunks"
             return f"{why}, measured: {measured}" if self.stages else ""
-        predicted, allowed = sizes(self.bytes_predicted, self.bytes_allowed)
+        predicted, left = sizes(self.bytes_predicted, self.bytes_allowed)
         whole = f"whole needs {size(self.bytes_whole)}; " if self.bytes_whole is not None else ""
-        text = f"{whole}predicted {predicted}, allowed {allowed}, measured: {measured}"
+        text = f"{whole}predicted {predicted} of {left} left, measured: {measured}"
         if self.least_limit is None:
             return text
         return f"{text}; least limit that works: {size(self.least_limit)}"

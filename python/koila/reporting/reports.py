@@ -326,7 +326,7 @@ def note_handed_out(func: Callable[..., Any], why: str, n_bytes: int) -> None:
         why: the reason it cannot be recorded.
         n_bytes: the bytes of the values that the user can reach at the cut.
     """
-    why = f"it is not recorded, and the program is cut before it, since {why}"
+    why = f"it cannot be recorded, and the calls before it ran first, since {why}"
     entry = Whole(name_of(func), user_line(), why, n_bytes, 0, False)
     if _state.programs and n_bytes:
         ran = _state.programs.pop()
