@@ -76,6 +76,32 @@ def test_batches_in_containers() -> None:
         koila.largest_batch(step, {"x": koila.lazy(x), "y": y})
 
 
+def test_samples_in_another_dim() -> None:
+    """Also for one of several tensors; a table that is the same for all samples does not grow."""
+    model, x = nn.LSTM(16, 32), torch.randn(12, 5, 16)
+    limit = there() + 6 * 2**20
+
+    def step(x: Tensor, table: Any = 0.0) -> Tensor:
+        return (model(x)[0] + table).pow(2).mean()
+
+    first = nn.LSTM(16, 32, batch_first=True)
+    wanted = koila.largest_batch(
+        lambda x: first(x)[0].pow(2).mean(), x.mT.reshape(5, 12, 16), memory_limit=limit
+    )
+    found = koila.largest_batch(step, x, batch=1, memory_limit=limit)
+    assert 50 < found.whole < found.in_chunks < found.most
+    assert abs(found.whole - wanted.whole) <= 0.1 * wanted.whole
+    table = torch.zeros(1, 1, 32)
+    beside = koila.largest_batch(step, x, table, batch=(1, None), memory_limit=limit)
+    assert abs(beside.whole - found.whole) <= 0.2 * found.whole
+    given = koila.largest_batch(
+        lambda batch: step(batch["x"]), {"x": x}, batch={"x": 1}, memory_limit=limit
+    )
+    assert abs(given.whole - found.whole) <= 1
+    with pytest.raises(ValueError, match="batch=5 is not a dim of"):
+        koila.largest_batch(step, x, batch=5)
+
+
 def test_what_it_cannot_say() -> None:
     model, x = make(), torch.randn(8, 64)
     with pytest.raises(ValueError, match="what it returned is of type Tensor"):

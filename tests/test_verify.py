@@ -137,7 +137,7 @@ def test_what_it_finds() -> None:
     def helper() -> None:
         of(model, x)
 
-    told = koila.verify(lambda: helper(), chunks=2)  # noqa: PLW0108
+    told = koila.verify(lambda: helper(), chunks=2)
     assert told.is_equal and told.n_chunks == 2
     assert "gradient of 0.weight" in {one.name for one in told.differences}
     with pytest.raises(ValueError, match="the step names no module"):

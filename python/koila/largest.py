@@ -13,7 +13,7 @@ from torch import Tensor
 
 from koila import _core
 from koila.basics.config import config, settings
-from koila.lazy import lazy, map_tensors
+from koila.lazy import lazy, map_tensors, map_with_dims
 from koila.messages.words import count, size
 from koila.planning import limits
 from koila.recording.backwards import refused
@@ -55,7 +55,8 @@ class LargestBatch:
 
 def largest_batch(
     step: Callable[..., Tensor],
-    *batch: Any,
+    *inputs: Any,
+    batch: Any = 0,
     memory_limit: int | float | str | None = None,
     most: int = 2**16,
 ) -> LargestBatch:
@@ -64,10 +65,11 @@ def largest_batch(
     The buffers of modules that `step` names (such as a norm's count of batches) are restored.
 
     Args:
-        step: takes what `batch` is and returns the loss, without calling backward(). It must not
+        step: takes what `inputs` are and returns the loss, without calling backward(). It must not
             read a number.
-        batch: a batch of any size: tensors with samples in dim 0, or containers of them as `lazy`
-            takes. A 0-dim tensor is the same for all samples.
+        inputs: a batch of any size: tensors, or containers of them, as `lazy` takes.
+        batch: the dim of the samples, as for `lazy`. A 0-dim tensor, or one marked None, is the
+            same for all samples.
         memory_limit: as for `config`; None: the current setting.
         most: the largest batch to try.
 
@@ -86,15 +88,21 @@ def largest_batch(
         True
     """
     tensors = list[Tensor]()
-    map_tensors(tensors.append, batch)
+    sizes: list[int] = []  # the numbers of samples
+    map_tensors(tensors.append, inputs)
     if any(type(tensor) is _core.LazyTensor for tensor in tensors):
         raise TypeError(
             "largest_batch: give the batch as plain tensors: it makes lazy batches of other sizes"
         )
-    if not any(map(_has_rows, tensors)) or any(t.dim() and not _has_rows(t) for t in tensors):
-        raise ValueError("largest_batch: give the tensors of a batch, each with samples in dim 0")
-    now = settings()
-    limit = now.memory_limit if memory_limit is None else memory_limit
+
+    def look(tensor: Tensor, dim: int | None) -> None:
+        if dim is not None:
+            sizes.append(tensor.size(dim))
+
+    map_with_dims(look, inputs, batch)
+    if not all(sizes or [0]):
+        raise ValueError("largest_batch: give the tensors of a batch, which must have samples")
+    limit = settings().memory_limit if memory_limit is None else memory_limit
     found: list[LargestBatch | BaseException] = []
 
     def search() -> None:
@@ -105,7 +113,7 @@ def largest_batch(
                 restored_buffers(step),
                 refused(f"{_MUST}: it calls backward()"),
             ):
-                found.append(_search(step, batch, most))
+                found.append(_search(step, inputs, batch, most))
         except BaseException as error:
             found.append(error.with_traceback(None))
 
@@ -118,16 +126,29 @@ def largest_batch(
     return found[0]
 
 
-def _has_rows(tensor: Tensor) -> bool:
-    return tensor.dim() > 0 and tensor.shape[0] > 0
+def _of_size(inputs: tuple[Any, ...], batch: Any, n_rows: int, made: list[Tensor]) -> Any:
+    """Return the inputs with `n_rows` samples, which share the memory of the first one, and append
+    the tensors with samples to `made`."""
+
+    def of_rows(tensor: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return tensor
+        shape = list(tensor.shape)
+        shape[dim] = n_rows
+        made.append(tensor.detach().narrow(dim, 0, 1).expand(shape))
+        return made[-1]
+
+    return map_with_dims(of_rows, inputs, batch)
 
 
-def _search(step: Callable[..., Tensor], batch: tuple[Any, ...], most: int) -> LargestBatch:
+def _search(
+    step: Callable[..., Tensor], inputs: tuple[Any, ...], batch: Any, most: int
+) -> LargestBatch:
     needs: dict[int, tuple[float, float, float]] = {}
 
     def needs_of(n_rows: int) -> tuple[float, float, float]:
         if n_rows not in needs:
-            needs[n_rows] = _needs(step, batch, n_rows)
+            needs[n_rows] = _needs(step, inputs, batch, n_rows)
         return needs[n_rows]
 
     def largest(fits: Callable[[int], bool]) -> int:
@@ -161,23 +182,16 @@ def _between(low: int, high: int, fits: Callable[[int], bool]) -> int:
 
 
 def _needs(
-    step: Callable[..., Tensor], batch: tuple[Any, ...], n_rows: int
+    step: Callable[..., Tensor], inputs: tuple[Any, ...], batch: Any, n_rows: int
 ) -> tuple[float, float, float]:
     """Return the bytes that a batch of `n_rows` needs whole and in a few chunks, including the
     batch, and the bytes that are left for it."""
-    n_bytes = 0
-
-    def of_rows(tensor: Tensor) -> Tensor:
-        nonlocal n_bytes
-        if tensor.dim() == 0:
-            return tensor
-        n_bytes += n_rows * tensor[0].numel() * tensor.element_size()
-        return tensor.detach()[:1].expand(n_rows, *tensor.shape[1:])
-
-    given = lazy(*map_tensors(of_rows, batch))
+    tensors: list[Tensor] = []
+    given = lazy(*_of_size(inputs, batch, n_rows, tensors), batch=batch)
+    n_bytes = sum(tensor.nbytes for tensor in tensors)
     loss: Tensor | None = None
     try:
-        loss = step(*(given if len(batch) > 1 else (given,)))
+        loss = step(*(given if len(inputs) > 1 else (given,)))
         if type(loss) is not _core.LazyTensor or _core.real(loss) is not None:
             is_run = type(loss) is _core.LazyTensor
             what = "has run" if is_run else f"is of type {type(loss).__name__}"

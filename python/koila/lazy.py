@@ -157,6 +157,20 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], obj: Any) -> Any:
     return _map(lambda tensor, batch, path: fn(tensor), obj, None, "input")
 
 
+def map_with_dims(fn: Callable[[torch.Tensor, int | None], Any], objs: Any, batch: Any) -> Any:
+    """Rebuild `objs`, arguments of `lazy`, with `fn(tensor, dim)` in place of each tensor.
+
+    `dim` is that of the samples, which `batch` gives; None: the tensor has none.
+    """
+    batch = (batch,) if len(objs) == 1 and not hasattr(batch, "__index__") else batch
+
+    def call(tensor: torch.Tensor, leaf_batch: Any, path: str) -> Any:
+        dim = _dim_of(tensor, leaf_batch, path)
+        return fn(tensor, None if dim == _WHOLE else dim)
+
+    return _map(call, objs, batch, "input")
+
+
 def _entry(batch: Any, key: Any) -> Any:
     """Return the part of `batch` for one entry. A number, or None, applies to all entries."""
     if batch is None or hasattr(batch, "__index__"):
