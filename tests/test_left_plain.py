@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import re
 import subprocess
 import sys
 import weakref
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import koila
+from koila.planning import left_plain
 from oracle import Lazy, eager
 
 N_ROWS, N_STEPS, WIDE = 512, 8, 128
@@ -192,6 +194,35 @@ def test_small_ones_are_not_told() -> None:
         buffer = torch.zeros(4)
         buffer.mul_(0.9).add_(koila.lazy(torch.ones(8, 4)).mean(0))
     assert not left()
+
+
+@pytest.mark.parametrize("are_labels_lazy", [True, False])
+def test_an_input_that_left_by_numpy(
+    are_labels_lazy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However small: the model is computed from it. Labels that stay lazy do not hide that."""
+    left_plain._told.clear()
+    model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 4))
+    data, labels = torch.randn(512, 8), torch.randint(4, (512,))
+
+    def step(is_left: bool) -> str:
+        x, y = koila.lazy(data, labels)
+        scaled = torch.from_numpy(x.numpy() / 2) if is_left else x / 2
+        y = y if are_labels_lazy else labels
+        with koila.config(memory_limit="1GiB"), caplog.at_level(logging.WARNING, "koila"):
+            nn.functional.cross_entropy(model(scaled), y).backward()
+        return "\n".join(ran.why for ran in koila.report().programs)
+
+    head = "only its last calls are lazy" if are_labels_lazy else "nothing in it is lazy"
+    assert head not in step(False) and not caplog.records
+    told = step(True)
+    assert re.search(
+        rf"{head}: [\d.]+ MiB of results with 512 samples were made on the whole", told
+    )
+    left_at = rf"left koila \(numpy\(\) at {__file__}:\d+\), compute with the lazy tensor itself"
+    assert re.search(left_at, told) and "noise" not in told
+    (record,) = caplog.records
+    assert f"{head}: " in record.getMessage()
 
 
 def test_a_plain_result() -> None:

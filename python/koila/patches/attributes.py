@@ -15,7 +15,8 @@ from koila.basics import lines
 from koila.basics.threads import in_turn
 from koila.messages.errors import KoilaError
 from koila.patches import patching, writes
-from koila.recording import apart, bridge
+from koila.planning import left_plain
+from koila.recording import bridge
 from koila.reporting import reports
 from koila.running import given, recomputed
 from koila.staged import aliases
@@ -105,7 +106,7 @@ def _number_of(lazy: Any, attribute: str) -> Any:
     with reports.Asking(f".{attribute} ="):
         number = _core.read(lazy)
     if attribute == "data":
-        apart.note_read(".data =", number)
+        left_plain.note_read(".data =", lazy, number)
     left = number if _core.is_busy() else _core.leave(lazy)
     if left is None:
         itself.__name__ = f".{attribute} ="

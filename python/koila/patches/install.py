@@ -23,8 +23,9 @@ from koila.basics import engine, lines, surroundings, switches
 from koila.memory import budget, order
 from koila.messages.errors import HiddenFrames
 from koila.patches import attributes, distributions, patching, tracers, transforms, writes
+from koila.planning import left_plain
 from koila.random import generators, plain
-from koila.recording import apart, bridge, flush, handed_out, handlers, replicated, sharded
+from koila.recording import bridge, flush, handed_out, handlers, replicated, sharded
 from koila.reporting import reports
 from koila.running import checkpoints, custom_functions, numbers, unwritten
 
@@ -70,7 +71,7 @@ def _patch_engine() -> None:
     @functools.wraps(run)
     def noted(roots: Any, *args: Any, **words: Any) -> Any:
         if words.get("accumulate_grad") and not lines.is_of_koila():
-            apart.note(roots)
+            left_plain.note(roots)
         return live(roots, *args, **words)
 
     patching.replace(autograd, "_engine_run_backward", noted)

@@ -15,7 +15,7 @@ from torch.jit import _builtins
 
 from koila import _core
 from koila.basics import engine
-from koila.recording import apart
+from koila.planning import left_plain
 from koila.reporting import reports
 
 undo: list[tuple[Any, str, Any, bool]] = []
@@ -99,7 +99,7 @@ def _numbers(obj: Any, what: str) -> Any:
     """Return the object with lazies replaced by their numbers, which a call reads."""
     if type(obj) is _core.LazyTensor:
         number = _core.read(obj)
-        apart.note_read(what, number)
+        left_plain.note_read(what, obj, number)
         return number
     if isinstance(obj, tuple | list) and holds_lazy(obj):
         return [_numbers(item, what) for item in obj]

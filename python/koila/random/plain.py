@@ -112,6 +112,11 @@ def watch(before: Callable[[], None]) -> None:
         _put_in()
 
 
+def is_followed() -> bool:
+    """Return whether noise is made lazy, as by the launcher."""
+    return _after is not None
+
+
 def follow(after: Callable[[torch.Tensor], torch.Tensor] | None) -> None:
     """Apply `after` to the result of each plain call of MAKERS from now on; None: stop that."""
     global _after

@@ -25,9 +25,9 @@ from koila.basics import (
 )
 from koila.memory import order
 from koila.messages.errors import KoilaError, StaleError, is_out_of_memory
+from koila.planning import left_plain
 from koila.random import draws, generators, plain
 from koila.recording import (
-    apart,
     backwards,
     bridge,
     handlers,
@@ -296,7 +296,7 @@ def register_all() -> None:
             "note_leaf": aliases.note_leaf,
             "is_worker": threads.is_autograd_worker,
             "autograd_key": int(getattr(torch._C.DispatchKey, surroundings.AUTOGRAD)),
-            "note_left": apart.note_left,
+            "note_left": left_plain.note_left,
             "is_in_hook": engine.is_in_hook,
             "name_of_file": lines.name_of_file,
         },

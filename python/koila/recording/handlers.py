@@ -13,10 +13,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from koila import _core
 from koila.basics import devices, enter, surroundings
-from koila.planning import unsplit
+from koila.planning import left_plain, unsplit
 from koila.random import generators
 from koila.recording import (
-    apart,
     bridge,
     caught,
     composed,
@@ -225,7 +224,7 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
         func(torch.empty(0, requires_grad=True, device="cpu"), *args[1:], **kwargs)
     with reports.Asking("numpy()"):
         number = _core.read(args[0])
-    apart.note_read("numpy()", number)
+    left_plain.note_read("numpy()", args[0], number)
     array = func(number, *args[1:], **kwargs)
     shared = getattr(array, "base", None)
     if isinstance(shared, torch.Tensor):  # no copy: the call above watches its memory for writes
@@ -238,7 +237,7 @@ def reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     """Run copy.copy() or pickle, which make a leaf with the `requires_grad` of the original."""
     with reports.Asking(reports.name_of(func)):
         number = _core.read(args[0])
-    apart.note_read(reports.call_of(func), number)
+    left_plain.note_read(reports.call_of(func), args[0], number)
     if args[0].requires_grad and not number.requires_grad:
         number = number.detach().requires_grad_()
     return func(number, *args[1:], **kwargs)

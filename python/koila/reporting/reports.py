@@ -186,6 +186,11 @@ def n_batches() -> int:
     return _state.n_batches
 
 
+def n_rows() -> int:
+    """Return the rows of the last batch that lazy() made on this thread; 0: it made none."""
+    return _state.n_rows
+
+
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Note that an optimizer is about to step; all pending calls have run."""
     if optimizer in _state.stepped:

@@ -17,7 +17,7 @@ from koila.basics import config, engine, surroundings
 from koila.basics.threads import in_turn
 from koila.memory import estimates, heap
 from koila.messages.errors import MemoryLimitError, StaleError
-from koila.planning import explain, logs, planner, plans, steps, unsplit
+from koila.planning import explain, left_plain, logs, planner, plans, steps, unsplit
 from koila.reporting import progress, reports
 from koila.running import (
     arrays,
@@ -211,6 +211,7 @@ def _stage(
         # torch's engine is running if this is the backward of a part that was cut off.
         is_some = gets is not None or not torch.autograd._is_checkpoint_valid()
         checkpoints.check(program, is_some)
+        left_plain.note_behind(program.entered)
     logs.log_whole(program)
     is_whole = program.unstageable is not None or not program.has_body
     cause = explain.cause_of_whole(program) if is_whole else explain.FITS_LATER

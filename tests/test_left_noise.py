@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import koila
-from koila.recording import apart
+from koila.planning import left_plain
 
 
 def test_plain_noise_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -25,7 +25,7 @@ def test_plain_noise_is_told(caplog: pytest.LogCaptureFixture) -> None:
         (False, 600, 1),
         (False, 20, 4),
     ):
-        apart._known.clear()
+        left_plain._known.clear()
         with koila.config(chunks=chunks):
             real = koila.lazy(torch.ones(n_rows, 64), batch=0)
             noise = torch.randn(real.shape[0], 8)

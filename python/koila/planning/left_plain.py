@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from koila import _core
 from koila.basics import config, lines
 from koila.memory import budget
 from koila.messages.words import size
@@ -39,23 +40,31 @@ class _Left(threading.local):
     def __init__(self) -> None:
         self.batch = 0
         self.calls: dict[str, str] = {}  # by line: calls that left koila with that batch
+        self.has_input = False  # one of them read an input, of which a model may be computed
 
 
 _left = _Left()
 
 
-def _note_exit(what: str, line: str) -> None:
-    """Remember a call that gave the user large plain values of the current batch."""
+def _note_exit(what: str, line: str, is_input: bool = False) -> None:
+    """Remember a call that gave the user plain values of the current batch."""
     if _left.batch != reports.n_batches():
-        _left.batch = reports.n_batches()
+        _left.batch, _left.has_input = reports.n_batches(), False
         _left.calls.clear()
     _left.calls[line] = what
+    _left.has_input |= is_input
 
 
-def note_read(what: str, number: torch.Tensor) -> None:
+def _calls() -> dict[str, str]:
+    """Return, by line, the calls that gave the user plain values of the current batch."""
+    return _left.calls if _left.batch == reports.n_batches() else {}
+
+
+def note_read(what: str, lazy: _core.LazyTensor, number: torch.Tensor) -> None:
     """Note that a call, such as "numpy()", gave the user the number of a lazy tensor."""
-    if number.nbytes >= _LEAST_READ:
-        _note_exit(what, lines.user_line())
+    is_input = _core.is_input(lazy)
+    if is_input or number.nbytes >= _LEAST_READ:
+        _note_exit(what, lines.user_line(), is_input)
 
 
 def note_left(func: Callable[..., Any], tensor: torch.Tensor, is_written: bool | None) -> None:
@@ -98,10 +107,22 @@ def note(roots: Iterable[Any]) -> None:
 
     One inside of another backward, as in that of a custom function, is a part of that.
     """
-    if torch._C._current_graph_task_id() != -1:
-        return
-    line = lines.user_line()
-    n_rows = reports.note_plain(line)
+    if torch._C._current_graph_task_id() == -1:
+        line = lines.user_line()
+        _report(roots, line, reports.note_plain(line), "nothing in it is lazy")
+
+
+def note_behind(entered: Iterable[torch.Tensor]) -> None:
+    """Note the backward of a program that reads plain tensors with a graph, although an input of
+    this batch has left koila: the model was computed from that."""
+    if _left.has_input and _calls():
+        roots = [tensor for tensor in entered if tensor.grad_fn is not None]
+        if roots:
+            _report(roots, lines.user_line(), reports.n_rows(), "only its last calls are lazy")
+
+
+def _report(roots: Iterable[Any], line: str, n_rows: int, what: str) -> None:
+    """Report the bytes of the plain graphs of `roots`, if there are many."""
     if n_rows < 2 or config.get("chunks") == 1:
         return
     if line not in _known:
@@ -111,11 +132,11 @@ def note(roots: Iterable[Any]) -> None:
     if n_bytes < _LEAST or (is_free and budget.is_ample(n_bytes)):
         return
     why = (
-        f"nothing in it is lazy: {size(n_bytes)} of results with {n_rows} samples were made on the "
-        f"whole batch; {_advice(drawn)}"
+        f"{what}: {size(n_bytes)} of results with {n_rows} samples were made on the whole batch; "
+        f"{_advice(drawn)}"
     )
     reports.note_left("backward()", line, why)
-    told, causes = _told.setdefault(line, set()), set(_left.calls)
+    told, causes = _told.setdefault(line, set()), set(_calls())
     if drawn or not causes:
         causes.add("")
     if not causes <= told | logs.logged:
@@ -129,14 +150,14 @@ def _advice(drawn: str) -> str:
     Args:
         drawn: where noise may be drawn, as text.
     """
-    found = []
-    if drawn or not _left.calls:
+    found, left = [], _calls()
+    if not left or (drawn and not _left.has_input):
+        launcher = "" if plain.is_followed() else ", or run the script with python -m koila"
         found.append(
-            f"where they are made of noise{drawn}, make that lazy, koila.lazy(noise), or run the "
-            "script with python -m koila"
+            f"where they are made of noise{drawn}, make that lazy, koila.lazy(noise){launcher}"
         )
-    if _left.calls:
-        calls = ", ".join(f"{what} at {line}" for line, what in [*_left.calls.items()][-3:])
+    if left:
+        calls = ", ".join(f"{what} at {line}" for line, what in [*left.items()][-3:])
         found.append(
             f"where they are made of values that left koila ({calls}), compute with the lazy "
             "tensor itself, or make the values lazy again, koila.lazy(values)"
