@@ -479,3 +479,15 @@ def test_a_hook_that_asks_for_the_whole_batch_is_named() -> None:
         assert re.search(told + "gradient of the whole batch", koila.explain(loss))
         loss.backward()
         assert "1 backward: a hook on the result of linear" in str(koila.report())
+
+
+def test_a_hook_on_the_loss_is_named() -> None:
+    """It is why a mean over the samples needs two forwards, in explain() as in report()."""
+    model, x = of_mlp()
+    told = r"a hook on the result of mean \(.*\) gets the gradient of the whole batch"
+    with koila.config(chunks=4):
+        loss = model(koila.lazy(x)).pow(2).mean()
+        loss.register_hook(lambda gradient: None)
+        assert re.search(f"^two forwards: {told}, so a chunk runs", koila.explain(loss), re.M)
+        loss.backward()
+        assert re.search(f"2 forwards, 1 backward: {told}", str(koila.report()))

@@ -609,7 +609,7 @@ def test_equals_eager(name: str, chunks: int | None) -> None:
 def test_it_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["koila.planning.explain"], "logged", set())
+    monkeypatch.setattr(sys.modules["koila.planning.logs"], "logged", set())
     with koila.config(chunks=2), caplog.at_level(logging.WARNING, logger="koila"):
         for _ in range(2):
             STORIES["saves_on_cpu"](koila.lazy)

@@ -385,10 +385,13 @@ def _why(program: Program) -> list[str]:
     if program.last_body is not None and not program.is_tail_linear:
         tail = program.node(program.tail_node) if program.tail_node is not None else None
         name = f" through {name_of_node(tail)} ({where_of_node(tail)})" if tail is not None else ""
+        last = next(run for run in program.runs if run.stage == program.last_body)
+        why = schedule_words.hook_in_words(program, last)
+        why = why or f"the gradient of the loss depends on values of the whole batch{name}"
         said.append(
-            f"two forwards: the gradient of the loss depends on values of the whole batch{name}, "
-            "so a chunk runs forward before the loss and again with its backward (about a third "
-            "more time); a loss that is a sum or a mean over samples needs one"
+            f"two forwards: {why}, so a chunk runs forward before the loss and again with its "
+            "backward (about a third more time); a loss that is a sum or a mean over samples needs "
+            "one"
         )
     whole = [entry for entry in whole_calls.made_whole(program) if entry.n_bytes > 0]
     said += [f"whole batch: {one.made('makes')}: {one.why}" for one in whole[:_MOST_WHOLE]]

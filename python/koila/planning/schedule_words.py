@@ -92,15 +92,25 @@ def _waits_for(program: Program, run: Run) -> Node | None:
     return None
 
 
+def hook_in_words(program: Program, run: Run) -> str:
+    """Describe a hook on a result of a body, for which its backward has to wait; empty if there is
+    none."""
+    hooked = next(filter(hooks.is_on, run.exports), None)
+    made = program.node_of(hooked) if hooked is not None else None
+    if made is None:
+        return ""
+    where = f"{name_of_node(made)} ({where_of_node(made)})"
+    return f"a hook on the result of {where} gets the gradient of the whole batch"
+
+
 def why_twice(program: Program, run: Run, passes: Passes) -> str:
     """Return why the chunks of a body run forward before their backward is possible; empty if they
     do not, or if it is recomputed in segments, which `way_in_words` describes."""
     if not run.is_body or passes.back == 0 or passes.forward < 2 or passes.n_segments > 1:
         return ""
-    node, hooked = _waits_for(program, run), next(filter(hooks.is_on, run.exports), None)
-    if hooked is not None and (made := program.node_of(hooked)) is not None:
-        where = f"{name_of_node(made)} ({where_of_node(made)})"
-        return f"a hook on the result of {where} gets the gradient of the whole batch"
+    if hooked := hook_in_words(program, run):
+        return hooked
+    node = _waits_for(program, run)
     if node is None:
         return "its backward needs values of the whole batch"
     call = f"{name_of_node(node)} ({where_of_node(node)})"
