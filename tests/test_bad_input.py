@@ -707,11 +707,16 @@ def test_a_failed_program_is_left_alone(chunks: int) -> None:
 
 def test_a_wrong_dim_is_told_with_what_to_write() -> None:
     """And what it says to write works."""
-    x, y = torch.ones(3, 8), torch.ones(8)
+    x, y, z = torch.ones(3, 8), torch.ones(8), torch.ones(8, 20)
     for wrong in (0, 1):
-        with pytest.raises(ValueError, match=r"the dim of the samples .* as batch=\(1, 0\)"):
+        with pytest.raises(ValueError, match=r"if the batch has 8 samples, write batch=\(1, 0\)"):
             koila.lazy(x, y, batch=wrong)
     assert all(map(koila.is_lazy, koila.lazy(x, y, batch=(1, 0))))
+    for wrong_dims in (1, (1, 0)):
+        with pytest.raises(ValueError, match=r"if the batch has 8 samples, write batch=0$"):
+            koila.lazy(z, y, batch=wrong_dims)
+    with pytest.raises(ValueError, match="give as many samples of each"):
+        koila.lazy(x, y[:7])
 
 
 def test_the_default_dim_has_a_name_in_docs() -> None:

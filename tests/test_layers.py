@@ -103,7 +103,19 @@ def test_calls_are_under_the_names_of_their_modules() -> None:
     assert {"embedding", "head", *names} <= set(found), set(found)
     assert found["embedding"].n_calls == 1 and found["embedding"].kind == "Embedding"
     wide = 16 * 4 * 32 * 4  # of one sample: what the first linear makes, and GELU of it
-    assert found["blocks.1.mlp.0"].per_sample == 2 * wide
+    assert found["blocks.1.mlp.0"].per_sample == found["blocks.1.mlp.1"].per_sample == wide
+    assert found["blocks.1.mlp.1"].kind == "GELU"
+
+
+def test_what_is_made_of_a_models_result_is_no_layer() -> None:
+    """Also on the line that calls the model; modules without parameters have their own names."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Flatten(), nn.Dropout(0.5), nn.Tanh(), nn.ReLU())
+    found = {
+        one.name: one for one in layers.of(Program([model(koila.lazy(torch.ones(7, 6))).exp()]))
+    }
+    (line,) = (name for name in found if name.startswith(__file__))
+    assert set(found) == {"0", "2", "3", "4", line}  # Flatten had nothing to do
+    assert found[line].n_calls == 1 and found["3"].kind == "Tanh"
 
 
 def gated(x: Tensor) -> Tensor:
@@ -232,7 +244,7 @@ def test_a_refusal_names_layers_and_hides_koilas_frames() -> None:
 def test_cards(make: Callable[[], Made]) -> None:
     """HTML of at most 50 KB, without a script, in which nothing of the user's is markup."""
     model, x, _ = make()
-    model.add_module("<b>", nn.Linear(50, 50))
+    model.add_module("<b>", nn.Sequential(nn.Linear(50, 50), nn.Sigmoid()))
     loss = model.get_submodule("<b>")(model(koila.lazy(x))).exp().sum()
     explained = koila.explain(loss, full=True)
     loss.backward()
@@ -240,7 +252,7 @@ def test_cards(make: Callable[[], Made]) -> None:
         assert len(card.encode()) <= 50 * 2**10 and "koila" in card
         assert "<script" not in card and "<b>" not in card
     assert "head (Linear)" in explained._repr_html_()
-    assert "&lt;b&gt; (Linear)" in explained._repr_html_()
+    assert "&lt;b&gt;.1 (Sigmoid)" in explained._repr_html_()
 
 
 def test_a_smaller_batch_keeps_less() -> None:
@@ -251,6 +263,7 @@ def test_a_smaller_batch_keeps_less() -> None:
         for n in (960, 320):
             x, y = koila.lazy(torch.randn(n, 64), torch.randint(10, (n,)))
             F.cross_entropy(model(x), y).backward()
-            found.append(koila.report().layers[0])
+            (relu,) = (one for one in koila.report().layers if one.kind == "ReLU")
+            found.append(relu)
     assert found[0].per_sample == found[1].per_sample == 1024
     assert [one.n_bytes for one in found] == [960 * 1024, 320 * 1024]

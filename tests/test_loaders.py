@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import koila
 from koila import _core, launch, loaders
-from koila.lazy import of_loader
+from koila.lazy import of_draw, of_loader
+from koila.random import plain
 from oracle import assert_close
 
 N = 22
@@ -168,12 +169,27 @@ def test_a_block_in_another() -> None:
         train(loader, 2)
         with launch.lazy_loaders() as inner:
             train(loader, 2)
-        assert all(koila.is_lazy(x) for x, _ in loader)
-        assert koila.is_lazy(torch.randn(11, 3))
+        assert all(koila.is_lazy(x) and koila.is_lazy(torch.randn(11, 3)) for x, _ in loader)
+        assert not koila.is_lazy(torch.randn(11, 3))  # another data set, say: no batch is in use
     assert not any(koila.is_lazy(x) for x, _ in loader)
     assert not koila.is_lazy(torch.randn(11, 3))
     assert (inner.n_steps, inner.n_batches, inner.most_chunks) == (2, 2, 2)
     assert (outer.n_steps, outer.n_batches) == (4, 6)
+
+
+def test_a_data_set_that_is_drawn_between_batches(all_lazy: None) -> None:
+    """It is as large as the batch by chance, and is taken for noise; its batches have samples."""
+    plain.follow(of_draw)
+    try:
+        for _ in DataLoader(data(), batch_size=11):
+            drawn = TensorDataset(torch.randn(11, 3))
+            assert koila.is_lazy(drawn.tensors[0])
+            (x,) = next(iter(DataLoader(drawn, batch_size=11)))
+            assert koila.is_lazy(x) and _core.rows_dim(x) == 0
+            assert (x == drawn.tensors[0]).all().item()
+        assert not koila.is_lazy(torch.randn(11, 3))  # that loader is exhausted
+    finally:
+        plain.follow(None)
 
 
 class Words(Dataset[str]):

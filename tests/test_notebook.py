@@ -99,7 +99,7 @@ def test_cells() -> None:
     assert "koila: 2 batches of data loaders, 2 optimizer steps" in texts[2]
     assert "in 3 chunks at most" in texts[2]
     assert "ZeroDivisionError" in texts[4] and "In[5], line 8" in plain(texts[4])
-    assert "nothing had been computed with a lazy batch" in texts[4]
+    assert "nothing was computed with a lazy batch before the error" in texts[4]
     assert texts[5] == "Tensor koila.config()\n"
     assert texts[7].strip() == loss
     assert re.search(r"Cell In\[\d+\]:\d", texts[8])

@@ -71,13 +71,28 @@ def test_whole() -> None:
     assert program.n_calls == 3 and program.n_bytes == 2 * 7 * 2 * 4 + 4
 
 
+def test_batches_of_which_nothing_is_computed() -> None:
+    """A user who takes lazy() to change tensors in place sees an earlier step, and is told so."""
+    x, w = torch.ones(8, 4), torch.ones(4, requires_grad=True)
+    (koila.lazy(x) * w).sum().backward()
+    assert koila.report().n_unused == 0
+    for n in range(1, 4):
+        koila.lazy(x)
+        (x * w).sum().backward()
+        assert koila.report().n_unused == n
+    last = str(koila.report()).splitlines()[-1]
+    assert last.startswith("since then lazy() made 3 batches of which nothing was computed: use")
+    (koila.lazy(x) * w).sum().backward()
+    assert "since then" not in str(koila.report())
+
+
 def test_chunks_that_were_asked_for() -> None:
     with koila.config(chunks=3):
         loss().backward()
     (program,) = koila.report().programs
     assert (program.n_chunks, program.n_rows) == (3, 3)
     assert program.n_calls == 3 and program.n_bytes == 2 * 7 * 2 * 4 + 4
-    said = "predicted: nothing, as config(chunks=) sets the number of chunks, measured: not"
+    said = "config(chunks=) sets the number of chunks, so no memory was predicted\n"
     assert said in str(program)
     body, joint = program.stages
     assert (body.number, body.n_calls, body.n_chunks, body.n_rows) == (1, 3, 3, 3)
@@ -498,6 +513,18 @@ def test_what_leaves_is_told_without_a_limit(caplog: pytest.LogCaptureFixture) -
         caplog.clear()
         torch.func.vmap(net)(koila.lazy(torch.ones(6, 4)))
     assert not caplog.records, "one chunk was asked for"
+
+
+def test_a_backward_of_a_framework_has_the_line_of_the_script() -> None:
+    """A read has the line that reads, also where that is in a library."""
+    scope: dict[str, Any] = {}
+    library = "def fit(loss):\n    loss.item()\n    loss.backward()\n"
+    exec(compile(library, "/env/lib/site-packages/frame/work.py", "exec"), scope)
+    scope["fit"](loss(4))
+    at = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
+    lines = {ran.what: ran.line for ran in koila.report().programs}
+    assert lines["item()"] == "/env/lib/site-packages/frame/work.py:2"
+    assert lines["backward()"] == f"{__file__}:{at}"
 
 
 def test_no_tensor_is_kept(caplog: pytest.LogCaptureFixture) -> None:

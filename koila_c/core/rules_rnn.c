@@ -207,7 +207,7 @@ place_rnn(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 {
     Layer layer;
     KlStatus status = read_layer(call, &layer);
-    KlWiring wiring = {.reason = "the batch is in steps, features or weights of a recurrent layer"};
+    KlWiring wiring = {.reason = "the batch is in a layer's steps or features: is batch= right?"};
     int32_t batch = layer.is_batch_first ? 0 : 1;
     wiring.inputs[0].of[batch] = 1;
     wiring.outs[0].of[batch] = 1;

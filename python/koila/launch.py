@@ -27,7 +27,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help='what all tensors may take, as "4GiB" or "80%%" (of the GPU, or else of the machine); '
         "without it: what is free",
     )
-    parser.add_argument("--chunks", type=int, metavar="N", help="run in exactly N chunks")
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        metavar="N",
+        help="run in N chunks, unless that takes more memory than the whole batch",
+    )
     parser.add_argument(
         "--progress",
         action="store_true",
@@ -49,8 +54,8 @@ def configure(args: argparse.Namespace) -> None:
     """
     if args.chunks is not None and args.memory_limit is not None:
         raise ValueError(
-            "--chunks says how many chunks whatever memory there is, --memory-limit has as few as "
-            "fit: give one of the two"
+            "--chunks sets the number of chunks, --memory-limit takes as few chunks as fit: give "
+            "one of the two"
         )
     if args.report is not None and not args.report.parent.is_dir():
         raise ValueError(f"--report {args.report}: there is no folder {str(args.report.parent)!r}")

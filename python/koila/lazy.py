@@ -44,7 +44,6 @@ DIM_0 = _Default(0)
 
 class _State(threading.local):
     is_warned = False  # a call in a worker of a DataLoader was warned of
-    batch = _WHOLE, 0  # axis and number of rows of the last batch of a loader
 
 
 _state = _State()
@@ -210,10 +209,23 @@ def _dim_of(tensor: torch.Tensor, batch: Any, path: str) -> int:
     dim: int = operator.index(batch)  # numpy's integers too
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
-            f"lazy: batch={batch} is not a dim of {path}, which has shape {tuple(tensor.shape)}; "
-            "give the dim of the samples for each tensor, as batch=(1, 0)"
+            f"lazy: batch={batch} is not a dim of {path}, which has shape {tuple(tensor.shape)}"
         )
     return dim % tensor.dim()
+
+
+def _advice_on_dims(shapes: list[tuple[int, ...]]) -> str:
+    """Say what to give as batch= for tensors of these shapes, if all have a dim of one size."""
+    shapes = [shape for shape in shapes if shape]
+    sizes = [n for n in (shapes[0] if shapes else ()) if all(n in shape for shape in shapes)]
+    if not sizes:
+        return (
+            "give as many samples of each; if they are in other dims, give the dim of the samples "
+            "for each, as batch=(1, 0), or None for a tensor that is the same for all samples"
+        )
+    dims, n = min((tuple(shape.index(n) for shape in shapes), n) for n in sizes)
+    chosen = dims[0] if len(set(dims)) == 1 else dims
+    return f"if the batch has {n} samples, write batch={chosen}"
 
 
 def _plain_dims(objs: tuple[Any, ...], batch: Any) -> list[int] | None:
@@ -341,25 +353,31 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
         made = tuple(found[id(obj)] for obj in objs)
         return made[0] if len(objs) == 1 else made
 
-    n_tensors = 0
+    shapes: list[tuple[int, ...]] = []
+    wrong: list[str] = []  # what is wrong with batch=
 
     def look(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:
-        nonlocal n_tensors
-        n_tensors += 1
-        dim = _dim_of(tensor, leaf_batch, path)
+        shapes.append(() if tensor.is_nested else tuple(tensor.shape))
+        try:
+            dim = _dim_of(tensor, leaf_batch, path)
+        except ValueError as error:
+            wrong.append(str(error))
+            dim = _WHOLE
         if dim != _WHOLE:
-            rows[path] = tensor.size(dim)  # a nested tensor has no shape
+            rows[path] = tensor.size(dim)
         return tensor
 
     _map(look, whole, batch, "input")
+    if wrong:
+        raise ValueError(f"{wrong[0]}; {_advice_on_dims(shapes)}")
     ints = [obj for obj in objs if type(obj) is int]
-    if n_tensors > 0 and ints:
+    if shapes and ints:
         warnings.warn(
             f"koila.lazy: {ints[0]} is no tensor and is returned as it is; to name the dim of the "
             f"samples, write batch={ints[0]}",
             stacklevel=2,
         )
-    if n_tensors == 0:
+    if not shapes:
         what = ", ".join(map(_kind, objs)) or "nothing"
         warnings.warn(
             f"koila.lazy: no tensor is in what it was given ({what}): it is returned as it is, and "
@@ -370,10 +388,7 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
     _warn_in_worker()
     if len(set(rows.values())) > 1:
         listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
-        advice = (
-            "give as many samples of each; if they are in other dims, give the dim of the samples "
-            "for each, as batch=(1, 0), or None for a tensor that is the same for all samples"
-        )
+        advice = _advice_on_dims(shapes)
         if type(whole) is list and not isinstance(whole[0], torch.Tensor):
             advice = f"a list is one batch; of a list of batches, give iter(batches), or {advice}"
         raise ValueError(f"lazy: the tensors disagree on the batch size ({listed}); {advice}")
@@ -414,13 +429,15 @@ def of_loader(data: Any, n_rows: int | None, batch: Any = DIM_0) -> Any:
         return lazy(data, batch=batch)
     found: dict[int, torch.Tensor] = {}
 
-    def look(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, _core.LazyTensor) and not tensor.requires_grad:
+            tensor = _core.read(tensor)  # of a data set that was drawn while a batch was in use
         if _can_be_lazy(tensor):
             found[id(tensor)] = tensor
         return tensor
 
     try:
-        _map(look, data, None, "batch")
+        data = map_tensors(look, data)
     except TypeError:  # a container that cannot be rebuilt
         found.clear()
     dims = dict(zip(found, loaders.row_dims(found.values(), n_rows), strict=True))
@@ -435,7 +452,7 @@ def of_loader(data: Any, n_rows: int | None, batch: Any = DIM_0) -> Any:
         for key, tensor in found.items()
         if (dim := dims[key]) is not None
     }
-    _state.batch = axis, n_rows
+    loaders.note_batch(axis, n_rows)
     return _map(lambda tensor, _, path: made.get(id(tensor), tensor), data, None, "batch")
 
 
@@ -445,7 +462,7 @@ def of_draw(noise: torch.Tensor) -> torch.Tensor:
     What is computed from plain noise (a generator's images) would be plain, and a step that begins
     with it would run whole. If the number of rows is equal by chance, no number is wrong.
     """
-    axis, n_rows = _state.batch
+    axis, n_rows = loaders.last_batch()
     is_like_batch = (
         n_rows > 1
         and _can_be_lazy(noise)

@@ -35,6 +35,7 @@ class Counts:
 
 class _Thread(threading.local):
     is_fetching = False
+    batch = -1, 0  # axis and number of rows of the last batch, until its loader is exhausted
 
 
 counts = Counts()
@@ -81,6 +82,17 @@ def is_loader(obj: object) -> bool:
     return isinstance(obj, Iterable) and not is_batch
 
 
+def note_batch(axis: int, n_rows: int) -> None:
+    """Note the batch that a loader has just returned, by its axis and its number of rows."""
+    _thread.batch = axis, n_rows
+
+
+def last_batch() -> tuple[int, int]:
+    """Return the axis and the rows of the batch that a loader returned last; 0 rows: there is none,
+    or the loader has been exhausted since. What is drawn then is no noise for its samples."""
+    return _thread.batch
+
+
 def _run_what_is_watched() -> None:
     """Run pending calls that read memory of another library: fetching the next batch may fill it
     again."""
@@ -95,6 +107,7 @@ def _fetched(batches: Iterator[Any]) -> Iterator[Any]:
         try:
             batch = next(batches)
         except StopIteration:
+            note_batch(-1, 0)
             return
         yield batch
 
@@ -192,6 +205,9 @@ def _next(self: Any) -> Any:
     was_fetching, _thread.is_fetching = _thread.is_fetching, True
     try:
         batch = _next_batch(self)
+    except StopIteration:
+        note_batch(-1, 0)
+        raise
     finally:
         _thread.is_fetching = was_fetching
     marked = self._collate_fn if isinstance(self._collate_fn, _Collate) else None

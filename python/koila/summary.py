@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import resource
 from typing import Any
 
@@ -22,6 +23,10 @@ _MOST_WHOLE = 4
 _LEAST_WHOLE = 2**16
 
 
+def _whole_bytes(n_bytes: float | None) -> int | None:
+    return None if n_bytes is None else math.ceil(n_bytes)
+
+
 class Summary(reports.Observer):
     """Adds up the programs that ran; messages call a program a pass (a backward, an evaluation)."""
 
@@ -34,6 +39,8 @@ class Summary(reports.Observer):
         self.n_failed = 0
         self.has_error = False  # the script, or the cell, ended with an error
         self.most_chunks = 0
+        self.why_whole = ""  # of the largest program that ran whole
+        self._most_whole = 0
         self.bytes_predicted: float | None = None  # None: nothing was predicted
         self.bytes_allowed: float | None = None
         self.bytes_measured: int | None = None
@@ -62,6 +69,8 @@ class Summary(reports.Observer):
         elif ran.n_calls > 0:
             self.n_programs += 1
             is_cut = bool(ran.stages) and (ran.n_chunks > 1 or ran.n_rows is not None)
+            if not is_cut and ran.n_bytes >= self._most_whole:
+                self._most_whole, self.why_whole = ran.n_bytes, ran.why
             self.n_in_chunks += is_cut
             self.most_chunks = max(self.most_chunks, ran.n_chunks if is_cut else 1)
         predicted = ran.bytes_predicted
@@ -90,7 +99,9 @@ class Summary(reports.Observer):
             lines.append(f"{count(self.n_failed, 'pass')} failed; see the errors above")
         if self.n_in_chunks == 0:
             everything = "everything else" if self.n_failed else "everything"
-            lines.append(f"{everything} fitted into memory and ran whole, as without koila")
+            how = "fitted into memory and ran whole" if get("chunks") is None else "ran whole"
+            why = f" ({self.why_whole})" if get("chunks") is not None and self.why_whole else ""
+            lines.append(f"{everything} {how}, as without koila{why}")
         else:
             passes = count(self.n_programs, "pass")
             most = count(self.most_chunks, "chunk")
@@ -102,8 +113,8 @@ class Summary(reports.Observer):
                 f", and {len(others)} others" if others else ""
             )
             lines.append(
-                f"whole batch: a backward ({where}): nothing in it is lazy, since its inputs did "
-                "not come from a data loader; call koila.lazy() on them"
+                f"whole batch: a backward ({where}): nothing in it is lazy, since its inputs are "
+                "not batches of a data loader as it returned them; call koila.lazy() on them"
             )
         if self.n_in_chunks:
             most_first = sorted(self.whole.items(), key=lambda item: -item[1][1])
@@ -116,9 +127,7 @@ class Summary(reports.Observer):
 
     def _why_nothing(self) -> str:
         if self.has_error:
-            return (
-                "nothing had been computed with a lazy batch when the script ended with its error"
-            )
+            return "nothing was computed with a lazy batch before the error"
         if self.n_batches == 0:
             return (
                 "nothing was made lazy, as no torch.utils.data.DataLoader handed out a batch: call "
@@ -137,6 +146,8 @@ class Summary(reports.Observer):
         parts = []
         limit, least = get("memory_limit"), self.least_limit
         if limit is not None:
+            if least is not None and not self.n_failed:
+                least = min(least, limit)  # it is a prediction, and this limit was enough
             works = f", the least that works is {size(least)}" if least is not None else ""
             parts.append(f"the limit is {size(limit)}{works}")
         if self.bytes_predicted:
@@ -166,10 +177,10 @@ class Summary(reports.Observer):
             "in_chunks": self.n_in_chunks,
             "failed": self.n_failed,
             "most_chunks": self.most_chunks,
-            "bytes_predicted": self.bytes_predicted,
-            "bytes_allowed": self.bytes_allowed,
+            "bytes_predicted": _whole_bytes(self.bytes_predicted),
+            "bytes_allowed": _whole_bytes(self.bytes_allowed),
             "bytes_measured": self.bytes_measured,
-            "least_limit": self.least_limit,
+            "least_limit": _whole_bytes(self.least_limit),
             "plain_backwards": dict(self.plain),
             "memory_limit": get("memory_limit"),
             "whole": whole,

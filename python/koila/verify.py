@@ -27,6 +27,7 @@ _ROUNDING, _ROUNDING_OF_KIND = 2**12, 2**4
 #: They may also differ by this multiple of the change that a whole run shows if the last bit of its
 #: activations changes: a batch norm of equal samples divides rounding by the root of its eps.
 _TIMES_LAST_BIT = 2**4
+_MOST_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,12 @@ class Verification:
                 f"{self.n_sensitive} of them are little but rounding: the whole step changes them "
                 "as much if activations change in their last bit"
             )
-        return "\n".join([*lines, *map(str, self.differences[:10])])
+        shown = self.differences[:_MOST_SHOWN]
+        lines.append("largest difference of two entries, divided by the largest entry:")
+        lines += map(str, shown)
+        if n > len(shown):
+            lines.append(f"and {count(n - len(shown), 'tensor')} more, which differ less")
+        return "\n".join(lines)
 
     __repr__ = __str__
 

@@ -94,16 +94,17 @@ def parse_bytes(limit: int | float | str | None) -> int | None:
         if not unit and number < 2**20:
             raise ValueError(
                 f"config: memory_limit={limit!r} has no unit, and would be {number:g} bytes: write "
-                f'"{match[1]}GiB", or the bytes as an int'
+                f'for example "{match[1]}GiB", or "{match[1]}B"'
             )
         n_bytes = number / 100 if unit == "%" else int(number * _UNITS[unit])
     else:
         n_bytes = limit
     if isinstance(n_bytes, float):
         if not 0 < n_bytes <= 1:
+            most = "at most 100 %" if isinstance(limit, str) else "at most 1; bytes are an int"
             raise ValueError(
-                f"config: memory_limit={limit!r} is no share of memory: that is more than 0 and at "
-                "most 1 (100 %); bytes are an int"
+                f"config: memory_limit={limit!r} is no share of memory: that is more than 0 and "
+                f"{most}"
             )
         return int(n_bytes * machine.total())
     if n_bytes <= 0:
@@ -184,8 +185,8 @@ def _check_together(before: Settings, after: Settings) -> None:
     if after.chunks is None or after.memory_limit is None:
         return
     text = (
-        "config: chunks= says how many chunks whatever memory there is, memory_limit= has as few "
-        "as fit: only one of them can hold"
+        "config: chunks= sets the number of chunks, memory_limit= takes as few chunks as fit: only "
+        "one of them can hold"
     )
     if before.chunks is not None or before.memory_limit is not None:
         is_chunks = before.chunks is not None

@@ -52,12 +52,30 @@ def user_frame() -> FrameType | None:
     return next(user_frames(), None)
 
 
-def user_line() -> str:
-    """Return the line of the user's frame, such as "model.py:40"."""
-    frame = user_frame()
+def _line_of(frame: FrameType | None) -> str:
     if frame is None:
         return "unknown line"
     return f"{name_of_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def user_line() -> str:
+    """Return the line of the user's frame, such as "model.py:40"."""
+    return _line_of(user_frame())
+
+
+#: Parts of the paths of files that pip installs, and of Python's own runner of modules.
+_INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen runpy>"
+
+
+def script_line() -> str:
+    """As `user_line`, but not of an installed library, such as a framework that calls backward(),
+    if a script calls that."""
+    of_script = (
+        frame
+        for frame in user_frames()
+        if not any(part in frame.f_code.co_filename for part in _INSTALLED)
+    )
+    return _line_of(next(of_script, None) or user_frame())
 
 
 def is_of_koila() -> bool:

@@ -58,7 +58,7 @@ def cells(layers: Iterable[Layer], most: int) -> tuple[list[tuple[Layer, tuple[s
                 size(one.per_sample),
                 size(one.n_bytes),
                 f"{100 * one.n_bytes / total:.0f} %",
-                "with the whole batch" if one.is_whole else "in chunks",
+                "no" if one.is_whole else "yes",
             ),
         )
         for one in kept[:most]
@@ -69,7 +69,7 @@ def cells(layers: Iterable[Layer], most: int) -> tuple[list[tuple[Layer, tuple[s
 
 
 #: The heads of the columns of `cells`.
-HEADS = ("layer", "kept per sample", "whole batch", "share", "runs")
+HEADS = ("layer", "kept per sample", "whole batch", "share", "can run in chunks")
 
 
 def table(layers: Iterable[Layer], most: int = 10) -> list[str]:

@@ -91,16 +91,19 @@ def scheduled(
     """
     passes = schedule_words.passes_of(schedule)
     none = schedule_words.Passes()
+    runs = schedule_words.runs_of(program)
+    # A part before the last one with a call only counts what the call divides by.
+    last = {i: run.index for run in runs for i in run.nodes}
     stages = (
         Stage(
             position,
-            len(run.nodes),
+            sum(last[i] == run.index for i in run.nodes),
             len(grid_of(run)) if run.is_body else 1,
             max(stop - start for start, stop in grid_of(run)) if run.is_body else None,
             str(passes.get(run.index, none)),
             schedule_words.why_twice(program, run, passes.get(run.index, none)),
         )
-        for position, run in enumerate(schedule_words.runs_of(program), 1)
+        for position, run in enumerate(runs, 1)
     )
     return Scheduled(tuple(stages), schedule_words.way_in_words(program, way, schedule))
 
@@ -131,7 +134,7 @@ def report_of(
     fits = planned.why if planned.is_scheduled else "its numbers fit, without autograd's graph"
     return ProgramReport(
         reports.asked(),
-        lines.user_line(),
+        reports.line_of(reports.asked()),
         program.n_nodes,
         program.amounts.made,
         n_chunks,
@@ -183,11 +186,15 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
     schedule = cut.schedule(is_graph, way)
     is_whole = n_chunks == 1 and way == AS_IT_IS
     if is_whole:
+        needed = left_graphs.estimate(program, is_graph).whole
+    if is_whole:
         how = schedule_words.checkpoints_in_words(cut, way)
     else:
         how = schedule_words.way_in_words(cut, way, schedule)
     chunked = f"{count(n_chunks, 'chunk')} of {count(rows, 'sample')}"
-    text = f"so it runs whole and takes {size(needed)}"
+    asked = config.get("chunks")
+    why = f" ({planned.why})" if asked is not None and asked > 1 and planned.why else ""
+    text = f"so it runs whole{why} and takes {size(needed)}"
     if not is_whole:
         text = f"so it runs in {chunked} and takes {size(needed)}"
     more = how or (schedule_words.kept_in_words(cut, schedule) if n_chunks > 1 else "")

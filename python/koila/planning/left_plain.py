@@ -151,6 +151,8 @@ def _advice(drawn: str) -> str:
         drawn: where noise may be drawn, as text.
     """
     found, left = [], _calls()
+    if not (left or reports.is_batch_used() or _core.pending_bytes(True)):
+        found.append("koila.lazy() changes nothing in place: pass what it returns to the model")
     if not left or (drawn and not _left.has_input):
         launcher = "" if plain.is_followed() else ", or run the script with python -m koila"
         found.append(

@@ -75,7 +75,8 @@ def limit_in_words(program: Program) -> str:
     text = f"the limit is {size(limit)}" + (f", of which {taken}" if taken else "")
     if program.roots and budget.GRADIENTS in dict(parts):
         text += (
-            "; these gradients are of an earlier backward(), zero_grad(set_to_none=True) frees them"
+            "; these gradients are of an earlier backward(): if that was of an earlier step, "
+            "zero_grad(set_to_none=True) frees them"
         )
     return text
 
@@ -309,7 +310,7 @@ def others(program: Program) -> str:
     if outside < 2**20 / 10:
         return ""
     before = "".join(f"; {one}" for one in reports.ran_before()[:1])
-    held = f"other tensors hold {outside / 2**20:.1f} MiB"
+    held = f"other tensors hold {size(outside)}"
     return f"{held}, which count too: free those that you do not need{before}"
 
 

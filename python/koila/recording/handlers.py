@@ -331,7 +331,7 @@ def repr_lazy(lazy: Any) -> str:
     grad_text = ", requires_grad=True" if description is not None and description[3] else ""
     return (
         f"LazyTensor(pending, shape={shape}, dtype={lazy.dtype}, device={lazy.device}{grad_text}; "
-        "koila.explain() says how it will run)"
+        "koila.explain(it) says how it will run)"
     )
 
 

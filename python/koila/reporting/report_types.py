@@ -17,6 +17,8 @@ MOST_PROGRAMS = 1000
 _MOST_LISTED = 5
 _MOST_STAGES = 10
 _MOST_PRINTED = 12
+#: A report tells of so many batches of which nothing was computed; one or two may be in use.
+_MANY_UNUSED = 3
 DUNDER = re.compile(r"^__(\w+)__$")
 
 
@@ -63,7 +65,8 @@ class Stage:
 
     Attributes:
         number: its position in the order in which parts run, from 1.
-        n_calls: the number of its recorded calls; 0 if it only adds up results of the chunks.
+        n_calls: the number of its recorded calls; 0 if it only adds up results of the chunks, or
+            only counts what a mean in a later part divides by.
         n_chunks: the number of chunks; 1 for a part on the whole batch.
         n_rows: the samples of the largest chunk; None for a part on the whole batch.
         passes: how often each chunk ran forward and backward, in words.
@@ -79,8 +82,10 @@ class Stage:
 
     def __str__(self) -> str:
         calls = f"part {self.number}: {count(self.n_calls, 'call')}"
-        if self.n_calls == 0:
+        if self.n_calls == 0 and self.n_rows is None:
             return f"part {self.number}: adds up the results of the chunks"
+        if self.n_calls == 0:
+            calls = f"part {self.number}: the divisor of a later mean"
         if self.n_rows is None:
             return f"{calls} on the whole batch"
         chunks = f"{count(self.n_chunks, 'chunk')} of {count(self.n_rows, 'sample')}"
@@ -150,8 +155,9 @@ class ProgramReport:
         """Describe the bytes predicted, left and measured; may be empty for whole runs."""
         measured = "not measured" if self.bytes_measured is None else size(self.bytes_measured)
         if self.bytes_predicted is None or self.bytes_allowed is None:
-            why = "predicted: nothing, as config(chunks=) sets the number of chunks"
-            return f"{why}, measured: {measured}" if self.stages else ""
+            why = "config(chunks=) sets the number of chunks, so no memory was predicted"
+            took = f"; measured: {measured}" if self.bytes_measured is not None else ""
+            return why + took if self.stages else ""
         predicted, left = sizes(self.bytes_predicted, self.bytes_allowed)
         whole = f"whole needs {size(self.bytes_whole)}; " if self.bytes_whole is not None else ""
         text = f"{whole}predicted {predicted} of {left} left, measured: {measured}"
@@ -181,7 +187,7 @@ class ProgramReport:
 
 
 #: The values of ProgramReport.what for a backward pass.
-_BACKWARDS = ("backward()", "autograd.grad()")
+BACKWARDS = ("backward()", "autograd.grad()")
 
 
 #: The text of a report if nothing lazy ran.
@@ -198,6 +204,7 @@ class Report:
         programs: their reports, in the order they ran: reads, a teacher, backward(), a metric.
         training: the last step before this one with a backward; None: there was none.
         evaluation: the last step before this one without a backward; None: there was none.
+        n_unused: the batches that lazy() made after this step, and of which nothing was computed.
 
     The other attributes are those of its main program, whose calls make the most bytes; see
     ProgramReport. If nothing lazy ran, n_chunks is 0.
@@ -206,6 +213,7 @@ class Report:
     programs: tuple[ProgramReport, ...] = ()
     training: Report | None = None
     evaluation: Report | None = None
+    n_unused: int = 0
 
     @property
     def main(self) -> ProgramReport | None:
@@ -262,12 +270,17 @@ class Report:
         before = self.training.main if self.training is not None else None
         if self.programs and not self.is_training and before is not None:
             lines.append(f"the last training step before it: {before}")
+        if self.programs and self.n_unused >= _MANY_UNUSED:
+            lines.append(
+                f"since then lazy() made {self.n_unused} batches of which nothing was computed: "
+                "use what koila.lazy() returns"
+            )
         return lines
 
     @property
     def is_training(self) -> bool:
         """Whether the step had a backward."""
-        return any(ran.what in _BACKWARDS for ran in self.programs)
+        return any(ran.what in BACKWARDS for ran in self.programs)
 
     @property
     def layers(self) -> tuple[Layer, ...]:

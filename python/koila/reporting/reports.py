@@ -23,12 +23,19 @@ from typing import Any
 
 import torch
 
-from koila.basics.lines import user_line
+from koila.basics.lines import script_line, user_line
 from koila.memory import budget, resident
 from koila.messages.errors import hide_frames
 from koila.messages.layer_table import Layer
 from koila.messages.words import count, size, sizes
-from koila.reporting.report_types import DUNDER, MOST_PROGRAMS, ProgramReport, Report, Whole
+from koila.reporting.report_types import (
+    BACKWARDS,
+    DUNDER,
+    MOST_PROGRAMS,
+    ProgramReport,
+    Report,
+    Whole,
+)
 
 _logger = logging.getLogger("koila")
 
@@ -86,6 +93,7 @@ class _State(threading.local):
         self.n_steps = 0  # steps of optimizers
         self.n_rows = 0  # rows of the batch that lazy() made last
         self.n_batches = 0  # that lazy() made
+        self.n_used = 0  # those that lazy() had made when a program ran last
         self.is_over = False  # the next program begins another step
         self.n_at_backward = -1  # n_noted at the last backward of this step; -1: there was none
         self.n_at_step = -1  # n_noted when an optimizer last stepped in this step; -1: none did
@@ -101,8 +109,8 @@ class _State(threading.local):
 
 
 _state = _State()
-#: By line: the chunks, rows and way of the program that was logged last.
-_ways: dict[str, tuple[int, int | None, str]] = {}
+#: By line and number of calls: the chunks, rows and way of the program that was logged last.
+_ways: dict[tuple[str, int], tuple[int, int | None, str]] = {}
 
 
 class Observer:
@@ -191,6 +199,11 @@ def n_rows() -> int:
     return _state.n_rows
 
 
+def is_batch_used() -> bool:
+    """Tell whether anything has run since lazy() made its last batch."""
+    return _state.n_used == _state.n_batches
+
+
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Note that an optimizer is about to step; all pending calls have run."""
     if optimizer in _state.stepped:
@@ -229,13 +242,14 @@ def note(ran: ProgramReport) -> None:
         _begin(0)
     _state.programs.append(ran)
     _state.n_noted += 1
+    _state.n_used = _state.n_batches
     if _logger.isEnabledFor(logging.DEBUG):
         _logger.debug("step %d: %s", _state.n_steps + 1, ran)
     if ran.n_calls == 0 or ran.bytes_predicted is None or ran.bytes_allowed is None:
         return
     way = ran.n_chunks, ran.n_rows, ran.way
-    if _ways.get(ran.line) != way and _logger.isEnabledFor(logging.INFO):
-        _ways[ran.line] = way
+    if _ways.get((ran.line, ran.n_calls)) != way and _logger.isEnabledFor(logging.INFO):
+        _ways[ran.line, ran.n_calls] = way
         many = f"{count(ran.n_chunks, 'chunk')} of {ran.n_rows or 0}"
         how = many + (f", {ran.way}" if ran.way else "") if ran.stages else "whole"
         needs, has = sizes(ran.bytes_predicted, ran.bytes_allowed)
@@ -267,6 +281,12 @@ def decide(decision: Decision | None) -> None:
     _state.decision = decision
 
 
+def line_of(what: str) -> str:
+    """Return the line to report for a call: of a backward that of the script, of a read that of the
+    code that reads."""
+    return script_line() if what in BACKWARDS else user_line()
+
+
 def asked() -> str:
     """Return the call that makes programs run now."""
     return _state.asked or "a read"
@@ -288,8 +308,8 @@ def note_whole(
     """
     decision, _state.decision = _state.decision, None
     reason, _state.reason = _state.reason, ""
-    line = user_line()
     what = asked() if func is None or _state.asked is not None else call_of(func)
+    line = line_of(what)
     if error is not None:
         why = f"{error.__name__} after {count(n_calls - 1, 'call')}"
         note(ProgramReport(what, line, n_calls, n_chunks=0, why=why))
@@ -436,9 +456,10 @@ class Asking:
             if error is not None and not is_noted:
                 why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
                 least = getattr(error, "least_limit", None)
-                note(ProgramReport(self.what, user_line(), n_chunks=0, why=why, least_limit=least))
+                line = line_of(self.what)
+                note(ProgramReport(self.what, line, n_chunks=0, why=why, least_limit=least))
             elif error is None and self.idle and _state.n_noted == self.n_before:
-                note(ProgramReport(self.what, user_line(), why=self.idle))
+                note(ProgramReport(self.what, line_of(self.what), why=self.idle))
 
 
 @contextlib.contextmanager
@@ -466,4 +487,5 @@ def report() -> Report:
         >>> koila.report().n_chunks, koila.report().n_rows
         (3, 3)
     """
-    return Report(tuple(_state.programs), _state.training, _state.evaluation)
+    unused = _state.n_batches - _state.n_used
+    return Report(tuple(_state.programs), _state.training, _state.evaluation, unused)

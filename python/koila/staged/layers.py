@@ -2,9 +2,11 @@
 """Find the layer that each recorded call belongs to, and the bytes that layers keep for backward.
 
 Recording does not note modules, so they are inferred. A call that reads a parameter belongs to the
-module that owns the parameter. Any other call belongs to the layer of the call before it, if both
-come from one line of the script; else to a module around one of its neighbours, if the line is in
-the forward() of that module; else to the innermost module that contains both neighbours.
+module that owns the parameter. Any other call belongs to the module without parameters that follows
+in an nn.Sequential, if that has the name of the op, such as nn.ReLU; else to the layer of the call
+before it, if both come from one line of a forward(), or from any one line and more of the model
+follows; else to a module around one of its neighbours, if the line is in the forward() of that
+module; else to the innermost module that contains both neighbours.
 """
 
 from __future__ import annotations
@@ -152,21 +154,23 @@ def _places(program: Program) -> tuple[_Modules, list[_Place]]:
     previous: _Place | None = None
     for i, place in enumerate(found):
         if place.owner is None and not _is_derivative(program, place.node):
+            row = program.row_of(place.node)
             found[i] = place = place._replace(
-                owner=_owner_of(modules, place, previous, following[i])
+                owner=_owner_of(modules, place, row, previous, following[i])
             )
         previous = place
     return modules, found
 
 
 def _owner_of(
-    modules: _Modules, place: _Place, previous: _Place | None, following: _Owner | None
+    modules: _Modules, place: _Place, row: str, previous: _Place | None, following: _Owner | None
 ) -> _Owner | None:
     """Return the module of a call that reads no parameter; None: not known.
 
     Args:
         modules: the modules of the program.
         place: the call.
+        row: the name of its op.
         previous: the call before it.
         following: the module of the next call that reads a parameter.
     """
@@ -174,12 +178,35 @@ def _owner_of(
         return following  # it computes a part of the next call
     before = previous.owner if previous is not None else None
     if previous is not None and before is not None and previous.where == place.where:
-        return before
+        named = _next_in_sequential(modules, before, row)
+        if named is not None:
+            return named
+        goes_on = following is not None and following.root == before.root
+        if goes_on or any(_is_in(place.where, modules.modules[o]) for o in modules.around(before)):
+            return before
+        return None  # a call of the script on what the model returned
     for near in (before, following):
         for owner in modules.around(near) if near is not None else ():
             if _is_in(place.where, modules.modules[owner]):
                 return owner
     return _around_both(before, following)
+
+
+def _next_in_sequential(modules: _Modules, before: _Owner, row: str) -> _Owner | None:
+    """Return the module without parameters that follows `before` in an nn.Sequential around it and
+    has the name of an op; None: there is none before the next module with parameters."""
+    for owner, parent in itertools.pairwise(modules.around(before)):
+        if not isinstance(modules.modules[parent], nn.Sequential):
+            return None
+        names = list(modules.modules[parent]._modules)
+        for name in names[names.index(owner.path.rpartition(".")[2]) + 1 :]:
+            found = _Owner(parent.root, f"{parent.path}.{name}" if parent.path else name)
+            module = modules.modules[found]
+            if type(module).__name__.lower() == row.replace("_", ""):
+                return found
+            if next(module.parameters(), None) is not None:
+                return None
+    return None
 
 
 def _around_both(before: _Owner | None, following: _Owner | None) -> _Owner | None:
