@@ -23,7 +23,7 @@ import torch.nn.functional as F
 import koila
 from benchmarks.bench import parser, prepare, publish, table
 from koila import _core
-from koila.planning import planner, plans
+from koila.planning import fitting, planner, plans
 from koila.staged import program
 
 ROWS = 64
@@ -65,7 +65,7 @@ def plan_only(loss: torch.Tensor) -> int:
 def seconds(layer: Layer, n_calls: int, device: str) -> tuple[float, float, int]:
     """Of recording, of planning what was not seen before; and the number of chunks planned."""
     plans.lasting.clear()
-    planner._last_ways.clear()
+    fitting._last_ways.clear()
     gc.collect()
     gc.disable()
     try:

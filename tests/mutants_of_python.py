@@ -633,10 +633,10 @@ MUTANTS = [
         "tests/test_foreign_memory.py",
     ),
     Mutant(
-        "limits: the limit for few chunks keeps nothing back",
-        "python/koila/planning/limits.py",
-        "_in_few_chunks(estimates[0]) / CHUNK_SHARE",
-        "_in_few_chunks(estimates[0]) / 1.0",
+        "limits: the limit for few chunks is not tried",
+        "python/koila/planning/fitting.py",
+        "is_enough = self.n_chunks(middle) <= most_chunks",
+        "is_enough = middle > 0",
         "tests/test_explain.py",
     ),
     Mutant(

@@ -16,7 +16,7 @@ import koila
 from allocations import Allocations
 from koila import _core
 from koila.memory import estimates
-from koila.planning import across, planner, plans
+from koila.planning import across, fitting, plans
 from koila.reporting.report_types import ProgramReport
 from koila.staged.program import Program
 from koila.staged.schedule import Way
@@ -236,7 +236,7 @@ def test_any_dim_gives_the_same(dim: int, monkeypatch: pytest.MonkeyPatch) -> No
     model = LM().double()
     x, y = words(1)
     wanted, _ = step(model, lambda: LOSSES["two terms"](model(x), y), None)
-    monkeypatch.setattr(planner, "_fit", lambda *words: plans.Plan(1, way=across_at(dim)))
+    monkeypatch.setattr(fitting, "fit", lambda *words: plans.Plan(1, way=across_at(dim)))
     seen, _ = step(model, lambda: LOSSES["two terms"](model(koila.lazy(x)), y), 2**40)
     assert f"along dim {dim}" in koila.report().programs[-1].way
     for name, value in wanted.items():
@@ -269,7 +269,7 @@ def test_memory_runs_out(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = LM(n_blocks=1).double()
     x, y = words(n_rows)
     wanted, _ = step(model, lambda: LOSSES["weights"](model(x), y), None)
-    monkeypatch.setattr(planner, "_fit", lambda *words: plans.Plan(n_rows, way=across_at(1)))
+    monkeypatch.setattr(fitting, "fit", lambda *words: plans.Plan(n_rows, way=across_at(1)))
 
     def attempt(call: int) -> Failing:
         model.zero_grad(set_to_none=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import koila
 from koila import _core
-from koila.planning import across, planner, plans
+from koila.planning import across, fitting, plans
 from koila.staged.program import Program
 from koila.staged.schedule import Way
 from oracle import assert_close
@@ -131,7 +131,7 @@ def test_random_heads(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
             for w in weights.values():
                 w.grad = None
             made = plans.Plan(len(x), way=way)
-            monkeypatch.setattr(planner, "_fit", lambda *_, made=made: made)
+            monkeypatch.setattr(fitting, "fit", lambda *_, made=made: made)
             with koila.config(memory_limit=2**42):
                 run(*koila.lazy(x, y)).backward()
             assert "pieces along dim" in koila.report().programs[-1].way

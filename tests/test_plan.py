@@ -360,11 +360,25 @@ def test_a_refusal_names_where_the_program_was_cut() -> None:
     ):
         first(Twice.apply(first(x).tanh())).exp().mean().backward()
     assert re.search(
-        r"other tensors hold [\d.]+ MiB, which count too: free those that you do not need; "
+        r"other tensors hold [\d.]+ MiB( \(.*?\))?, which count too: free those that you do not "
+        "need; "
         rf"Twice.apply \({__file__}:\d+\) took 1.0 MiB of the whole batch: "
         "it cannot be recorded, and the calls before it ran first",
         str(caught.value),
     )
+
+
+def test_a_refusal_names_the_largest_of_other_tensors() -> None:
+    buffer, batch = torch.empty(50_000, 1000), torch.randn(64, 8)
+    weights = torch.randn(8, 2000, requires_grad=True)
+    with (
+        koila.config(memory_limit=there() + 1000),
+        pytest.raises(koila.MemoryLimitError) as caught,
+    ):
+        (koila.lazy(batch) @ weights).mean().backward()
+    largest = re.search(r"\(the largest is \[(.*?)\] (\w+)\), which count too", str(caught.value))
+    assert largest is not None and buffer.nbytes > 2**27
+    assert (largest[1], largest[2]) == ("50000, 1000", "float32"), largest
 
 
 def test_a_refusal_that_no_call_is_to_blame_for() -> None:

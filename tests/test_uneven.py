@@ -18,7 +18,7 @@ from allocations import Allocations, measure
 from chunked import split
 from koila.basics.rows import grid, largest
 from koila.memory import uneven
-from koila.planning import planner, plans
+from koila.planning import fitting, planner, plans
 from koila.staged.schedule import Way
 from limits import there
 from oracle import eager
@@ -212,7 +212,7 @@ def test_shares_of_pieces(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (53,), generator=generator)
     for rows, n_pieces in itertools.product((7, 8, 20, 53), (2, 4, 16)):
-        whole = planner._chunks_of(53, rows, planner.AS_IT_IS) if rows < 53 else (1, 1)
+        whole = fitting._chunks_of(53, rows, fitting.AS_IT_IS) if rows < 53 else (1, 1)
         pieces = [
             lengths[start + first : start + last]
             for start, stop in grid(53, *whole)
@@ -250,7 +250,7 @@ def test_shares(seed: int) -> None:
     assert uneven.turns(lengths) == turns_by_hand(lengths)
     for rows in (1, 2, 7, 8, 9, 20, 30, 52, 53):
         n_chunks, steps, turns = -(-53 // rows), 0, 0
-        whole = planner._chunks_of(53, rows, planner.AS_IT_IS) if rows < 53 else (1, 1)
+        whole = fitting._chunks_of(53, rows, fitting.AS_IT_IS) if rows < 53 else (1, 1)
         for bounds in (grid(53, *whole), grid(53, n_chunks)):
             steps = max(int(lengths[start:stop].sum()) for start, stop in [*bounds])
             turns = max(turns_by_hand(lengths[start:stop]) for start, stop in bounds)

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,9 @@ from torch import Tensor
 from koila import _core
 from koila.basics.config import config, settings
 from koila.lazy import lazy, map_tensors, map_with_dims
-from koila.messages.words import count, size
-from koila.planning import limits
+from koila.memory import budget
+from koila.messages.words import count, size, sizes
+from koila.planning import fitting, limits
 from koila.recording.backwards import refused
 from koila.staged.program import Program
 from koila.verify import restored_buffers
@@ -33,18 +35,24 @@ class LargestBatch:
         whole: the largest batch that runs whole, as without koila; 0: not even two samples do.
         in_chunks: the largest batch that runs in 16 chunks at most.
         most: the largest batch that was tried. If a result equals it, more samples may fit.
-        bytes_allowed: bytes that a step may take, including the batch, beyond what is in use now.
+        bytes_allowed: bytes that a step may take, including the batch, beyond what is in use now
+            and what optimizers that have not stepped yet will take for their state.
+        bytes_least: bytes that two samples need at least, if not even two fit; else 0.
     """
 
     whole: int
     in_chunks: int
     most: int
     bytes_allowed: float
+    bytes_least: float = 0.0
 
     def __str__(self) -> str:
         def samples(n: int) -> str:
             return count(n, "sample") + (" and more" if n == self.most else "")
 
+        if self.in_chunks == 0:
+            left, least = sizes(self.bytes_allowed, self.bytes_least)
+            return f"with {left} left for it, not even 2 samples fit: they need at least {least}"
         return (
             f"with {size(self.bytes_allowed)} left for it: {samples(self.whole)} fit whole, "
             f"{samples(self.in_chunks)} in at most {limits.FEW_CHUNKS} chunks"
@@ -144,12 +152,12 @@ def _of_size(inputs: tuple[Any, ...], batch: Any, n_rows: int, made: list[Tensor
 def _search(
     step: Callable[..., Tensor], inputs: tuple[Any, ...], batch: Any, most: int
 ) -> LargestBatch:
-    needs: dict[int, tuple[float, float, float]] = {}
+    tried: dict[int, _Tried] = {}
 
-    def needs_of(n_rows: int) -> tuple[float, float, float]:
-        if n_rows not in needs:
-            needs[n_rows] = _needs(step, inputs, batch, n_rows)
-        return needs[n_rows]
+    def at(n_rows: int) -> _Tried:
+        if n_rows not in tried:
+            tried[n_rows] = _try(step, inputs, batch, n_rows)
+        return tried[n_rows]
 
     def largest(fits: Callable[[int], bool]) -> int:
         if not fits(2):  # not 1: a normalization over the batch refuses a single row
@@ -161,16 +169,25 @@ def _search(
             return most if fits(most) else _between(low, most, fits)
         return _between(low, high, fits)
 
-    def fits_whole(n_rows: int) -> bool:
-        whole, _, left = needs_of(n_rows)
-        return whole <= left
+    def is_in_few_chunks(n_rows: int) -> bool:
+        return at(n_rows).n_chunks <= limits.FEW_CHUNKS
 
-    def fits_in_chunks(n_rows: int) -> bool:
-        whole, few, left = needs_of(n_rows)
-        return min(whole, few) <= left
+    whole = largest(lambda n_rows: at(n_rows).is_whole)
+    in_chunks = max(whole, largest(is_in_few_chunks))
+    # A larger batch may need fewer chunks: what does not fit as it is runs in another way.
+    low = n_rows = in_chunks
+    while (
+        n_rows and (n_rows := math.ceil(_STEP * n_rows)) <= most and at(n_rows).n_chunks < math.inf
+    ):
+        low = n_rows if is_in_few_chunks(n_rows) else low
+    if low > in_chunks:
+        in_chunks = _between(low, min(math.ceil(_STEP * low), most + 1), is_in_few_chunks)
+    smallest = at(2)
+    return LargestBatch(whole, in_chunks, most, smallest.left, smallest.least)
 
-    whole = largest(fits_whole)
-    return LargestBatch(whole, max(whole, largest(fits_in_chunks)), most, needs_of(2)[2])
+
+#: Batches that are larger by this factor are tried where the number of chunks may fall again.
+_STEP = 1.1
 
 
 def _between(low: int, high: int, fits: Callable[[int], bool]) -> int:
@@ -181,11 +198,17 @@ def _between(low: int, high: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _needs(
-    step: Callable[..., Tensor], inputs: tuple[Any, ...], batch: Any, n_rows: int
-) -> tuple[float, float, float]:
-    """Return the bytes that a batch of `n_rows` needs whole and in a few chunks, including the
-    batch, and the bytes that are left for it."""
+class _Tried(NamedTuple):
+    """A batch of some size."""
+
+    is_whole: bool  # it fits whole
+    n_chunks: float  # the chunks in which it fits; inf: it does not
+    left: float  # bytes for the step and the batch
+    least: float  # bytes that the step and the batch need at least; 0 if they fit
+
+
+def _try(step: Callable[..., Tensor], inputs: tuple[Any, ...], batch: Any, n_rows: int) -> _Tried:
+    """Record a step of a batch of `n_rows`, and fit it into the memory that is left."""
     tensors: list[Tensor] = []
     given = lazy(*_of_size(inputs, batch, n_rows, tensors), batch=batch)
     n_bytes = sum(tensor.nbytes for tensor in tensors)
@@ -196,8 +219,13 @@ def _needs(
             is_run = type(loss) is _core.LazyTensor
             what = "has run" if is_run else f"is of type {type(loss).__name__}"
             raise ValueError(f"{_MUST}: what it returned {what}")
-        whole, few, left = limits.needs(Program([loss]))
-        return whole + n_bytes, few + n_bytes, left
+        program = Program([loss])
+        coming = budget.coming_state(program.parameters)
+        left = max(0.0, limits.left_for(program) - coming)
+        made = fitting.Trial(program, True).fit(left - n_bytes)
+        if isinstance(made, limits.Needs):
+            return _Tried(False, math.inf, left, made.n_bytes + n_bytes)
+        return _Tried(made.is_whole, made.n_chunks, left, 0.0)
     finally:
         loss = None
         _core.forget()

@@ -124,6 +124,28 @@ def _sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     return sizes
 
 
+def largest_beside(held: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor | None:
+    """Return the tensor with most memory on a device that shares none with `held`; None: there is
+    none. It looks through all objects."""
+    best: torch.Tensor | None = None
+    with torch._C.DisableTorchFunction():
+        known = {tensor.untyped_storage()._cdata for tensor in held if _has_storage(tensor)}
+        for found in gc.get_objects():
+            is_here = _is_plain(found) and found.device == device and _has_storage(found)
+            if not is_here or found.untyped_storage()._cdata in known:
+                continue
+            if best is None or found.untyped_storage().nbytes() > best.untyped_storage().nbytes():
+                best = found
+    return best
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    try:
+        return bool(tensor.untyped_storage().data_ptr() != 0)
+    except (RuntimeError, NotImplementedError):  # a sparse, opaque or fake tensor
+        return False
+
+
 def _look() -> None:
     """Note the tensors that are new since the last time, or walk over all if that is due."""
     is_followed = _core.is_following_storages() and _is_listening()

@@ -17,7 +17,16 @@ from koila.messages import cards, layer_table
 from koila.messages.errors import MemoryLimitError
 from koila.messages.layer_table import Layer
 from koila.messages.words import count, hint_to_save, size, sizes
-from koila.planning import left_graphs, limits, planner, plans, schedule_words, ways, whole_calls
+from koila.planning import (
+    left_graphs,
+    limits,
+    planner,
+    plans,
+    refusals,
+    schedule_words,
+    ways,
+    whole_calls,
+)
 from koila.reporting import reports
 from koila.reporting.report_types import ProgramReport, Stage, Whole
 from koila.reporting.reports import Decision
@@ -214,7 +223,7 @@ def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
         found.append(f"config(chunks={asked}) is set")
     found += expected.text.splitlines()
     if expected.fits:
-        least, asked_limit = limits.limits_of(program, is_graph), config.get("memory_limit")
+        least, asked_limit = refusals.limits_of(program, is_graph), config.get("memory_limit")
         is_short = asked_limit is not None and least.coming and least.least > asked_limit
         short = ": this limit is enough only until the optimizer has made it" if is_short else ""
         found.append(f"least limit that works: {least}{short}")

@@ -157,20 +157,22 @@ def way_in_words(program: Program, way: Way, schedule: Schedule) -> str:
     elif schedule.head() is not None:
         words.append(f"the last layers in {way.n_pieces} pieces of each chunk")
     again, offloaded, emptied = map(schedule.values_of, (Op.REMAKE, Op.HOME, Op.EMPTY))
+    fates = []
     if again or offloaded or emptied:
-        kept = kept_in_words(program, schedule)
-        words += [kept] if kept else []
+        kept = _kept(program, schedule)
+        fates += [f"{kept} kept"] if kept else []
     if again:
-        words.append(f"{_n_bytes(program, again)} of activations recomputed (one more forward)")
+        fates.append(f"{_n_bytes(program, again)} recomputed (one more forward)")
     if emptied:
-        words.append(f"{_n_bytes(program, emptied)} of activations recomputed by cheap calls")
+        fates.append(f"{_n_bytes(program, emptied)} recomputed by cheap calls")
     if offloaded:
-        n_bytes = _n_bytes(program, offloaded)
-        words.append(f"{n_bytes} of activations offloaded {_BETWEEN} (a copy each way)")
+        fates.append(f"{_n_bytes(program, offloaded)} offloaded (a copy each way)")
+    if fates:
+        words.append(f"{_ACTIVATIONS}{', '.join(fates)}")
     return ", ".join(words)
 
 
-_BETWEEN = "from one pass over the chunks to the next"
+_ACTIVATIONS = "activations between parts: "
 
 
 def _n_bytes(program: Program, values: Iterable[int]) -> str:
@@ -180,8 +182,13 @@ def _n_bytes(program: Program, values: Iterable[int]) -> str:
 
 
 def kept_in_words(program: Program, schedule: Schedule) -> str:
-    """Describe the bytes that one pass over the chunks keeps for a later one; empty if none."""
+    """Describe the activations that one pass over the chunks keeps for a later one; empty if there
+    are none."""
+    kept = _kept(program, schedule)
+    return f"{_ACTIVATIONS}{kept} kept" if kept else ""
+
+
+def _kept(program: Program, schedule: Schedule) -> str:
     is_graph = any(step.op == Op.BACK for step in schedule.steps[schedule.n_forward :])
     crossing = program.schedule(is_graph, Way(1, 1, 1)).values_of(Op.HOME)
-    kept = _n_bytes(program, crossing - schedule.values_of(Op.REMAKE, Op.EMPTY, Op.HOME))
-    return f"{kept} of activations kept {_BETWEEN}" if kept else ""
+    return _n_bytes(program, crossing - schedule.values_of(Op.REMAKE, Op.EMPTY, Op.HOME))

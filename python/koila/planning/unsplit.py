@@ -24,7 +24,7 @@ from koila.basics.counting import Counter, TooMuchError
 from koila.memory import budget, estimates, outside, storages
 from koila.messages.errors import MemoryLimitError, let_go
 from koila.messages.words import count
-from koila.planning import limits, logs, planner
+from koila.planning import limits, logs, planner, refusals
 from koila.reductions import norms
 from koila.reporting import reports
 from koila.staged import meta
@@ -117,7 +117,7 @@ def check_whole(program: Program, decision: reports.Decision, needed: float) -> 
         what = f"{name_of_node(first)} ({where_of_node(first)})"
         what += f" and {count(others, 'other call')} run" if others else " runs"
     what = f"{what} on the whole batch: {decision.why}"
-    raise planner.too_large(program, what, needed, has, large)
+    raise refusals.too_large(program, what, needed, has, large)
 
 
 def _left(program: Program, needed: float) -> tuple[float, bool]:
@@ -164,7 +164,7 @@ def too_much(
     If it was stopped (`is_stopped`), it needs more than `needed`.
     """
     what = f"{reports.name_of(func)} ({lines.user_line()}) runs on the whole batch: {why}"
-    return planner.too_large(Program([]), what, needed, left, is_stopped=is_stopped)
+    return refusals.too_large(Program([]), what, needed, left, is_stopped=is_stopped)
 
 
 def _pending() -> Program:

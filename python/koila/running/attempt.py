@@ -17,7 +17,7 @@ from koila.messages.errors import (
     is_out_of_memory,
     let_go,
 )
-from koila.planning import limits, planner, plans
+from koila.planning import plans, refusals
 from koila.planning.explain import report_of, scheduled
 from koila.random import draws, generators
 from koila.reporting import reports
@@ -109,6 +109,6 @@ def _refusal(program: Program, error: BaseException) -> MemoryLimitError:
     """Return the error to raise where memory ran out (`error`) in the smallest chunks."""
     said = str(error).partition("\n")[0]
     try:
-        return limits.ran_out(program, said)
+        return refusals.ran_out(program, said)
     except MemoryError:
-        return planner.no_room_to_plan(program)
+        return refusals.no_room_to_plan(program)

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fit a program into the bytes that it may use: the way and the chunks in which it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from koila import _core
+from koila.basics.rows import UNIT, Bounds, largest
+from koila.memory import budget, estimates
+from koila.planning import left_graphs, limits, ways
+from koila.planning.limits import Needs
+from koila.planning.plans import Lasting, Plan, Shape, is_measured, lasting, remember
+from koila.planning.ways import Option
+from koila.random import draws
+from koila.staged.program import Program
+from koila.staged.schedule import AS_IT_IS, Way
+
+# A prediction may be too high. So chunks that fitted in an earlier step are used again if the limit
+# allows at least this share of the bytes that are predicted for them.
+BOUND_SHARE = 0.75
+
+
+class Fitting(NamedTuple):
+    """A way that fits, with the most rows that its chunks may have."""
+
+    option: Option
+    rows: int
+
+
+#: By shape: the way that a program ran in last, and the bytes that were allowed then.
+_last_ways: dict[Shape, tuple[Way, float]] = {}
+
+
+_NEAR = 0.1
+
+
+def _is_near(allowed: float, before: float) -> bool:
+    """Tell whether about as many bytes are allowed as before."""
+    return abs(allowed - before) <= _NEAR * before
+
+
+def _cheapest(
+    program: Program, fitting: list[Fitting], shape: Shape | None, allowed: float
+) -> Fitting:
+    """Return the cheapest way, and remember it for later programs of this shape."""
+    best = min(fitting, key=lambda one: ways.cost(program, *one))
+    if shape is not None:
+        remember(_last_ways, shape, (best.option.way, allowed))
+    return best
+
+
+def _last_way(
+    program: Program, is_graph: bool, shape: Shape | None, allowed: float
+) -> Fitting | None:
+    """Return the way that a program of this shape ran in last, if about as many bytes were allowed
+    then and it fits now."""
+    if shape is None:
+        return None
+    way, before = _last_ways.get(shape, (AS_IT_IS, 0.0))
+    cut = program.cut_for(way)
+    if way == AS_IT_IS or not _is_near(allowed, before) or cut.unstageable is not None:
+        return None
+    option = ways.option_of(cut, is_graph, way)
+    rows = option.rows(allowed)
+    return Fitting(option, rows) if rows > 0 else None
+
+
+def _find_way(
+    program: Program,
+    is_graph: bool,
+    shape: Shape | None,
+    allowed: float,
+    known: Iterable[Option] | None = None,
+) -> Fitting | Needs:
+    """Return the cheapest way that fits, or if none does, what the one that needs least needs.
+
+    Args:
+        program: what is to run.
+        is_graph: whether it is differentiated.
+        shape: by which ways are remembered; None: neither use nor remember one.
+        allowed: the bytes that it may use.
+        known: `ways.options`, if they were made before.
+    """
+    found = _last_way(program, is_graph, shape, allowed)
+    if found is not None:
+        return found
+    needs: list[tuple[Needs, Option]] = []
+    first = ways.options(program, is_graph) if known is None else known
+    for options in (first, ways.along_second_axis(program, is_graph)):
+        fitting: list[Fitting] = []
+        for option in options:
+            rows = option.rows(allowed)
+            if rows > 0:
+                fitting.append(Fitting(option, rows))
+            else:
+                needs.append((limits.least(option.estimate, allowed), option))
+        if fitting:
+            return _cheapest(program, fitting, shape, allowed)
+    needed, option = min(needs, key=lambda one: one[0].n_bytes)
+    if needed.n_bytes > allowed:
+        return needed
+    return Fitting(option, max(needed.rows, option.estimate.largest_chunk(allowed)))
+
+
+def _larger_chunks(
+    program: Program, is_graph: bool, shape: Shape | None, allowed: float, found: Fitting
+) -> Fitting:
+    """Return a way with larger chunks for a program that fits in many small ones, if it is cheaper;
+    else the fitting that was found."""
+    way, before = _last_ways.get(shape, (None, 0.0)) if shape is not None else (None, 0.0)
+    if way == found.option.way and _is_near(allowed, before):
+        return found
+    known = _last_way(program, is_graph, shape, allowed)
+    if known is not None:
+        return known
+    fitting = [found]
+    light = ways.recomputing_cheap(program) if is_graph and program.roots else ()
+    cost = ways.cost(program, *found)
+
+    def is_cheaper(best: Option) -> bool:
+        rows = best.rows(allowed)
+        return rows > 0 and ways.cost(program, best, rows) < cost
+
+    for option in (*light, *ways.in_pieces(program, is_graph, is_cheaper)):
+        rows = option.rows(allowed)
+        fitting += [Fitting(option, rows)] if rows > 0 else []
+    return _cheapest(program, fitting, shape, allowed)
+
+
+def fit(
+    program: Program, estimate: estimates.Estimate, is_graph: bool, asked: float = 0.0
+) -> Plan | Needs:
+    """Return the plan for a program; or what it needs, if that does not fit.
+
+    Args:
+        program: what is to run.
+        estimate: the bytes that it needs as it is.
+        is_graph: whether it is differentiated.
+        asked: bytes that it may use even if they are kept back for libraries. No more than that,
+            since some libraries end the process if they get no memory.
+    """
+    left, slack = limits.allowed_for(program, needed=estimate.whole), budget.slack()
+    allowed = max(left, min(left + slack, asked))
+    shape, pinned = _shape_of(program, is_graph, estimate), pinned_grids(program)
+    if pinned:
+        return _pinned(program, is_graph, shape, allowed, max(pinned, key=len))
+    rows = estimate.largest_chunk(ways.CHUNK_SHARE * allowed)
+    share = limits.WHOLE_SHARE if rows > 0 else 1.0
+    last = lasting.get(shape) if is_measured() else None
+    was_whole = last is not None and last.n_chunks == 1 and last.way == AS_IT_IS
+    # Without a graph one chunk runs stage by stage too, and each stage keeps what later ones read.
+    # With a graph a whole run is live: it runs all other pending calls as well.
+    besides = 0 if program.is_all else max(0, _core.pending_bytes(True) - program.amounts.made)
+    staged = 0 if is_graph else estimate.peak(estimate.rows)[0]
+    needed = max(estimate.whole + besides * is_graph, staged)
+    fits = needed <= (left + slack if was_whole else share * allowed)
+    if fits:
+        planned = Plan(1, 1, needed, allowed, shape)
+        planned.keep(program)
+        return planned
+    as_it_is = Option(AS_IT_IS, estimate, program.n_nodes)
+    if last is not None and not was_whole:
+        allowed = left + slack  # libraries have taken what they take in a first step
+        cut = program.cut_for(last.way)
+        way = last.way if cut.unstageable is None else AS_IT_IS
+        size = last.rows(estimate.rows)
+        option = ways.option_of(program.cut_for(way), is_graph, way)
+        rows = option.rows(allowed)
+        if rows < 2 * size and _still_fits(last, option.estimate.peak(size)[0], allowed):
+            needed = option.estimate.peak(size)[0]
+            return Plan(last.n_chunks, last.unit, needed, allowed, shape, way)
+        if 0 < rows < 2 * size:
+            while size > rows:
+                size //= 2
+            rows = size
+        return _in_chunks(program, is_graph, shape, allowed, Fitting(option, rows))
+    is_limited = last is None and is_graph and budget.is_limited()
+    coming = budget.coming_state(program.parameters) if is_limited else 0
+    if coming > 0:
+        # Later steps have less, by the state that optimizers make. The first step already uses the
+        # chunks that will fit then, so that all steps have the same ones.
+        later = allowed - coming
+        made = _in_chunks(program, is_graph, shape, later, Fitting(as_it_is, as_it_is.rows(later)))
+        if isinstance(made, Plan):
+            return dataclasses.replace(made, allowed=allowed)
+    return _in_chunks(program, is_graph, shape, allowed, Fitting(as_it_is, rows))
+
+
+def _in_chunks(
+    program: Program,
+    is_graph: bool,
+    shape: Shape | None,
+    allowed: float,
+    found: Fitting,
+    known: Iterable[Option] | None = None,
+) -> Plan | Needs:
+    """Return the plan for a program that does not fit whole; or what it needs, if it does not fit.
+
+    Args:
+        program: what is to run.
+        is_graph: whether it is differentiated.
+        shape: by which ways are remembered; None: neither use nor remember one.
+        allowed: the bytes that it may use.
+        found: the way to begin with; if its chunks have no rows, it does not fit.
+        known: `ways.options`, if they were made before.
+    """
+    (way, estimate, _), rows = found
+    if rows == 0:
+        fitting = _find_way(program, is_graph, shape, allowed, known)
+        if isinstance(fitting, Needs):
+            return fitting
+        (way, estimate, _), rows = fitting
+    elif way == AS_IT_IS and not is_measured():
+        # Not under a limit of the process: oneDNN would compile kernels for the size of pieces too,
+        # and their memory counts against that limit.
+        if ways.cost(program, *found) > ways.DEAR:
+            found = _larger_chunks(program, is_graph, shape, allowed, found)
+        (way, estimate, _), rows = found
+    if is_graph and way == AS_IT_IS:
+        rows = min(rows, -(-estimate.rows // 2))  # one chunk is a whole run, which does not fit
+    n_chunks, unit = _chunks_of(estimate.rows, rows, way)
+    predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
+    return Plan(n_chunks, unit, predicted, allowed, shape, way)
+
+
+def _shape_of(program: Program, is_graph: bool, estimate: estimates.Estimate) -> Shape:
+    sizes = tuple(sorted(program.axes.values()))
+    return sizes, program.n_nodes, is_graph, estimate.whole
+
+
+def pinned_grids(program: Program) -> list[list[Bounds]]:
+    """Return the grids of chunks that a program must run in, since it drew random numbers in
+    them."""
+    return [grid for axis, grid in draws.pinned_grids().items() if axis in program.axes]
+
+
+def _pinned(
+    program: Program, is_graph: bool, shape: Shape, allowed: float, bounds: list[Bounds]
+) -> Plan | Needs:
+    """Plan a program in the chunks `bounds` in which an earlier run of it drew random numbers; in
+    other chunks it would draw others."""
+    rows = max(stop - start for start, stop in bounds)
+    best: Needs | None = None
+    for way, estimate, _ in ways.options(program, is_graph):
+        n_bytes, node = estimate.peak(rows)
+        if n_bytes <= allowed:
+            return Plan(len(bounds), rows, n_bytes, allowed, shape, way)
+        if best is None or n_bytes < best.n_bytes:
+            best = Needs(rows, n_bytes, node, estimate.fixed(rows), allowed)
+    assert best is not None
+    return best
+
+
+def _chunks_of(n_rows: int, rows: int, way: Way) -> tuple[int, int]:
+    """Return the number of chunks with at most `rows` rows, and the unit of rows that they have.
+
+    A single chunk is returned only if the head runs in pieces of it. Under a limit of the process
+    all chunks but the last have one size, a multiple of eight or a power of two, since oneDNN
+    compiles kernels for each size and keeps them.
+    """
+    if rows >= n_rows and way.n_pieces > 1:
+        return 1, 1
+    if is_measured():
+        rows = rows // UNIT * UNIT if rows >= UNIT else 1 << rows.bit_length() - 1
+        rows = max(1, min(rows, -(-n_rows // 2)))
+        return -(-n_rows // rows), rows
+    n_chunks = max(2, -(-n_rows // rows))
+    return n_chunks, UNIT if largest(n_rows, n_chunks, UNIT) <= rows else 1
+
+
+def _still_fits(last: Lasting, needed: float, allowed: float) -> bool:
+    """Tell whether a program shall run in the chunks that it ran in last.
+
+    The kernels for these chunks are compiled, so the same chunks fit as long as no less memory is
+    left than before. With less left they are tried if they may fit: other sizes would take memory
+    for new kernels for good, while a run that fails is undone.
+    """
+    if allowed >= last.left + budget.slack() - max(2**20, 0.02 * last.left):
+        return True
+    return BOUND_SHARE * needed <= allowed
+
+
+class Trial:
+    """A program that is fitted into other bytes than there are: nothing is remembered.
+
+    The number of chunks is that of a step after the first one under a `memory_limit`.
+    """
+
+    def __init__(self, program: Program, is_graph: bool) -> None:
+        self._program, self._is_graph = program, is_graph
+        self._estimate = left_graphs.estimate(program, is_graph)
+
+    @functools.cached_property
+    def options(self) -> list[Option]:
+        """The ways to run the program; the first is as it is."""
+        return list(ways.options(self._program, self._is_graph))
+
+    def fit(self, allowed: float) -> Plan | Needs:
+        """Return the plan for `allowed` bytes; or what the program needs, if it does not fit."""
+        estimate = self._estimate
+        if estimate.whole <= limits.WHOLE_SHARE * allowed:
+            return Plan(1, 1, estimate.whole, allowed)
+        option = Option(AS_IT_IS, estimate, self._program.n_nodes)
+        found = Fitting(option, option.rows(allowed))
+        known = None if found.rows > 0 else self.options
+        return _in_chunks(self._program, self._is_graph, None, allowed, found, known)
+
+    def n_chunks(self, allowed: float) -> int:
+        """Return the number of chunks for `allowed` bytes; of one sample each if it does not
+        fit."""
+        made = self.fit(allowed)
+        return self._estimate.rows if isinstance(made, Needs) else made.n_chunks
+
+    def least_for(self, most_chunks: int, before: float) -> float:
+        """Return about the least bytes with which it runs in at most `most_chunks` chunks.
+
+        Args:
+            most_chunks: the number of chunks.
+            before: what a memory_limit, in tenths of a MiB, is for beside these bytes.
+        """
+        rows = -(-self._estimate.rows // most_chunks)
+        high = self._estimate.peak(rows)[0] / ways.CHUNK_SHARE
+        low = min(option.estimate.least()[1] for option in self.options)
+        for _ in range(_N_HALVED if low < high else 0):
+            middle = limits.in_tenths(before + (low + high) / 2) - before
+            is_enough = self.n_chunks(middle) <= most_chunks
+            low, high = (low, min(high, middle)) if is_enough else (middle, high)
+        return high
+
+
+#: How often the range in which a limit is looked for is halved.
+_N_HALVED = 6

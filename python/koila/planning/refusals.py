@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values of memory_limit under which a program runs, and the errors that propose them."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+
+from koila import _core
+from koila.basics import config
+from koila.memory import budget, plan_program
+from koila.messages.errors import MemoryLimitError
+from koila.messages.words import size, sizes
+from koila.planning import fitting, limits, ways, whole_calls
+from koila.planning.limits import FEW_CHUNKS, Needs, as_limit, in_tenths, limit_in_words
+from koila.reporting import reports
+from koila.staged import layers
+from koila.staged.facts import name_of_call
+from koila.staged.program import Program
+from koila.staged.schedule import Op, Way
+
+
+def _mib(n_bytes: float) -> str:
+    """Return a memory_limit of at least `n_bytes`, as config() reads it."""
+    return f"{in_tenths(n_bytes) / 2**20:.1f} MiB"
+
+
+class Limits(NamedTuple):
+    """The values of memory_limit, in bytes, under which a program runs."""
+
+    least: float
+    n_chunks: int  # the number of chunks under the least limit
+    best: float  # the least limit for at most FEW_CHUNKS chunks
+    coming: float = 0.0  # the part of them that is for state which optimizers have not made yet
+
+    def __str__(self) -> str:
+        coming = f", with {self.to_come()}" if self.coming else ""
+        if self.is_one:
+            return f"{_mib(self.least)}{coming}"
+        return (
+            f"{_mib(self.least)} (in {self.n_chunks} chunks; at most {FEW_CHUNKS} chunks "
+            f"need {_mib(self.best)}){coming}"
+        )
+
+    def to_come(self, verb: str = "") -> str:
+        """Return what optimizers will take beyond what is in use; empty if that is nothing."""
+        if not self.coming:
+            return ""
+        what = f"{size(self.coming)} {verb}".rstrip()
+        return f"{what} for the state that the optimizer makes in its first step"
+
+    @property
+    def is_one(self) -> bool:
+        """Whether both limits are the same when rounded."""
+        return in_tenths(self.best) == in_tenths(self.least)
+
+    def settings(self) -> str:
+        """Return what to set, as a user writes it."""
+        best, least = (_mib(one).replace(" ", "") for one in (self.best, self.least))
+        now = config.settings()
+        if self.is_one:
+            return f"set {now.assigned(least)}"
+        few, many = f"at most {FEW_CHUNKS} chunks", f"{self.n_chunks} chunks"
+        return f"set {now.assigned(best)} for {few}, or {now.value(least)} for {many}"
+
+
+def _before(program: Program) -> tuple[float, float]:
+    """Return the memory_limit, in bytes, that leaves nothing for a program, and the part of it for
+    state that optimizers have not made yet."""
+    coming = budget.coming_state(program.parameters) if program.roots else 0
+    return as_limit(program, coming), coming
+
+
+def least_limit(program: Program, is_graph: bool) -> float:
+    """Return the least memory_limit, in bytes, under which a program runs, also in the next steps,
+    when optimizers have made their state."""
+    least = min(way.estimate.least()[1] for way in ways.options(program, is_graph))
+    return _before(program)[0] + least
+
+
+def limits_of(program: Program, is_graph: bool) -> Limits:
+    """Return the values of memory_limit under which a program runs, also in the next steps.
+
+    Args:
+        program: what is to run.
+        is_graph: whether it is differentiated.
+    """
+    (before, coming), trial = _before(program), fitting.Trial(program, is_graph)
+    least = before + min(option.estimate.least()[1] for option in trial.options)
+    n_chunks = trial.n_chunks(in_tenths(least) - before)  # a limit is set in tenths of a MiB
+    best = least
+    if n_chunks > FEW_CHUNKS:
+        best = max(least, before + trial.least_for(FEW_CHUNKS, before))
+    return Limits(least, n_chunks, best, coming)
+
+
+def refusal(needs: Needs, program: Program, said: str = "") -> MemoryLimitError:
+    """Return the error: it names a limit that works, then what takes the memory, and where.
+
+    Args:
+        needs: the bytes that the program needs in the chunks that need least.
+        program: the program that does not fit.
+        said: the message of an allocator that failed although the program was to fit.
+    """
+    left = max(needs.allowed, 0.0)
+    names = layers.Names(program)
+    layer = names.of_call(needs.node)
+    of_layer = f" of layer {layer!r}" if layer else ""
+    call = f"{name_of_call(needs.node)}{of_layer} ({_core.node(needs.node)[3]})"
+    samples = (
+        "one sample at a time needs"
+        if needs.rows == 1
+        else f"{needs.rows} samples at a time, which takes least, need"
+    )
+    needed, has = sizes(needs.n_bytes, left)
+    is_whole = 2 * needs.fixed >= needs.n_bytes
+    fixed = f" ({size(needs.fixed)} of them for chunks of any size)" if is_whole else ""
+    large = (
+        _large(program, names, needs.fixed) if is_whole else f"what {call} holds for its samples"
+    )
+    found = limits_of(program, bool(program.roots))
+    error = MemoryLimitError(
+        f"{answer(found, needed, has, needs.n_bytes <= left)}\n"
+        f"{in_lines(_state_to_come(found))}"
+        f"  {samples} {needed} more than is in use now{fixed}, and {has} are left\n"
+        f"{in_lines(limit_in_words(program))}"
+        f"{in_lines(large and f'too large: {large}')}"
+        f"{in_lines(others(program))}"
+        f"{in_lines(said)}"
+        f"  needs most: {call}"
+    )
+    if needs.n_bytes > left:
+        error.least_limit = in_tenths(found.least)
+    with contextlib.suppress(MemoryError):  # the error goes without its plan if memory is short
+        way, n_chunks = ways.smallest(program, bool(program.roots))
+        error.plan = plan_program.of(
+            program,
+            bool(program.roots),
+            way,
+            n_chunks,
+            1,
+            left,
+            fits=False,
+            summary=str(error).splitlines(),
+        )
+    return error
+
+
+def _state_to_come(found: Limits) -> str:
+    """Describe what optimizers will take beyond the bytes of an error's first line, or of them."""
+    is_proposed = _is_more_than_limit(found)
+    return found.to_come(f"of the {_mib(found.least)} are" if is_proposed else "more are needed")
+
+
+def _is_more_than_limit(found: Limits) -> bool:
+    limit = config.get("memory_limit")
+    return limit is not None and found.least > limit
+
+
+def in_lines(text: str) -> str:
+    """Return a text as a line of an error; empty for an empty text."""
+    return f"  {text}\n" if text else ""
+
+
+#: koila stops a call that takes more memory than is left. The error then proposes a memory_limit of
+#: this multiple of the bytes that were in use at that moment.
+_AFTER_STOP = 1.5
+
+
+def answer(
+    found: Limits, needed: str, has: str, is_enough: bool, *, is_stopped: bool = False
+) -> str:
+    """Return the first line of an error: the bytes needed, the bytes left, and what to do.
+
+    Args:
+        found: the limits that work.
+        needed: the bytes needed, in words.
+        has: the bytes left, in words.
+        is_enough: the bytes left were to suffice, but an allocator failed.
+        is_stopped: a call was stopped when it needed so much, and would have needed more.
+    """
+    least = "more than" if is_stopped else "at least"
+    smaller = "make the model, the sequence or the batch smaller"
+    if is_enough:
+        return (
+            f"memory ran out, though {needed} were to do and {has} were left: free some, or "
+            f"{smaller}"
+        )
+    if not _is_more_than_limit(found):
+        return (
+            f"{least} {needed} more than is in use now are needed, and {has} are free: free some, "
+            f"or {smaller}"
+        )
+    words, name = found.settings(), config.settings().option or "memory_limit"
+    if is_stopped:
+        more = _AFTER_STOP * found.least
+        words = f"{Limits(more, 1, more).settings()}, and more if the call is stopped again"
+    return f"{least} {_mib(found.least)} are needed and {name} is {_limit_next_to(found)}: {words}"
+
+
+def _limit_next_to(found: Limits) -> str:
+    """Return the memory_limit that is set, with enough digits to differ from the least limit."""
+    limit = config.get("memory_limit")
+    assert limit is not None
+    return sizes(limit, found.least)[0]
+
+
+#: An error names a tensor if it takes at least this share of the bytes that it describes.
+_CONSIDERABLE = 0.1
+
+
+def others(program: Program) -> str:
+    """Describe the bytes that other tensors take of a limit, if these are many; else empty."""
+    outside = limits.outside(program)
+    if outside < 2**20 / 10:
+        return ""
+    before = "".join(f"; {one}" for one in reports.ran_before()[:1])
+    largest, name = limits.largest_outside(program), ""
+    if largest is not None and largest.nbytes >= _CONSIDERABLE * outside:
+        dtype = str(largest.dtype).removeprefix("torch.")
+        name = f" (the largest is {list(largest.shape)} {dtype})"
+    held = f"other tensors hold {size(outside)}{name}"
+    return f"{held}, which count too: free those that you do not need{before}"
+
+
+def ran_out(program: Program, said: str) -> MemoryLimitError:
+    """Return the error for a program that ran out of memory in its smallest chunks.
+
+    Args:
+        program: the program.
+        said: the message of the allocator.
+    """
+    allowed = limits.allowed_for(program)
+    options = ways.options(program, bool(program.roots))
+    found = (limits.least(way.estimate, allowed) for way in options)
+    return refusal(min(found, key=lambda one: one.n_bytes), program, said)
+
+
+def _large(program: Program, names: layers.Names, fixed: float) -> str:
+    """Describe the largest thing of the `fixed` bytes that do not shrink with the chunks; empty if
+    none is a considerable part of them.
+
+    That is the result of a call on the whole batch, an output that the user's script holds, an
+    activation that one pass over the chunks keeps for the next, the parameters and their gradients,
+    or the state of the optimizers. `others` describes tensors outside of the step.
+    """
+    whole = [one for one in whole_calls.made_whole(program) if one.n_bytes > 0]
+    found: list[tuple[float, str]] = [(one.n_bytes, one.made("makes")) for one in whole]
+    held = [value for value in program.wanted if program.info(value).place is not None]
+    if held:
+        value = max(held, key=program.bytes_of)
+        n_bytes = program.bytes_of(value)
+        says = f"{names.of_value(value)} takes {size(n_bytes)}, as your script holds it"
+        found.append((n_bytes, f"{says}: del it before backward()"))
+    homes = Way(1, 1, 1)
+    crossing = program.schedule(bool(program.roots), homes).values_of(Op.HOME)
+    if crossing:
+        value = max(crossing, key=program.bytes_of)
+        n_bytes = program.bytes_of(value)
+        says = f"{names.of_value(value)} takes {size(n_bytes)}, as it is kept from"
+        found.append((n_bytes, f"{says} one pass over the chunks for the next"))
+    if program.parameters and program.roots:
+        found.append(_parameters(program.parameters))
+    state = sum(tensor.nbytes for tensor in budget.optimizer_state())
+    found.append((state, f"the optimizer's state takes {size(state)}"))
+    most, words = max(found)
+    return words if most >= _CONSIDERABLE * fixed else ""
+
+
+def _parameters(leaves: list[torch.Tensor]) -> tuple[float, str]:
+    """Return the bytes of parameters with their gradients, and describe them."""
+    total, largest = sum(leaf.nbytes for leaf in leaves), max(leaves, key=lambda one: one.nbytes)
+    name = layers.name_of_parameter(largest)
+    if 2 * largest.nbytes >= total:
+        return 2 * total, f"{name} and its gradient take {size(largest.nbytes)} each"
+    return 2 * total, (
+        f"{len(leaves)} parameters take {size(total)}, and their gradients as much; the largest is "
+        f"{name} of {size(largest.nbytes)}"
+    )
+
+
+def too_large(
+    program: Program,
+    what: str,
+    needed: float,
+    left: float,
+    large: str = "",
+    *,
+    is_stopped: bool = False,
+) -> MemoryLimitError:
+    """Return the error for calls that run on the whole batch and do not fit.
+
+    Args:
+        program: the pending program.
+        what: a sentence that names the calls and why they run whole.
+        needed: the bytes that they need.
+        left: the bytes that are left for them.
+        large: what takes most of these bytes; may be empty.
+        is_stopped: a call was stopped when it needed so much; how much more it needs is not known.
+    """
+    needs, has = sizes(needed, max(left, 0.0))
+    n_bytes = as_limit(program, needed)
+    found, more = Limits(n_bytes, 1, n_bytes), ", later even more," if is_stopped else ","
+    error = MemoryLimitError(
+        f"{answer(found, needs, has, False, is_stopped=is_stopped)}\n"
+        f"  the whole batch needs {needs} more than is in use now{more} and {has} are left\n"
+        f"{in_lines(limit_in_words(program))}"
+        f"{in_lines(large and f'too large: {large}')}"
+        f"{in_lines(others(program))}"
+        f"  {what}"
+    )
+    error.least_limit = None if is_stopped else in_tenths(n_bytes)
+    return error
+
+
+def no_room_to_plan(program: Program) -> MemoryLimitError:
+    """Return the error for a program that could not be planned since Python ran out of memory."""
+    return MemoryLimitError(
+        f"memory ran out while a program of {program.n_nodes} calls was planned: the limit of this "
+        "process leaves nothing; raise it, or make the model or the batch smaller"
+    )
