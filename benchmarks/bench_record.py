@@ -24,6 +24,7 @@ import torch.nn.functional as F
 import koila
 from benchmarks.bench import interleave, parser, prepare, publish, ratio, sync, table
 from koila import _core
+from koila.recording.functions import HANDLER, Entry
 
 CALLS = {
     "x + w": "x + w",
@@ -34,9 +35,6 @@ CALLS = {
     "torch.relu(x)": "torch.relu(x)",
     "F.linear(x, w)": "F.linear(x, w)",
 }
-
-HANDLER = 4  # of koila._core.register: a Python callable answers
-
 
 class Nothing(torch.Tensor):
     """torch dispatches to a builtin that does next to nothing: what no handler can go below."""
@@ -122,7 +120,7 @@ def calls_table(args: Any, run: Callable[[str, str], float]) -> str:
 
 def parts_table(args: Any, spaces: Mapping[str, dict[str, Any]]) -> str:
     """Where the time of recording `torch.add(x, w)` goes, as far as Python can tell."""
-    _core.register(probe, HANDLER, "probe", "".format, False, False, False, None, None)
+    _core.register(probe, Entry(HANDLER, "probe", "".format))
     lazy = spaces["koila"]["first"]
     func, types, call_args, kwargs = handed_over(spaces["koila"], lazy)
     direct = {

@@ -111,7 +111,7 @@ static PyMethodDef functions[] = {
 };
 #undef KL_METHOD
 
-/* Look up the Python objects that all files use; the exception names the first that is missing. 0 or -1. */
+/* Look up the objects that all files use, and strings (of no module); the exception names what is missing. 0 or -1. */
 static int
 find_names(void)
 {
@@ -131,10 +131,19 @@ find_names(void)
         {&kl_py.strided, "torch", "strided"},
         {&kl_py.get_default_dtype, "torch", "get_default_dtype"},
         {&kl_py.is_alias_of, "torch._C", "_is_alias_of"},
+        {&kl_py.requires_grad, NULL, "requires_grad"},
+        {&kl_py.out, NULL, "out"},
+        {&kl_py.device, NULL, "device"},
+        {&kl_py.layout, NULL, "layout"},
+        {&kl_py.version, NULL, "_version"},
+        {&kl_py.data_ptr, NULL, "data_ptr"},
     };
     for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
-        PyObject *module = PyImport_ImportModule(names[i].module);
-        *names[i].where = module != NULL ? PyObject_GetAttrString(module, names[i].name) : NULL;
+        bool is_text = names[i].module == NULL;
+        PyObject *module = is_text ? NULL : PyImport_ImportModule(names[i].module);
+        *names[i].where = is_text          ? PyUnicode_InternFromString(names[i].name)
+                          : module != NULL ? PyObject_GetAttrString(module, names[i].name)
+                                           : NULL;
         Py_XDECREF(module);
         if (*names[i].where == NULL) {
             return -1;
@@ -152,10 +161,7 @@ import_torch(void)
     kl_py.empty_tuple = PyTuple_New(0);
     kl_py.empty_dict = PyDict_New();
     kl_py.zero = PyLong_FromLong(0);
-    kl_py.requires_grad = PyUnicode_InternFromString("requires_grad");
-    kl_py.out = PyUnicode_InternFromString("out");
-    if (kl_py.empty_tuple == NULL || kl_py.empty_dict == NULL || kl_py.zero == NULL ||
-        kl_py.requires_grad == NULL || kl_py.out == NULL) {
+    if (kl_py.empty_tuple == NULL || kl_py.empty_dict == NULL || kl_py.zero == NULL) {
         return -1;
     }
     PyObject *numpy = PyImport_ImportModule("numpy");

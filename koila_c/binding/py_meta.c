@@ -199,7 +199,7 @@ read_layout(PyObject *tensor, KlMeta *meta)
 int
 kl_meta_read_device(PyObject *tensor, KlMeta *meta)
 {
-    PyObject *device = PyObject_GetAttrString(tensor, "device");
+    PyObject *device = PyObject_GetAttr(tensor, kl_py.device);
     if (device == NULL) {
         return -1;
     }
@@ -218,7 +218,7 @@ kl_meta_read_device(PyObject *tensor, KlMeta *meta)
 static int
 is_strided_layout(PyObject *tensor)
 {
-    PyObject *layout = PyObject_GetAttrString(tensor, "layout");
+    PyObject *layout = PyObject_GetAttr(tensor, kl_py.layout);
     if (layout == NULL) {
         return -1;
     }

@@ -9,7 +9,7 @@ int64_t
 kl_stale_version(PyObject *tensor)
 {
     kl_py.is_looking = true;
-    PyObject *version = PyObject_GetAttrString(tensor, "_version");
+    PyObject *version = PyObject_GetAttr(tensor, kl_py.version);
     kl_py.is_looking = false;
     if (version == NULL) {
         PyErr_Clear(); /* inference tensors count no versions: only the address tells */
@@ -20,16 +20,16 @@ kl_stale_version(PyObject *tensor)
     return result;
 }
 
-PyObject *
+uint64_t
 kl_stale_pointer(PyObject *tensor)
 {
     kl_py.is_looking = true;
-    PyObject *pointer = PyObject_CallMethod(tensor, "data_ptr", NULL);
+    PyObject *pointer = PyObject_CallMethodNoArgs(tensor, kl_py.data_ptr);
     kl_py.is_looking = false;
-    if (pointer == NULL) {
-        PyErr_Clear();
-    }
-    return pointer;
+    uint64_t result = pointer != NULL ? PyLong_AsUnsignedLongLongMask(pointer) : 0;
+    Py_XDECREF(pointer);
+    PyErr_Clear(); /* a tensor without memory has none */
+    return result;
 }
 
 int
@@ -48,13 +48,7 @@ is_changed(const KlPyValue *entry)
     if (kl_stale_version(entry->real) != entry->version) {
         return PyErr_Occurred() ? -1 : 1;
     }
-    PyObject *pointer = kl_stale_pointer(entry->real);
-    int is_same = entry->pointer == pointer;
-    if (entry->pointer != NULL && pointer != NULL) {
-        is_same = PyObject_RichCompareBool(entry->pointer, pointer, Py_EQ);
-    }
-    Py_XDECREF(pointer);
-    return is_same < 0 ? -1 : !is_same;
+    return kl_stale_pointer(entry->real) != entry->pointer;
 }
 
 static bool
@@ -196,7 +190,7 @@ kl_stale_refresh_leaf(Tape *tape, KlValueId id)
 {
     KlPyValue *entry = &tape->values[id];
     entry->version = kl_stale_version(entry->real);
-    Py_XSETREF(entry->pointer, kl_stale_pointer(entry->real));
+    entry->pointer = kl_stale_pointer(entry->real);
 }
 
 /* Whether the tensor of a value no longer has the recorded flag, version or address; -1 on failure. */

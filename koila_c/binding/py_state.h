@@ -87,7 +87,7 @@ typedef struct KlPyNode {
 typedef struct KlPyValue {
     PyObject *real;     /* the tensor of a leaf, or of a value that ran; else NULL */
     Value *handle;      /* borrowed: the attached Value, or NULL once the user dropped it */
-    PyObject *pointer;  /* leaf: its data_ptr() when it entered, or NULL if it has none */
+    uint64_t pointer;   /* leaf: its data_ptr() when it entered, or 0 if it has none */
     int64_t version;    /* _version of a leaf when it entered, or of `result` when it was computed;
                            -1: the tensor counts none (inference mode) */
     PyObject *result;   /* known: its number, without a graph; else NULL */
@@ -166,7 +166,7 @@ typedef struct KlPyState {
     PyObject *size_type; /* torch.Size */
     PyObject *functions; /* dict: torch callable or getset descriptor -> Function */
     PyObject *empty_tuple, *empty_dict, *zero;
-    PyObject *requires_grad, *out; /* str */
+    PyObject *requires_grad, *out, *device, *layout, *version, *data_ptr; /* str */
     PyObject *koila_error, *stale_error;
     PyObject *meta_infer;   /* meta.infer */
     PyObject *refusal;      /* meta.refusal */

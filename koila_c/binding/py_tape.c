@@ -218,8 +218,8 @@ kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
 static void
 clear_value(KlPyValue *entry)
 {
-    PyObject *dropped[] = {entry->real, entry->pointer, entry->result, entry->recorded};
-    entry->real = entry->pointer = entry->result = entry->recorded = NULL;
+    PyObject *dropped[] = {entry->real, entry->result, entry->recorded};
+    entry->real = entry->result = entry->recorded = NULL;
     for (size_t i = 0; i < sizeof(dropped) / sizeof(*dropped); i++) {
         Py_XDECREF(dropped[i]);
     }

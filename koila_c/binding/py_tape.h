@@ -155,8 +155,8 @@ KlValueId kl_view_origin(const Tape *tape, KlValueId value);
 
 /* _version of a tensor; -1 if it counts none. */
 int64_t kl_stale_version(PyObject *tensor);
-/* New reference: data_ptr() of a tensor; NULL, without an exception, if it has none. */
-PyObject *kl_stale_pointer(PyObject *tensor);
+/* data_ptr() of a tensor; 0 if it has none. */
+uint64_t kl_stale_pointer(PyObject *tensor);
 /* Whether `tensor` has the requires_grad flag that `meta` recorded; -1 on failure. */
 int kl_stale_is_flagged(PyObject *tensor, const KlMeta *meta);
 /* Raise StaleError if a leaf that pending calls need was changed since it entered. 0 or -1. */
