@@ -47,3 +47,12 @@ def test_code_of_users_by_pyright(tmp_path: Path) -> None:
 @pytest.mark.skipif(not STUB.is_file(), reason="there is no _core.pyi yet")
 def test_stub_is_true() -> None:
     run("mypy.stubtest", "koila._core", "--mypy-config-file", "pyproject.toml")
+
+
+def test_benchmarks_use_what_is_there() -> None:
+    """No test runs all of them: names and arguments that are gone would be found by hand."""
+    command = [sys.executable, "-m", "mypy", "--explicit-package-bases", "benchmarks"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    assert "checked" in told, told
+    gone = ("[attr-defined]", "[call-arg]", "[name-defined]", "[import-not-found]")
+    assert not [line for line in told.splitlines() if line.endswith(gone)], told
