@@ -36,6 +36,7 @@ CALLS = {
     "F.linear(x, w)": "F.linear(x, w)",
 }
 
+
 class Nothing(torch.Tensor):
     """torch dispatches to a builtin that does next to nothing: what no handler can go below."""
 

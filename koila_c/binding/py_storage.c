@@ -344,7 +344,7 @@ compare_ranges(const void *left, const void *right)
     return (l > r) - (l < r);
 }
 
-/* The number of bytes that at least one of some ranges contains. */
+/* The size in bytes of the union of ranges, which are sorted for that. */
 static size_t
 bytes_in(Range *ranges, size_t n)
 {

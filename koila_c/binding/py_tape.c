@@ -260,10 +260,10 @@ detach_handles(Tape *tape)
     }
 }
 
-/* Give the arrays of the tape as it was `before` back for the next program, zeroed: fresh pages would cost more. Free
- * them if the program left them mostly unused, or if code that ran meanwhile has recorded into new ones. */
+/* Reuse the arrays of the emptied tape `before`, zeroed (slots are written before they are read): fresh pages would cost
+ * more. Free them if most was unused, or if code that ran meanwhile has recorded into new ones. */
 static void
-give_back_room(Tape *tape, const Tape *before)
+reuse_arrays(Tape *tape, const Tape *before)
 {
     bool is_filled = tape->nodes != NULL || tape->values != NULL || tape->slots != NULL;
     if (is_filled || !KL_IS_REUSED ||
@@ -315,7 +315,7 @@ clear_tape(Tape *tape)
     for (size_t i = 0; i < before.n_slots; i++) {
         Py_CLEAR(before.slots[i].object);
     }
-    give_back_room(tape, &before);
+    reuse_arrays(tape, &before);
 }
 
 void

@@ -417,15 +417,15 @@ gradients_beside(const Step *step, const KlRun *last)
     return gradients;
 }
 
-/* Hold a chunk's results that later segments of its body read. */
+/* Count what a chunk leaves for later segments of its body, the values of `put`; not what is only offloaded. */
 static void
-hold_chunk(Step *step, const KlStep *of)
+hold_chunk(Step *step, const KlStep *put)
 {
-    for (uint32_t k = 0; k < of->values.n; k++) {
-        KlValueId value = value_of(step, of, k);
+    for (uint32_t k = 0; k < put->values.n; k++) {
+        KlValueId value = value_of(step, put, k);
         KlMeasureValue *known = &step->values[value];
-        bool is_here = known->is_for_segments || !known->is_offloaded;
-        if (!known->is_held && is_here && !known->is_handed) {
+        bool stays_on_device = known->is_for_segments || !known->is_offloaded;
+        if (!known->is_held && stays_on_device && !known->is_handed) {
             known->is_handed = true;
             step->held_per_row += step->sweep.sizes[value].per_row;
         }

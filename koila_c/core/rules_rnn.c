@@ -35,7 +35,7 @@ typedef struct {
     double dropout;
     bool is_training;
     bool is_batch_first;
-    bool is_packed, is_sorted;
+    bool is_packed, has_sorted_lengths; /* the latter also if it is not packed */
 } Layer;
 
 /* Return the number, in this call, of a word of an unpacked layer. */
@@ -50,7 +50,7 @@ read_options(const KlCall *call, Layer *layer)
 {
     bool has_biases = false, is_both = false;
     layer->is_packed = call->row->is_packed;
-    layer->is_sorted = true;
+    layer->has_sorted_lengths = true;
     bool is_read =
         kl_rules_bool(call, word(call, BIASES), false, &has_biases) == KL_OK &&
         kl_rules_int(call, word(call, LAYERS), 1, &layer->n_layers) == KL_OK &&
@@ -59,7 +59,7 @@ read_options(const KlCall *call, Layer *layer)
         kl_rules_bool(call, word(call, BIDIRECTIONAL), false, &is_both) == KL_OK &&
         kl_rules_bool(call, word(call, BATCH_FIRST), false, &layer->is_batch_first) == KL_OK &&
         (!layer->is_packed ||
-         kl_rules_bool(call, word(call, IS_SORTED), true, &layer->is_sorted) == KL_OK);
+         kl_rules_bool(call, word(call, IS_SORTED), true, &layer->has_sorted_lengths) == KL_OK);
     layer->n_directions = is_both ? 2 : 1;
     layer->n_params = has_biases ? 4 : 2;
     return is_read && layer->n_layers > 0 ? KL_OK : KL_DECLINED;
@@ -162,8 +162,8 @@ dtype_rnn(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return is_fit ? KL_OK : KL_DECLINED;
 }
 
-/* output (t, n, directions * h), then the last states. batch_first exchanges the first two dims by a view; packed rows
- * that were sorted first are copied back instead. */
+/* output (t, n, directions * h), then the last states. batch_first exchanges the first two dims by a view; rows that
+ * packing has sorted by their lengths are copied back instead. */
 KlStatus
 shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
 {
@@ -187,7 +187,7 @@ shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
         out->strides[0] = out->strides[1];
         out->shape[1] = size;
         out->strides[1] = stride;
-        if (!layer.is_sorted) {
+        if (!layer.has_sorted_lengths) {
             kl_meta_set_contiguous(out);
         }
     }

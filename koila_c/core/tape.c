@@ -425,7 +425,7 @@ kl_tape_settle_open(KlTape *tape, KlValueId id, const KlPlace *place)
         return;
     }
     node->is_open = false;
-    node->first_rewrite += (uint32_t)place->dim;
+    node->first_rewrite += (uint32_t)place->dim; /* of one rewrite for each dim, keep this one */
     node->n_rewrites = 1;
     tape->rewrites[node->first_rewrite].scale = place->outer * place->inner;
     value->meta.place = *place;

@@ -181,7 +181,7 @@ KlStatus kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, Kl
 bool kl_tape_mixes_aside(const KlTape *tape, uint32_t n_inputs, const KlValueId *inputs,
                          uint32_t leaf_writes);
 
-/* Put the rows of `value` at `place`, where a call is about to read it, if its node is open and no call has read it. */
+/* Put the rows of `value` at `place`, for a reader, if its node is open (any dim may have them) and nothing reads it. */
 void kl_tape_settle_open(KlTape *tape, KlValueId value, const KlPlace *place);
 
 /* Whether `value` was made before the last write to its storage. */

@@ -55,10 +55,15 @@ _VALUES = {"--memory-limit": "4GiB", "--chunks": "8", "--report": "report.json",
 
 
 def _refuse_missing_values(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    """End with an error if another option, a script or nothing stands where a value should."""
+    """End with an error if another option, a script or nothing stands where a value should.
+
+    `words` are the launcher's own arguments, without the script's.
+    """
     for word, value in itertools.pairwise([*words, ""]):
-        is_other = re.match("-[-a-z]", value) or (value.endswith(".py") and word != "-m")
-        if word in _VALUES and (is_other or not value):
+        # `-m train.py` is a mistake of another kind: Python says that there is no such module.
+        is_script = value.endswith(".py") and word != "-m"
+        is_no_value = not value or re.match("-[-a-z]", value) or is_script
+        if word in _VALUES and is_no_value:
             found = f"{value!r} stands where it should" if value else "nothing follows it"
             script = "" if word == "-m" else " train.py"
             example = f"python -m koila {word} {_VALUES[word]}{script}"

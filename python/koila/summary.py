@@ -32,19 +32,20 @@ class Summary(reports.Observer):
 
     def __init__(self) -> None:
         self._before = loaders.counts.n_batches, loaders.counts.n_plain
-        self.n_batches = self.n_plain = 0  # of loaders; and those in which no tensor has rows
+        self.n_batches = 0  # of loaders
+        self.n_plain = 0  # of these, the batches in which no tensor has samples
         self.n_steps = 0  # optimizer steps
         self.n_programs = 0
         self.n_in_chunks = 0
         self.n_failed = 0
         self.has_error = False  # the script, or the cell, ended with an error
         self.most_chunks = 0
-        self.why_whole = ""  # of the largest program that ran whole
-        self._most_whole = 0
+        self.why_whole = ""  # why the largest program that ran whole did so
+        self._largest_whole = 0  # the bytes that it made
         self.bytes_predicted: float | None = None  # None: nothing was predicted
         self.bytes_allowed: float | None = None
         self.bytes_measured: int | None = None
-        self.least_limit: float | None = None  # with which every program works
+        self.least_limit: float | None = None  # the least with which all of them run
         #: (call, line, reason) of a call on the whole batch -> how often, and the largest bytes.
         self.whole: dict[tuple[str, str, str], list[int]] = {}
         self.plain: collections.Counter[str] = collections.Counter()  # backwards of plain tensors
@@ -69,8 +70,8 @@ class Summary(reports.Observer):
         elif ran.n_calls > 0:
             self.n_programs += 1
             is_cut = bool(ran.stages) and (ran.n_chunks > 1 or ran.n_rows is not None)
-            if not is_cut and ran.n_bytes >= self._most_whole:
-                self._most_whole, self.why_whole = ran.n_bytes, ran.why
+            if not is_cut and ran.n_bytes >= self._largest_whole:
+                self._largest_whole, self.why_whole = ran.n_bytes, ran.why
             self.n_in_chunks += is_cut
             self.most_chunks = max(self.most_chunks, ran.n_chunks if is_cut else 1)
         predicted = ran.bytes_predicted

@@ -56,23 +56,27 @@ def _patch_function_apply() -> None:
 
 
 def _patch_engine() -> None:
-    """The function by which torch enters its engine; koila calls the engine directly. It would read
-    the placeholder of a lazy that is given as a gradient of a plain tensor."""
+    """Wrap the function by which backward() and autograd.grad() of plain tensors enter torch's
+    engine. Backwards of lazy tensors do not come here: koila calls the engine itself."""
     autograd: Any = torch.autograd
     run = autograd._engine_run_backward
 
     @functools.wraps(run)
-    def in_order(roots: Any, *args: Any, **words: Any) -> Any:
-        order.move(roots)
+    def in_eagers_order(roots: Any, *args: Any, **words: Any) -> Any:
+        order.move(roots)  # the nodes of calls that ran later than they were recorded
         return run(roots, *args, **words)
 
-    live = patching.live_if_lazy(in_order, True, _core.live_with_all)
+    # A lazy may be given as the gradient of a plain tensor: the engine would read its placeholder.
+    with_real_gradients = patching.live_if_lazy(
+        in_eagers_order, is_plain=True, run=_core.live_with_all
+    )
 
     @functools.wraps(run)
     def noted(roots: Any, *args: Any, **words: Any) -> Any:
-        if words.get("accumulate_grad") and not lines.is_of_koila():
+        is_backward = words.get("accumulate_grad")  # and not autograd.grad()
+        if is_backward and not lines.is_of_koila():
             left_plain.note(roots)
-        return live(roots, *args, **words)
+        return with_real_gradients(roots, *args, **words)
 
     patching.replace(autograd, "_engine_run_backward", noted)
 

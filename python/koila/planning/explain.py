@@ -238,7 +238,8 @@ def numbers_of_whole(program: Program, is_graph: bool) -> list[str]:
 
 
 def _needs(program: Program, is_graph: bool) -> list[str]:
-    """Describe the bytes that a program needs whole, and the bytes left for it."""
+    """Describe the bytes that a program needs if it runs whole, and the bytes left for it; also
+    whether other pending calls, whose results the script holds, run with it."""
     whole = left_graphs.estimate(program, is_graph).whole
     needs, has = sizes(whole, max(0.0, limits.left_for(program)))
     found = [f"whole needs {needs} more than is in use now, and {has} are left"]

@@ -56,13 +56,13 @@ def _cheapest(
 def _last_way(
     program: Program, is_graph: bool, shape: Shape | None, allowed: float
 ) -> Fitting | None:
-    """Return the way that a program of this shape ran in last, if about as many bytes were allowed
-    then and it fits now."""
-    if shape is None:
+    """Return the way that a program of this shape ran in last, with its rows, if about as many
+    bytes were allowed then and it fits now. As it is, a program is tried before this."""
+    way, allowed_then = _last_ways.get(shape, (None, 0.0)) if shape is not None else (None, 0.0)
+    if way is None or way == AS_IT_IS or not _is_near(allowed, allowed_then):
         return None
-    way, before = _last_ways.get(shape, (AS_IT_IS, 0.0))
     cut = program.cut_for(way)
-    if way == AS_IT_IS or not _is_near(allowed, before) or cut.unstageable is not None:
+    if cut.unstageable is not None:
         return None
     option = ways.option_of(cut, is_graph, way)
     rows = option.rows(allowed)

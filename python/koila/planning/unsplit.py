@@ -355,12 +355,17 @@ class _Trace:
         return func(*norms.without_again(args), **kwargs)
 
     def value_of(self, given: Any) -> int | None:
-        """Return the value that a tensor of the user is in the program; None: it is not in it."""
+        """Return the id of the value that a tensor of the user stands for in the program; None: it
+        is none of the program's."""
         if type(given) is LazyTensor:
             value = _core.id(given)
-            if value is not None and value < len(self.env):
+            if value is not None and value < len(
+                self.env
+            ):  # else it was recorded after the program
                 return value
             given = _core.real(given)
+        if given is None:
+            return None
         found = (v for v in self.leaves if self.program.info(v).real is given)
         return next(found, None)
 

@@ -131,12 +131,13 @@ def _read_words(
 
 
 def instead(name: str, handler: Handler | None) -> Handler:
-    """Return what is tried if a call of an op cannot be recorded: the same call with numbers in
-    place of lazies where torch takes a number; if there are none, the op's own handler."""
+    """Return the handler of calls of an op that cannot be recorded as they are: it makes the same
+    call, which is recorded then, with numbers in place of lazy tensors where torch takes a number;
+    if there are none, it calls the op's own handler."""
 
     def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = (*args, *kwargs.values())
-        read, words = args, kwargs
+        read, words = args, kwargs  # the arguments, with numbers that were read
         if name in ("__getitem__", "__setitem__"):  # Ops by name: both have an index in brackets
             read = _read_indexing(args)
         elif any(map(_holds_number, given)):

@@ -113,14 +113,15 @@ def _takes_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_replaceable(x: Any) -> bool:
-    """Return whether a lazy copy of a plain tensor is as good, where nobody else holds it."""
+    """Return whether nobody would notice that a lazy tensor takes the place of a plain one. That no
+    other name refers to it is checked elsewhere."""
     return (
         _is_private(x)
         and x._use_count() == 1  # no graph has saved it
-        and x.untyped_storage().resizable()  # the memory of an array is not
+        and x.untyped_storage().resizable()  # it is not the memory of a NumPy array
         and not (x.device.type == "cpu" and x.is_shared())  # with other processes
         and x.grad is None
-        and not x.__dict__
+        and not x.__dict__  # attributes that a lazy tensor would not have
         and not weakref.getweakrefcount(x)
     )
 

@@ -394,7 +394,8 @@ class Cross:
         self.gathered = None
 
     def gather_gradient(self, grid: Sequence[Bounds]) -> torch.Tensor | None:
-        """Return the gradient of all rows of a body's output, and take it from the chunks."""
+        """Return the gradient of all rows of a body's output, put together from its chunks, and
+        clear it there. None: the output got no gradient."""
         total = self._take_totals()
         grads = [self.seed(grid, chunk) for chunk in range(len(grid))]
         for alias in self.aliases.values():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -39,25 +39,35 @@ def check(program: Program) -> None:
                 _refuse(program, value, "the checkpoint", written[0])
         for value in body.read:
             _check_read_again(program, value, body)
-    for value, node, writer, region in _overwritten(program):
-        _refuse(program, value, _call(node.id), writer, _is_hidden(node, region))
+    for one in _needed_and_overwritten(program):
+        is_hidden = _is_hidden(one.node, one.writer_region)
+        _refuse(program, one.value, _call(one.node.id), one.writer, is_hidden)
 
 
-def _overwritten(program: Program) -> Iterator[tuple[int, Node, int, int]]:
-    """Yield (value, call, writer, its checkpoint) for each value that the backward of a call needs
-    as it was before a later call wrote it."""
-    before = NO_CALL
-    while (found := _core.overwritten(program.handle, before)) is not None:
-        before, values = found
-        node = program.node(before)
+class _Overwritten(NamedTuple):
+    """A value that a call saved for its backward, and that was written since."""
+
+    value: int
+    node: Node  # the call that saved it
+    writer: int  # the call that wrote it
+    writer_region: int  # the checkpoint in which the writer is; 0: none
+
+
+def _needed_and_overwritten(program: Program) -> Iterator[_Overwritten]:
+    """Yield each saved value that was written later, and whose old numbers a backward needs."""
+    call = NO_CALL
+    # The core finds the next call after `call` of which something saved was written.
+    while (found := _core.overwritten(program.handle, call)) is not None:
+        call, values = found
+        node = program.node(call)
         for value in dict.fromkeys(values):
-            # Without a later writer it is the call itself that writes what it saves.
-            writer, region = _core.writer_from(before + 1, value) or (before, node.region)
-            is_again = checkpoints.is_made_again(program, value, node.region, region)
-            if is_again or _is_uncounted(program, value):
+            # If no later call wrote it, the call itself overwrote what it saved.
+            writer, region = _core.writer_from(call + 1, value) or (call, node.region)
+            is_recomputed = checkpoints.is_made_again(program, value, node.region, region)
+            if is_recomputed or _is_uncounted(program, value):
                 continue
             if _needs_as_before(program, node, value) and _is_gone_through(program, node):
-                yield value, node, writer, region
+                yield _Overwritten(value, node, writer, region)
 
 
 def _check_read_again(program: Program, value: int, body: checkpoints.Body) -> None:

@@ -127,8 +127,7 @@ class Stages:
         return found or self.grids[run.axis]
 
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Copy the leaves that nodes write as a side effect (running statistics), for nodes to
-        write. Return each leaf and its copy, by value."""
+        """Return, by value, the leaves that nodes write on the side, each with a copy to write."""
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for node in self.program.nodes.values() if self.program.has_effects else ():
             for value in self.program.moved_by(node):
@@ -185,14 +184,14 @@ class Stages:
         return None if place is None else (place, self.grid_of(run))
 
     def _zeros_for(self, import_id: int, run: Run, chunk: int) -> torch.Tensor:
-        """Return zeros in place of an import whose value is never read, only its sizes."""
+        """Return zeros in place of an import of which calls read the sizes alone."""
         value, place, _ = self.program.imports[import_id]
-        shape, rows = self.program.info(value).shape, -1
+        shape, rows = self.program.info(value).shape, -1  # not split
         if place is not None:
             start, stop = self.grid_of(run)[chunk]
-            rows = stop - start
+            rows = stop - start  # fewer in the last chunk
+            shape = chunk_shape(shape, place, rows)
         if (import_id, rows) not in self.zeros_of:
-            shape = shape if place is None else chunk_shape(shape, place, rows)
             self.zeros_of[import_id, rows] = self.zeros(value, shape)
         return self.zeros_of[import_id, rows]
 
@@ -355,19 +354,20 @@ class Stages:
     def _combine(
         self, run: Run, env: list[Any], is_graph: bool, stand_ins: dict[int, Cross] | None
     ) -> None:
-        """Combine the partials of reductions over earlier bodies into values, in a joint's env."""
+        """Put the results of reductions into the `env` of a run on the whole batch, from partial
+        results that chunks of earlier runs left, or that `stand_ins` have in place of them."""
         with torch.set_grad_enabled(is_graph):
             for node in run.combined:
                 value = node.first_out
                 cross = (stand_ins or {}).get(value) or self.cross[value]
                 combined = cross.results
                 if combined is None:
-                    parts = cross.read_parts(is_graph)
-                    combined = calls.combine(self.program, node, parts)
+                    partials = cross.read_parts(is_graph)
+                    combined = calls.combine(self.program, node, partials)
                 dim = calls.dim_of_chunks(self.program, node)
                 for out, tensor in zip(node.outs, combined, strict=True):
-                    first = tensor if dim is None else tensor.narrow(dim, 0, 1)
-                    _core.check_result(node.id, out, first)
+                    checked = tensor if dim is None else tensor.narrow(dim, 0, 1)  # of one chunk
+                    _core.check_result(node.id, out, checked)
                     env[out] = tensor
                 if dim is not None:
                     self.by_chunk[value] = dim

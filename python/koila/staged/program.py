@@ -313,8 +313,16 @@ class Program:
         """
         if way.cuts == self._cuts or self.is_derived:
             return self
-        cuts, unwanted = way.cuts, self._unwanted
-        return Program(self.roots, self.is_known_only, *cuts, self.gets, unwanted, self.beside)
+        n_segments, is_before_head = way.cuts
+        return Program(
+            self.roots,
+            self.is_known_only,
+            n_segments,
+            is_before_head,
+            gets=self.gets,
+            unwanted=self._unwanted,
+            beside=self.beside,
+        )
 
     def n_calls(self, way: Way) -> int:
         """Return the calls made for each chunk; those of a head are made for each piece of it."""
