@@ -19,6 +19,7 @@ from profiled import noted
 from programs_kit import Program
 
 _MARK = "allocations: mark"
+_LABEL = "allocations: label "
 #: Before a file is mapped, which the profiler takes for memory; and when it is unmapped.
 _MAPPED, _UNMAPPED = "allocations: mapped ", "allocations: unmapped "
 #: Whether the profiler notes calls too: there are far more of them than of allocations.
@@ -47,7 +48,8 @@ _put_unnoted = offload.put
 
 
 class Allocations:
-    """Bytes of all storages that are there before or made meanwhile: at marks, at most, at the end.
+    """Bytes of all storages that are there before or made meanwhile: at marks, at most, at the end;
+    and at most between a label and the next one.
 
     Files that koila maps are not among them.
 
@@ -60,6 +62,7 @@ class Allocations:
         self.profile = profile(profile_memory=True)
         self.n_entered = 0
         self.at_marks: list[int] = []
+        self.peaks: dict[str, int] = {}  # by label
         self.peak = 0
         self.left = 0
 
@@ -91,9 +94,14 @@ class Allocations:
         """Remember how many bytes there are now."""
         _note(_MARK)
 
+    def label(self, name: str) -> None:
+        """From now on, take the peak for `name` too; "": for no label."""
+        _note(_LABEL + name)
+
     def add_up(self) -> None:
         """Go through what was noted, in the order of time."""
         now = self.peak = sum(self.before.values())
+        label = ""
         unmapped: list[int] = []  # files that are about to go
         for name, n_bytes in noted(self.profile):
             if name.startswith(_MAPPED):
@@ -102,11 +110,15 @@ class Allocations:
                 unmapped.append(int(name.removeprefix(_UNMAPPED)))
             elif name == _MARK:
                 self.at_marks.append(now)
+            elif name.startswith(_LABEL):
+                label = name.removeprefix(_LABEL)
             elif -n_bytes in unmapped:
                 unmapped.remove(-n_bytes)
             else:
                 now += n_bytes
                 self.peak = max(self.peak, now)
+            if label:
+                self.peaks[label] = max(self.peaks.get(label, 0), now)
         self.left = now
 
 

@@ -91,7 +91,7 @@ def widen(value: Any) -> Any:
     return value
 
 
-def total(parts: list[torch.Tensor]) -> torch.Tensor:
+def total(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, parts)
 
 

@@ -113,10 +113,10 @@ class Var(Reduction):
         middle = mean.detach()
         if not _is_known_finite([mean, *squares]):
             means, squares, middle = _beside_infinities(ns, means, squares, mean)
-        deviations = [
+        deviations = (  # one at a time: each is as large as the result
             abs_squared(m - middle) * one.to(s.dtype) + s
             for one, m, s in zip(ns, means, squares, strict=True)
-        ]
+        )
         var = total(deviations) / (n - correction).to(squares[0].dtype)
         value = root(var) if call.func.__name__.startswith("std") else var
         value = value.to(real_of(call.dtype))
