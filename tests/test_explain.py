@@ -483,6 +483,24 @@ def test_a_hook_that_asks_for_the_whole_batch_is_named() -> None:
         assert "1 backward: a hook on the result of linear" in str(koila.report())
 
 
+def test_a_whole_run_takes_what_whole_needs() -> None:
+    """Also where chunks were asked for and would take more, and where other calls are pending."""
+    model = nn.Linear(8, 2)
+    with koila.config(chunks=2):
+        x = koila.lazy(torch.randn(64, 8))
+        loss = (model(x).softmax(0) @ torch.randn(2, 4096)).sort(0).values.sum()
+        text = koila.explain(loss)
+    whole = re.search(r"^whole needs (.*?) more than", text, re.M)
+    told = re.search(r"^so it runs whole(.*?) and takes (.*)$", text, re.M)
+    assert whole is not None and told is not None and told[2] == whole[1], text
+    other = model(koila.lazy(torch.randn(64, 8))).sum()
+    text = koila.explain(model(koila.lazy(torch.randn(64, 8))).sum())
+    assert re.search(
+        r"^whole needs (.*?) more than(?s:.*)^so it runs whole and takes \1$", text, re.M
+    )
+    del other
+
+
 def test_a_hook_on_the_loss_is_named() -> None:
     """It is why a mean over the samples needs two forwards, in explain() as in report()."""
     model, x = of_mlp()

@@ -193,6 +193,38 @@ def test_after_a_refusal_the_least_limit_is_that_of_the_refused(folder: Path) ->
     assert again.returncode == 0, again.stderr
 
 
+def test_a_refusal_names_what_set_the_limit(folder: Path) -> None:
+    """And what it says to write there works."""
+    for words, variables, told in (
+        (("--memory-limit", "1MiB"), {}, r"set (--memory-limit) (\S+)"),
+        ((), {"KOILA_MEMORY_LIMIT": "1MiB"}, r"set (KOILA_MEMORY_LIMIT)=(\S+)"),
+    ):
+        ran = run(folder, "-m", "koila", *words, "train.py", **variables)
+        found = re.search(f"needed and (.*) is 1.0+ MiB: {told}", ran.stderr)
+        assert ran.returncode == 1 and found is not None, ran.stderr
+        assert found[1] == found[2]
+        again = run(folder, "-m", "koila", "train.py", KOILA_MEMORY_LIMIT=found[3])
+        assert again.returncode == 0, again.stderr
+
+
+def test_chunks_that_were_asked_for_and_not_made_are_told_why() -> None:
+    summary = Summary()
+    why = "in the chunks that were asked for it would take more"
+    summary.note_program(ProgramReport("item()", "train.py:1", n_calls=1, n_bytes=4, why="it fits"))
+    summary.note_program(ProgramReport("backward()", "train.py:2", n_calls=2, n_bytes=64, why=why))
+    with koila.config(chunks=3):
+        assert f"everything ran whole, as without koila ({why})" in summary.lines()
+
+
+def test_the_least_limit_is_no_more_than_one_that_was_enough() -> None:
+    summary = Summary()
+    summary.note_program(ProgramReport("backward()", "t.py:1", n_calls=2, least_limit=2.0**21))
+    with koila.config(memory_limit=2**20):
+        assert "the limit is 1.0 MiB, the least that works is 1.0 MiB" in "".join(summary.lines())
+        summary.note_program(ProgramReport("backward()", "t.py:1", n_chunks=0, why="too large"))
+        assert "the limit is 1.0 MiB, the least that works is 2.0 MiB" in "".join(summary.lines())
+
+
 def test_the_versions(folder: Path) -> None:
     done = run(folder, "-m", "koila", "--version", "train.py")
     assert done.returncode == 0 and done.stderr == ""

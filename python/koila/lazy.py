@@ -437,7 +437,7 @@ def of_loader(data: Any, n_rows: int | None, batch: Any = DIM_0) -> Any:
         return tensor
 
     try:
-        data = map_tensors(look, data)
+        plain = map_tensors(look, data)
     except TypeError:  # a container that cannot be rebuilt
         found.clear()
     dims = dict(zip(found, loaders.row_dims(found.values(), n_rows), strict=True))
@@ -453,7 +453,7 @@ def of_loader(data: Any, n_rows: int | None, batch: Any = DIM_0) -> Any:
         if (dim := dims[key]) is not None
     }
     loaders.note_batch(axis, n_rows)
-    return _map(lambda tensor, _, path: made.get(id(tensor), tensor), data, None, "batch")
+    return map_tensors(lambda tensor: made.get(id(tensor), tensor), plain)
 
 
 def of_draw(noise: torch.Tensor) -> torch.Tensor:
