@@ -105,13 +105,7 @@ FIRST = "a forward that is to be repeated, and the tail that it leads to"
 #: What is said to be needed during some instruction is too much by more than 1 % of the peak and
 #: `SLACK`: by what share of the peak at most, and where.
 OVER: dict[str, tuple[str, float]] = {
-    **dict.fromkeys(("cnn_bn-ce", "cnn_bn-ce_ignored", "cnn_bn-mse"), (WAIT, 0.06)),
-    **dict.fromkeys(("residual_bn-ce", "residual_bn-ce_ignored", "residual_bn-mse"), (WAIT, 0.06)),
-    **dict.fromkeys(("cnn_bn_average-ce", "cnn_bn_average-ce_ignored"), (WAIT, 0.06)),
-    **dict.fromkeys(("cnn_bn_average-mse", "residual_bn-rmse"), (WAIT, 0.06)),
-    **dict.fromkeys(("norm_stateless", "norm_root"), (WAIT, 0.06)),
     "resnet": (WAIT, 0.07),
-    "norm_pool": (WAIT, 0.08),
     "vector_norm": (WAIT, 0.16),
     "mixup": (JOINT, 0.22),
     "mlp-ranked": (JOINT, 0.26),
@@ -119,8 +113,6 @@ OVER: dict[str, tuple[str, float]] = {
     "mlp-selected_by_value": (JOINT, 0.18),
     "mlp-median": (JOINT, 0.16),
     "sparse_mixture": (JOINT, 0.31),
-    "barlow": (FIRST, 0.06),
-    "standardised": (FIRST, 0.07),
     "quantise": (FIRST, 0.37),
     "recurrent": (FIRST, 0.06),
     "reused": (CUT, 0.09),

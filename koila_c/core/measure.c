@@ -10,8 +10,7 @@
 
 /* -- moments ------------------------------------------------------------------------------------------ */
 
-/* Return the bytes of a piece of a chunk, given those of the chunk: a piece has 1 / n_pieces of the rows, or of the
- * second axis, rounded up. */
+/* Return the bytes of a piece of a chunk: it has 1 / n_pieces of the rows, or of the second axis, rounded up. */
 static KlBytes
 of_piece(const Step *step, KlBytes bytes)
 {
@@ -230,8 +229,7 @@ free_value(Step *step, KlValueId value)
     }
 }
 
-/* Of the partial results that a joint combines, hold what its graph saves, `kept` times, and their gradients, `seeds`
- * times. */
+/* Hold what a joint's graph saves of the parts that it combines, `kept` times, and their gradients, `seeds` times. */
 static void
 hold_combined(Step *step, const KlRun *run, int kept, int seeds)
 {
@@ -245,8 +243,7 @@ hold_combined(Step *step, const KlRun *run, int kept, int seeds)
     }
 }
 
-/* Hold the gradients of a run's inputs from outside its body, unless they are held already. Return the bytes of those
- * that the run makes chunk by chunk. */
+/* Hold the gradients of a run's inputs from outside its body, unless held; return the bytes made chunk by chunk. */
 static double
 gather_gradients(Step *step, const KlRun *run, uint32_t body)
 {
@@ -432,6 +429,18 @@ hold_chunk(Step *step, const KlStep *put)
     }
 }
 
+/* Set whether a run's sweep counts its results as there: all, or (`is_held`) those of which all chunks are held. */
+static void
+set_there(Step *step, const KlRun *run, bool is_there, bool is_held)
+{
+    for (uint32_t i = 0; i < run->exports.n; i++) {
+        KlValueId value = export_of(step, run, i);
+        KlSize *size = &step->sweep.sizes[value];
+        size->is_there =
+            is_there && (!is_held || (step->values[value].is_held && !size->is_put_together));
+    }
+}
+
 /* Run a segment on a chunk. With a graph, its sweep stays open and counts its results, too, until BACK. */
 static void
 run_chunk(Step *step, const KlStep *of)
@@ -443,7 +452,9 @@ run_chunk(Step *step, const KlStep *of)
         hold_handed_gradients(step, run);
         step->n_pieces = step->homes->n_pieces;
     }
+    set_there(step, run, !is_graph, true);
     sweep_forward(step, run, is_graph);
+    set_there(step, run, false, true);
     if (!is_graph) {
         hold_chunk(step, of);
     }
@@ -510,8 +521,7 @@ free_values(Step *step, const KlStep *of)
 
 /* -- back --------------------------------------------------------------------------------------------- */
 
-/* Return the bytes of a joint's results that are not freed, and of the reductions combined for it. A storage counts once,
- * with its last value. */
+/* Return the bytes of a joint's results and combined reductions that are not freed; a storage counts once, as last. */
 static double
 bytes_left(Step *step, const KlRun *run)
 {
@@ -582,8 +592,7 @@ go_back_joint(Step *step, const KlStep *of)
     hold_combined(step, run, -1, 0);
 }
 
-/* Return the bytes of gradients accumulated for a body's results: those by chunk, or (`is_whole`) those of results that
- * others read whole. */
+/* Return the bytes of gradients accumulated for a body's results: by chunk, or (`is_whole`) of those read whole. */
 static double
 left_gradients(const Step *step, const KlStep *of, bool is_whole)
 {
@@ -613,15 +622,6 @@ free_by_chunk(Step *step, const KlStep *of)
     double left = before - step->held;
     step->held = before;
     return left;
-}
-
-/* Set whether a run's results exist already, as for a graph that waited: then the sweep does not count them. */
-static void
-set_there(Step *step, const KlRun *run, bool is_there)
-{
-    for (uint32_t i = 0; i < run->exports.n; i++) {
-        step->sweep.sizes[export_of(step, run, i)].is_there = is_there;
-    }
 }
 
 static void
@@ -677,7 +677,7 @@ go_back_chunk(Step *step, const KlStep *of)
 {
     const KlRun *run = &step->program->runs[of->run];
     if (of->graph == KL_GRAPH_WAIT) {
-        set_there(step, run, true);
+        set_there(step, run, true, false);
         sweep_forward(step, run, true);
     } else if (step->open != of->run) {
         sweep_again(step, run);
@@ -685,7 +685,7 @@ go_back_chunk(Step *step, const KlStep *of)
     sweep_back(step); /* it counts the gradients of the segment's inputs while it runs */
     hold_handed_gradients(step, run);
     free_handed_gradients(step, run);
-    set_there(step, run, false);
+    set_there(step, run, false, false);
     step->open = KL_ID_NONE;
     if (of->graph == KL_GRAPH_ACROSS) {
         hold_gradients(step, -gradients_beside(step, run));
