@@ -102,6 +102,33 @@ def test_samples_in_another_dim() -> None:
         koila.largest_batch(step, x, batch=5)
 
 
+def test_what_runs_whole_has_no_chunks() -> None:
+    """The answer is that of a whole run, which a batch of that size then makes."""
+    weights = torch.randn(64, 64, requires_grad=True)
+    limit = there() + 2**21
+
+    def step(x: Tensor) -> Tensor:
+        return (x @ weights).sort(0).values.cumsum(0).sum()
+
+    found = koila.largest_batch(step, torch.randn(8, 64), memory_limit=limit)
+    assert 100 < found.whole == found.in_chunks < found.most
+    for n_rows, fits in ((found.whole, True), (2 * found.whole, False)):
+        x = torch.randn(n_rows, 64)
+        with koila.config(memory_limit=limit):
+            try:
+                step(koila.lazy(x)).backward()
+                assert fits
+            except koila.MemoryLimitError:
+                assert not fits
+
+
+def test_where_not_even_two_samples_fit() -> None:
+    model, x = make(), torch.randn(8, 64)
+    found = koila.largest_batch(lambda x: model(x).sum(), x, memory_limit=there() + 2**10, most=64)
+    assert found.whole == found.in_chunks == 0 < found.bytes_least
+    assert "not even 2 samples fit: they need at least" in str(found)
+
+
 def test_what_it_cannot_say() -> None:
     model, x = make(), torch.randn(8, 64)
     with pytest.raises(ValueError, match="what it returned is of type Tensor"):

@@ -302,10 +302,15 @@ class Trial:
     def fit(self, allowed: float) -> Plan | Needs:
         """Return the plan for `allowed` bytes; or what the program needs, if it does not fit."""
         estimate = self._estimate
-        if estimate.whole <= limits.WHOLE_SHARE * allowed:
-            return Plan(1, 1, estimate.whole, allowed)
+        if not self._program.axes or self._program.unstageable is not None:  # whole or not at all
+            whole = estimate.whole
+            is_enough = whole <= allowed
+            return Plan(1, 1, whole, allowed) if is_enough else Needs(1, whole, 0, whole, allowed)
         option = Option(AS_IT_IS, estimate, self._program.n_nodes)
         found = Fitting(option, option.rows(allowed))
+        share = limits.WHOLE_SHARE if found.rows > 0 else 1.0
+        if estimate.whole <= share * allowed:
+            return Plan(1, 1, estimate.whole, allowed)
         known = None if found.rows > 0 else self.options
         return _in_chunks(self._program, self._is_graph, None, allowed, found, known)
 
