@@ -95,6 +95,7 @@ def test_an_int_beside_tensors_is_told_as_a_dim_that_was_meant() -> None:
         x, one = koila.lazy(torch.ones(3, 8), 1)
     assert [warning.filename for warning in caught] == [__file__]
     assert koila.is_lazy(x) and one == 1
+    assert koila.lazy(torch.ones(3, 8), 2)[1] == 2  # no dim
 
 
 def test_a_list_of_batches_is_told_how_to_pass_them() -> None:

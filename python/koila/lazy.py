@@ -320,8 +320,8 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
         tensor twice, it gets the same lazy twice. For a DataLoader a copy of it, of its type.
 
     Warns:
-        UserWarning: `objs` has no tensor, or is an int beside tensors; or the call is in a worker
-            of a DataLoader, from which tensors return as plain ones.
+        UserWarning: `objs` has no tensor, or an int that is a dim of them; or the call is in a
+            worker of a DataLoader, from which tensors return as plain ones.
 
     Raises:
         ValueError: the tensors disagree on the number of samples; `batch` is no dim of a tensor, or
@@ -370,8 +370,9 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
     _map(look, whole, batch, "input")
     if wrong:
         raise ValueError(f"{wrong[0]}; {_advice_on_dims(shapes)}")
-    ints = [obj for obj in objs if type(obj) is int]
-    if shapes and ints:
+    n_dims = max(map(len, shapes), default=0)
+    ints = [obj for obj in objs if type(obj) is int and -n_dims <= obj < n_dims]
+    if ints:
         warnings.warn(
             f"koila.lazy: {ints[0]} is no tensor and is returned as it is; to name the dim of the "
             f"samples, write batch={ints[0]}",
