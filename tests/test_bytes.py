@@ -99,7 +99,7 @@ def test_prediction(program: Program, chunks: int, monkeypatch: pytest.MonkeyPat
 
 
 WAIT = "the forward of a part whose chunks keep their graphs"
-JOINT = "the backward of what runs on the whole batch"
+JOINT = "the backward of calls that run once, on the whole batch"
 FIRST = "a forward that is to be repeated, and the tail that it leads to"
 
 #: What is said to be needed during some instruction is too much by more than 1 % of the peak and

@@ -72,7 +72,8 @@ def test_whole() -> None:
 
 
 def test_batches_of_which_nothing_is_computed() -> None:
-    """A user who takes lazy() to change tensors in place sees an earlier step, and is told so."""
+    """If a script does not use what lazy() returns, report() shows an earlier step, and says that
+    later batches were not used."""
     x, w = torch.ones(8, 4), torch.ones(4, requires_grad=True)
     (koila.lazy(x) * w).sum().backward()
     assert koila.report().n_unused == 0

@@ -214,9 +214,16 @@ def _dim_of(tensor: torch.Tensor, batch: Any, path: str) -> int:
     return dim % tensor.dim()
 
 
-def _advice_on_dims(shapes: list[tuple[int, ...]]) -> str:
-    """Say what to give as batch= for tensors of these shapes, if all have a dim of one size."""
-    shapes = [shape for shape in shapes if shape]
+def _shapes_of(objs: Any) -> list[tuple[int, ...]]:
+    """Return the shapes of all tensors with dims in containers."""
+    shapes: list[tuple[int, ...]] = []
+    map_tensors(lambda one: shapes.append(() if one.is_nested else tuple(one.shape)), objs)
+    return [shape for shape in shapes if shape]
+
+
+def _advice_on_dims(objs: Any) -> str:
+    """Say what to give as batch= for the tensors in `objs`, if all have a dim of one size."""
+    shapes = _shapes_of(objs)
     sizes = [n for n in (shapes[0] if shapes else ()) if all(n in shape for shape in shapes)]
     if not sizes:
         return (
@@ -353,32 +360,30 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
         made = tuple(found[id(obj)] for obj in objs)
         return made[0] if len(objs) == 1 else made
 
-    shapes: list[tuple[int, ...]] = []
-    wrong: list[str] = []  # what is wrong with batch=
+    n_tensors = 0
 
     def look(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:
-        shapes.append(() if tensor.is_nested else tuple(tensor.shape))
+        nonlocal n_tensors
+        n_tensors += 1
         try:
             dim = _dim_of(tensor, leaf_batch, path)
         except ValueError as error:
-            wrong.append(str(error))
-            dim = _WHOLE
+            raise ValueError(f"{error}; {_advice_on_dims(whole)}") from None
         if dim != _WHOLE:
-            rows[path] = tensor.size(dim)
+            rows[path] = tensor.size(dim)  # a nested tensor has no shape
         return tensor
 
     _map(look, whole, batch, "input")
-    if wrong:
-        raise ValueError(f"{wrong[0]}; {_advice_on_dims(shapes)}")
-    n_dims = max(map(len, shapes), default=0)
-    ints = [obj for obj in objs if type(obj) is int and -n_dims <= obj < n_dims]
+    ints = [obj for obj in objs if type(obj) is int]
+    n_dims = max(map(len, _shapes_of(whole)), default=0) if ints else 0
+    ints = [one for one in ints if -n_dims <= one < n_dims]
     if ints:
         warnings.warn(
             f"koila.lazy: {ints[0]} is no tensor and is returned as it is; to name the dim of the "
             f"samples, write batch={ints[0]}",
             stacklevel=2,
         )
-    if not shapes:
+    if n_tensors == 0:
         what = ", ".join(map(_kind, objs)) or "nothing"
         warnings.warn(
             f"koila.lazy: no tensor is in what it was given ({what}): it is returned as it is, and "
@@ -389,7 +394,7 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
     _warn_in_worker()
     if len(set(rows.values())) > 1:
         listed = ", ".join(f"{path}: {n}" for path, n in rows.items())
-        advice = _advice_on_dims(shapes)
+        advice = _advice_on_dims(whole)
         if type(whole) is list and not isinstance(whole[0], torch.Tensor):
             advice = f"a list is one batch; of a list of batches, give iter(batches), or {advice}"
         raise ValueError(f"lazy: the tensors disagree on the batch size ({listed}); {advice}")
@@ -437,6 +442,7 @@ def of_loader(data: Any, n_rows: int | None, batch: Any = DIM_0) -> Any:
             found[id(tensor)] = tensor
         return tensor
 
+    plain = data
     try:
         plain = map_tensors(look, data)
     except TypeError:  # a container that cannot be rebuilt

@@ -23,7 +23,7 @@ _MOST_WHOLE = 4
 _LEAST_WHOLE = 2**16
 
 
-def _whole_bytes(n_bytes: float | None) -> int | None:
+def _rounded_up(n_bytes: float | None) -> int | None:
     return None if n_bytes is None else math.ceil(n_bytes)
 
 
@@ -178,10 +178,10 @@ class Summary(reports.Observer):
             "in_chunks": self.n_in_chunks,
             "failed": self.n_failed,
             "most_chunks": self.most_chunks,
-            "bytes_predicted": _whole_bytes(self.bytes_predicted),
-            "bytes_allowed": _whole_bytes(self.bytes_allowed),
+            "bytes_predicted": _rounded_up(self.bytes_predicted),
+            "bytes_allowed": _rounded_up(self.bytes_allowed),
             "bytes_measured": self.bytes_measured,
-            "least_limit": _whole_bytes(self.least_limit),
+            "least_limit": _rounded_up(self.least_limit),
             "plain_backwards": dict(self.plain),
             "memory_limit": get("memory_limit"),
             "whole": whole,

@@ -38,11 +38,12 @@ class Settings(NamedTuple):
     option: str = ""
 
     def written(self) -> str:
-        """Return what made these settings: an option, or a call of config()."""
+        """Return the option that set the memory_limit, or the call of config() that makes these
+        settings."""
         if self.option:
             return self.option
-        given = zip(self._fields[:3], self[:3], strict=True)
-        parts = (f"{name}={value}" for name, value in given if value is not None)
+        given = self._asdict().items()
+        parts = (f"{name}={value}" for name, value in given if value not in (None, ""))
         return f"koila.config({', '.join(parts)})"
 
     def value(self, limit: str) -> str:

@@ -114,36 +114,33 @@ def _sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Return the bytes of the storages of tensors on the CPU, by storage."""
     sizes = {}
     with torch._C.DisableTorchFunction():
-        for tensor in tensors:
-            try:
-                storage = tensor.untyped_storage()
-                if storage.device.type == "cpu" and storage.data_ptr() != 0:
-                    sizes[storage._cdata] = storage.nbytes()
-            except (RuntimeError, NotImplementedError):
-                pass  # a sparse, opaque or fake tensor has no storage
+        for storage in map(_storage_of, tensors):
+            if storage is not None and storage.device.type == "cpu":
+                sizes[storage._cdata] = storage.nbytes()
     return sizes
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return the storage of a tensor; None: it has no memory of its own."""
+    try:
+        storage = tensor.untyped_storage()
+        return storage if storage.data_ptr() != 0 else None
+    except (RuntimeError, NotImplementedError):  # a sparse, opaque or fake tensor
+        return None
 
 
 def largest_beside(held: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor | None:
     """Return the tensor with most memory on a device that shares none with `held`; None: there is
     none. It looks through all objects."""
-    best: torch.Tensor | None = None
+    best, most = None, 0
     with torch._C.DisableTorchFunction():
-        known = {tensor.untyped_storage()._cdata for tensor in held if _has_storage(tensor)}
-        for found in gc.get_objects():
-            is_here = _is_plain(found) and found.device == device and _has_storage(found)
-            if not is_here or found.untyped_storage()._cdata in known:
-                continue
-            if best is None or found.untyped_storage().nbytes() > best.untyped_storage().nbytes():
-                best = found
+        known = {storage._cdata for storage in map(_storage_of, held) if storage is not None}
+        for found in filter(_is_plain, gc.get_objects()):
+            storage = _storage_of(found) if found.device == device else None
+            is_other = storage is not None and storage._cdata not in known
+            if storage is not None and is_other and storage.nbytes() > most:
+                best, most = found, storage.nbytes()
     return best
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    try:
-        return bool(tensor.untyped_storage().data_ptr() != 0)
-    except (RuntimeError, NotImplementedError):  # a sparse, opaque or fake tensor
-        return False
 
 
 def _look() -> None:

@@ -31,61 +31,56 @@ class Fitting(NamedTuple):
     rows: int
 
 
+class _Case(NamedTuple):
+    """A program that is to be fitted into bytes."""
+
+    program: Program
+    is_graph: bool  # it is differentiated
+    allowed: float  # the bytes that it may use
+    shape: Shape | None  # by which ways are remembered; None: none is used or remembered
+    known: Iterable[Option] | None = None  # its `ways.options`, if they were made before
+
+
 #: By shape: the way that a program ran in last, and the bytes that were allowed then.
 _last_ways: dict[Shape, tuple[Way, float]] = {}
-
-
 _NEAR = 0.1
 
 
-def _is_near(allowed: float, before: float) -> bool:
-    """Tell whether about as many bytes are allowed as before."""
-    return abs(allowed - before) <= _NEAR * before
+def _way_before(case: _Case) -> Way | None:
+    """Return the way that a program of this shape ran in last, if about as many bytes were allowed
+    then."""
+    if case.shape is None or case.shape not in _last_ways:
+        return None
+    way, allowed = _last_ways[case.shape]
+    return way if abs(case.allowed - allowed) <= _NEAR * allowed else None
 
 
-def _cheapest(
-    program: Program, fitting: list[Fitting], shape: Shape | None, allowed: float
-) -> Fitting:
+def _cheapest(case: _Case, fitting: list[Fitting]) -> Fitting:
     """Return the cheapest way, and remember it for later programs of this shape."""
-    best = min(fitting, key=lambda one: ways.cost(program, *one))
-    if shape is not None:
-        remember(_last_ways, shape, (best.option.way, allowed))
+    best = min(fitting, key=lambda one: ways.cost(case.program, *one))
+    if case.shape is not None:
+        remember(_last_ways, case.shape, (best.option.way, case.allowed))
     return best
 
 
-def _last_way(
-    program: Program, is_graph: bool, shape: Shape | None, allowed: float
-) -> Fitting | None:
-    """Return the way that a program of this shape ran in last, with its rows, if about as many
-    bytes were allowed then and it fits now. As it is, a program is tried before this."""
-    way, allowed_then = _last_ways.get(shape, (None, 0.0)) if shape is not None else (None, 0.0)
-    if way is None or way == AS_IT_IS or not _is_near(allowed, allowed_then):
+def _fitting_before(case: _Case) -> Fitting | None:
+    """Return the way that a program of this shape ran in last, with its rows, if it fits again. As
+    it is, a program is tried before this."""
+    way = _way_before(case)
+    if way is None or way == AS_IT_IS:
         return None
-    cut = program.cut_for(way)
+    cut = case.program.cut_for(way)
     if cut.unstageable is not None:
         return None
-    option = ways.option_of(cut, is_graph, way)
-    rows = option.rows(allowed)
+    option = ways.option_of(cut, case.is_graph, way)
+    rows = option.rows(case.allowed)
     return Fitting(option, rows) if rows > 0 else None
 
 
-def _find_way(
-    program: Program,
-    is_graph: bool,
-    shape: Shape | None,
-    allowed: float,
-    known: Iterable[Option] | None = None,
-) -> Fitting | Needs:
-    """Return the cheapest way that fits, or if none does, what the one that needs least needs.
-
-    Args:
-        program: what is to run.
-        is_graph: whether it is differentiated.
-        shape: by which ways are remembered; None: neither use nor remember one.
-        allowed: the bytes that it may use.
-        known: `ways.options`, if they were made before.
-    """
-    found = _last_way(program, is_graph, shape, allowed)
+def _find_way(case: _Case) -> Fitting | Needs:
+    """Return the cheapest way that fits, or if none does, what the one that needs least needs."""
+    program, is_graph, allowed, _, known = case
+    found = _fitting_before(case)
     if found is not None:
         return found
     needs: list[tuple[Needs, Option]] = []
@@ -99,24 +94,22 @@ def _find_way(
             else:
                 needs.append((limits.least(option.estimate, allowed), option))
         if fitting:
-            return _cheapest(program, fitting, shape, allowed)
+            return _cheapest(case, fitting)
     needed, option = min(needs, key=lambda one: one[0].n_bytes)
     if needed.n_bytes > allowed:
         return needed
     return Fitting(option, max(needed.rows, option.estimate.largest_chunk(allowed)))
 
 
-def _larger_chunks(
-    program: Program, is_graph: bool, shape: Shape | None, allowed: float, found: Fitting
-) -> Fitting:
+def _larger_chunks(case: _Case, found: Fitting) -> Fitting:
     """Return a way with larger chunks for a program that fits in many small ones, if it is cheaper;
     else the fitting that was found."""
-    way, before = _last_ways.get(shape, (None, 0.0)) if shape is not None else (None, 0.0)
-    if way == found.option.way and _is_near(allowed, before):
+    program, is_graph, allowed, _, _ = case
+    if _way_before(case) == found.option.way:
         return found
-    known = _last_way(program, is_graph, shape, allowed)
-    if known is not None:
-        return known
+    before = _fitting_before(case)
+    if before is not None:
+        return before
     fitting = [found]
     light = ways.recomputing_cheap(program) if is_graph and program.roots else ()
     cost = ways.cost(program, *found)
@@ -128,7 +121,13 @@ def _larger_chunks(
     for option in (*light, *ways.in_pieces(program, is_graph, is_cheaper)):
         rows = option.rows(allowed)
         fitting += [Fitting(option, rows)] if rows > 0 else []
-    return _cheapest(program, fitting, shape, allowed)
+    return _cheapest(case, fitting)
+
+
+def _fits_whole(needed: float, rows: int, allowed: float) -> bool:
+    """Tell whether a whole run fits, for a program whose largest chunk that fits has `rows` rows:
+    with room to spare, unless no chunk has that."""
+    return needed <= (limits.WHOLE_SHARE if rows > 0 else 1.0) * allowed
 
 
 def fit(
@@ -148,8 +147,8 @@ def fit(
     shape, pinned = _shape_of(program, is_graph, estimate), pinned_grids(program)
     if pinned:
         return _pinned(program, is_graph, shape, allowed, max(pinned, key=len))
-    rows = estimate.largest_chunk(ways.CHUNK_SHARE * allowed)
-    share = limits.WHOLE_SHARE if rows > 0 else 1.0
+    as_it_is = Option(AS_IT_IS, estimate, program.n_nodes)
+    rows = as_it_is.rows(allowed)
     last = lasting.get(shape) if is_measured() else None
     was_whole = last is not None and last.n_chunks == 1 and last.way == AS_IT_IS
     # Without a graph one chunk runs stage by stage too, and each stage keeps what later ones read.
@@ -157,12 +156,11 @@ def fit(
     besides = 0 if program.is_all else max(0, _core.pending_bytes(True) - program.amounts.made)
     staged = 0 if is_graph else estimate.peak(estimate.rows)[0]
     needed = max(estimate.whole + besides * is_graph, staged)
-    fits = needed <= (left + slack if was_whole else share * allowed)
-    if fits:
+    if needed <= left + slack if was_whole else _fits_whole(needed, rows, allowed):
         planned = Plan(1, 1, needed, allowed, shape)
         planned.keep(program)
         return planned
-    as_it_is = Option(AS_IT_IS, estimate, program.n_nodes)
+    case = _Case(program, is_graph, allowed, shape)
     if last is not None and not was_whole:
         allowed = left + slack  # libraries have taken what they take in a first step
         cut = program.cut_for(last.way)
@@ -177,54 +175,43 @@ def fit(
             while size > rows:
                 size //= 2
             rows = size
-        return _in_chunks(program, is_graph, shape, allowed, Fitting(option, rows))
+        return _in_chunks(case._replace(allowed=allowed), Fitting(option, rows))
     is_limited = last is None and is_graph and budget.is_limited()
     coming = budget.coming_state(program.parameters) if is_limited else 0
     if coming > 0:
         # Later steps have less, by the state that optimizers make. The first step already uses the
         # chunks that will fit then, so that all steps have the same ones.
-        later = allowed - coming
-        made = _in_chunks(program, is_graph, shape, later, Fitting(as_it_is, as_it_is.rows(later)))
+        later = case._replace(allowed=allowed - coming)
+        made = _in_chunks(later, Fitting(as_it_is, as_it_is.rows(later.allowed)))
         if isinstance(made, Plan):
             return dataclasses.replace(made, allowed=allowed)
-    return _in_chunks(program, is_graph, shape, allowed, Fitting(as_it_is, rows))
+    return _in_chunks(case, Fitting(as_it_is, rows))
 
 
-def _in_chunks(
-    program: Program,
-    is_graph: bool,
-    shape: Shape | None,
-    allowed: float,
-    found: Fitting,
-    known: Iterable[Option] | None = None,
-) -> Plan | Needs:
+def _in_chunks(case: _Case, found: Fitting) -> Plan | Needs:
     """Return the plan for a program that does not fit whole; or what it needs, if it does not fit.
 
     Args:
-        program: what is to run.
-        is_graph: whether it is differentiated.
-        shape: by which ways are remembered; None: neither use nor remember one.
-        allowed: the bytes that it may use.
+        case: the program.
         found: the way to begin with; if its chunks have no rows, it does not fit.
-        known: `ways.options`, if they were made before.
     """
     (way, estimate, _), rows = found
     if rows == 0:
-        fitting = _find_way(program, is_graph, shape, allowed, known)
+        fitting = _find_way(case)
         if isinstance(fitting, Needs):
             return fitting
         (way, estimate, _), rows = fitting
     elif way == AS_IT_IS and not is_measured():
         # Not under a limit of the process: oneDNN would compile kernels for the size of pieces too,
         # and their memory counts against that limit.
-        if ways.cost(program, *found) > ways.DEAR:
-            found = _larger_chunks(program, is_graph, shape, allowed, found)
+        if ways.cost(case.program, *found) > ways.DEAR:
+            found = _larger_chunks(case, found)
         (way, estimate, _), rows = found
-    if is_graph and way == AS_IT_IS:
+    if case.is_graph and way == AS_IT_IS:
         rows = min(rows, -(-estimate.rows // 2))  # one chunk is a whole run, which does not fit
     n_chunks, unit = _chunks_of(estimate.rows, rows, way)
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
-    return Plan(n_chunks, unit, predicted, allowed, shape, way)
+    return Plan(n_chunks, unit, predicted, case.allowed, case.shape, way)
 
 
 def _shape_of(program: Program, is_graph: bool, estimate: estimates.Estimate) -> Shape:
@@ -284,6 +271,10 @@ def _still_fits(last: Lasting, needed: float, allowed: float) -> bool:
     return BOUND_SHARE * needed <= allowed
 
 
+#: How often the range in which a limit is looked for is halved.
+_N_HALVED = 6
+
+
 class Trial:
     """A program that is fitted into other bytes than there are: nothing is remembered.
 
@@ -292,27 +283,33 @@ class Trial:
 
     def __init__(self, program: Program, is_graph: bool) -> None:
         self._program, self._is_graph = program, is_graph
-        self._estimate = left_graphs.estimate(program, is_graph)
 
     @functools.cached_property
-    def options(self) -> list[Option]:
-        """The ways to run the program; the first is as it is."""
+    def _estimate(self) -> estimates.Estimate:
+        return left_graphs.estimate(self._program, self._is_graph)
+
+    @functools.cached_property
+    def _options(self) -> list[Option]:
         return list(ways.options(self._program, self._is_graph))
+
+    @functools.cached_property
+    def least(self) -> float:
+        """The least bytes with which the program runs."""
+        return min(option.estimate.least()[1] for option in self._options)
 
     def fit(self, allowed: float) -> Plan | Needs:
         """Return the plan for `allowed` bytes; or what the program needs, if it does not fit."""
-        estimate = self._estimate
-        if not self._program.axes or self._program.unstageable is not None:  # whole or not at all
-            whole = estimate.whole
+        program, estimate = self._program, self._estimate
+        whole = estimate.whole
+        if not program.axes or program.unstageable is not None:  # it runs whole or not at all
             is_enough = whole <= allowed
             return Plan(1, 1, whole, allowed) if is_enough else Needs(1, whole, 0, whole, allowed)
-        option = Option(AS_IT_IS, estimate, self._program.n_nodes)
+        option = Option(AS_IT_IS, estimate, program.n_nodes)
         found = Fitting(option, option.rows(allowed))
-        share = limits.WHOLE_SHARE if found.rows > 0 else 1.0
-        if estimate.whole <= share * allowed:
-            return Plan(1, 1, estimate.whole, allowed)
-        known = None if found.rows > 0 else self.options
-        return _in_chunks(self._program, self._is_graph, None, allowed, found, known)
+        if _fits_whole(whole, found.rows, allowed):
+            return Plan(1, 1, whole, allowed)
+        known = None if found.rows > 0 else self._options
+        return _in_chunks(_Case(program, self._is_graph, allowed, None, known), found)
 
     def n_chunks(self, allowed: float) -> int:
         """Return the number of chunks for `allowed` bytes; of one sample each if it does not
@@ -328,14 +325,9 @@ class Trial:
             before: what a memory_limit, in tenths of a MiB, is for beside these bytes.
         """
         rows = -(-self._estimate.rows // most_chunks)
-        high = self._estimate.peak(rows)[0] / ways.CHUNK_SHARE
-        low = min(option.estimate.least()[1] for option in self.options)
+        low, high = self.least, self._estimate.peak(rows)[0] / ways.CHUNK_SHARE
         for _ in range(_N_HALVED if low < high else 0):
             middle = limits.in_tenths(before + (low + high) / 2) - before
             is_enough = self.n_chunks(middle) <= most_chunks
             low, high = (low, min(high, middle)) if is_enough else (middle, high)
         return high
-
-
-#: How often the range in which a limit is looked for is halved.
-_N_HALVED = 6

@@ -93,8 +93,6 @@ class _Least(NamedTuple):
 #: By the line that asked and the sizes of the program. Computing a limit measures all ways, so it
 #: is repeated only if a program needs more memory than before by this share.
 _least_limits: dict[tuple[str, int, int, int, int], _Least] = {}
-
-
 _GROWN = 0.02
 
 
@@ -118,22 +116,12 @@ def _least_limit(program: Program, made: Plan, is_graph: bool) -> float | None:
 
 #: Chunks that the user asked for are to need at most this share of eager mode's activations.
 _ASKED_SHARE = 0.6
-
-
 #: If no way reaches that share, ways count that need at most this multiple of the best one's bytes.
 _NEARLY = 1.05
-
-
 _MORE = 1.1  # the bytes predicted may be too high by this factor
-
-
 #: A program that makes less runs as it is: saving memory is not worth the time.
 FEW_BYTES = 2**20
-
-
 _ways_in: dict[tuple[int, ...], Way | None] = {}
-
-
 _MORE_IN_CHUNKS = "in the chunks that were asked for it would take more"
 
 

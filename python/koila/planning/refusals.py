@@ -76,8 +76,7 @@ def _before(program: Program) -> tuple[float, float]:
 def least_limit(program: Program, is_graph: bool) -> float:
     """Return the least memory_limit, in bytes, under which a program runs, also in the next steps,
     when optimizers have made their state."""
-    least = min(way.estimate.least()[1] for way in ways.options(program, is_graph))
-    return _before(program)[0] + least
+    return _before(program)[0] + fitting.Trial(program, is_graph).least
 
 
 def limits_of(program: Program, is_graph: bool) -> Limits:
@@ -88,7 +87,7 @@ def limits_of(program: Program, is_graph: bool) -> Limits:
         is_graph: whether it is differentiated.
     """
     (before, coming), trial = _before(program), fitting.Trial(program, is_graph)
-    least = before + min(option.estimate.least()[1] for option in trial.options)
+    least = before + trial.least
     n_chunks = trial.n_chunks(in_tenths(least) - before)  # a limit is set in tenths of a MiB
     best = least
     if n_chunks > FEW_CHUNKS:
