@@ -24,7 +24,7 @@ MUTANTS = [
     ),
     Mutant(
         "grid: one chunk too few",
-        "python/koila/running/stages.py",
+        "python/koila/running/store.py",
         "grid(rows, planned.n_chunks, planned.unit))",
         "grid(rows, max(1, planned.n_chunks - 1), planned.unit))",
         "tests/test_step.py",
@@ -291,9 +291,9 @@ MUTANTS = [
     ),
     Mutant(
         "cross: the first gradient stays the memory of others",
-        "python/koila/running/cross.py",
-        "            alias.grad = owned(alias.grad)",
-        "            pass",
+        "python/koila/running/sending.py",
+        "            own = owned(gradient)",
+        "            own = gradient",
         "tests/test_random_writes.py::test_once_wrong",
     ),
     Mutant(
@@ -411,8 +411,8 @@ MUTANTS = [
     Mutant(
         "accrue: no gradient is made in its place",
         "python/koila/running/accrue.py",
-        "is_such = node.mode == ROWS and not",
-        "is_such = node.mode == REDUCE and not",
+        "if node.mode == ROWS else None",
+        "if node.mode > ROWS else None",
         "tests/test_accrue.py",
     ),
     Mutant(

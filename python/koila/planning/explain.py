@@ -106,7 +106,7 @@ def scheduled(
     stages = (
         Stage(
             position,
-            sum(last[i] == run.index for i in run.nodes),
+            [last[i] for i in run.nodes].count(run.index),
             len(grid_of(run)) if run.is_body else 1,
             max(stop - start for start, stop in grid_of(run)) if run.is_body else None,
             str(passes.get(run.index, none)),

@@ -66,9 +66,9 @@ def _call(
     if known is None:
         _, row, _, _, n_rows, *_ = _core.node(node.id)
         assert row is not None  # only a row says that a call is a reduction
-        known = program.signatures[node.id] = table.ROWS[row]["call"], n_rows
-    signature, n_rows = known
-    dtype = program.info(node.first_out).dtype
+        dtype = program.info(node.first_out).dtype
+        known = program.signatures[node.id] = table.ROWS[row]["call"], dtype, n_rows
+    signature, dtype, n_rows = known
     return Call(func, args, kwargs, signature, dtype, start, n_rows, memo)
 
 

@@ -53,16 +53,14 @@ class Call:
         self.kwargs = kwargs
         self.signature = signature  # the row's, from _core.op_table()
         self.dtype = dtype  # of the first output
-        self.wide = widened(dtype)  # the dtype to accumulate in
+        self.wide = _WIDENED.get(dtype, dtype)  # the dtype to accumulate in
         self.start = start  # the first row of the chunk
         self.n_rows = n_rows  # the rows of the batch
         self.memo = {} if memo is None else memo  # results shared by all runs of this chunk
         #: The arguments, by their names in the signature.
         self.words = bind(signature, args, kwargs)
-
-    def word(self, name: str, fallback: Any = None) -> Any:
-        """Return the argument of this name, or `fallback` if it was not passed."""
-        return self.words.get(name, fallback)
+        #: Returns the argument of this name, or else its second argument, or None.
+        self.word: Callable[..., Any] = self.words.get
 
     def run(self, **changes: Any) -> torch.Tensor:
         """Call the function with some arguments replaced or added."""
@@ -77,8 +75,11 @@ class Call:
         return result
 
 
+_WIDENED = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
 def widened(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return _WIDENED.get(dtype, dtype)
 
 
 def widen(value: Any) -> Any:
@@ -163,7 +164,7 @@ class Reduction:
 
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         """Compute several parts on a chunk."""
-        return tuple(self.partial(part, call) for part in parts)
+        return tuple(map(functools.partial(self.partial, call=call), parts))
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
         """Return the call's value, computed from parts[part][chunk]; tensors of `call` are None."""

@@ -152,21 +152,23 @@ OF_CELLS: dict[str, Callable[[Call, dict[str, Any]], torch.Tensor]] = {
 }
 
 
+def is_for(program: Program, node: Node) -> bool:
+    """Tell whether a call accumulates the gradient of its weight in place. No call does in a
+    program that differentiates calls (`derived.py`): these products cannot be differentiated
+    twice."""
+    row = table.ROWS.get(program.row_of(node)) if node.mode == ROWS else None
+    return row is not None and row["gathers"] is not None and not program.is_derived
+
+
 def run(
     program: Program,
     node: Node,
     func: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> torch.Tensor | None:
-    """Run a call that accumulates the gradient of its weight in place.
-
-    Return None if it is no such call, or if the program differentiates calls (`derived.py`): these
-    products cannot be differentiated twice.
-    """
-    is_such = node.mode == ROWS and not program.is_derived
-    row = table.ROWS.get(program.row_of(node)) if is_such else None
-    if row is None or row["gathers"] is None:
-        return None
+) -> torch.Tensor:
+    """Run such a call."""
+    row = table.ROWS[program.row_of(node)]
+    assert row["gathers"] is not None
     words = table.bind(row["call"], args, kwargs)
     return OF_CELLS[row["gathers"]](lambda: func(*args, **kwargs), words)

@@ -14,21 +14,16 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from koila.basics import engine, rows
+from koila.basics import rows
 from koila.basics.holders import is_part, owned
 from koila.basics.rows import Bounds, Place, alias_of
 from koila.memory import offload
-from koila.running import sparse_gradients
 from koila.running.watched import GATHERED, Key
 from koila.staged.facts import Info
 
 if TYPE_CHECKING:
     from koila.running.watched import Watch
-
-#: Of an output, or of the partials of a reduction.
-Edges = GradientEdge | None | tuple[GradientEdge | None, ...]
 
 
 def _to_keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -44,40 +39,6 @@ def _sum(total: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
     """Add a partial of a chunk to the sum of those before, in place if nothing else has its
     memory."""
     return _to_keep(tensor) if total is None else owned(total).add_(tensor.detach())
-
-
-def edge_of(tensor: torch.Tensor) -> GradientEdge | None:
-    """Return the edge at which backward enters the graph of a tensor, without the tensor's memory.
-    None: it has none, like a view taken without a graph, though its `requires_grad` is True."""
-    has_way_back = tensor.grad_fn is not None or not tensor._is_view()
-    return get_gradient_edge(tensor) if tensor.requires_grad and has_way_back else None
-
-
-def edges_of(left: Any) -> Edges:
-    return tuple(map(edge_of, left)) if isinstance(left, tuple) else edge_of(left)
-
-
-def send_back(edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], fresh: Fresh) -> None:
-    """Run the engine from `edges` with gradients `seeds`, then call `own` for `fresh`."""
-    if edges:
-        with sparse_gradients.set_aside(alias for _, _, alias in fresh.values()):
-            engine.backward(edges, seeds)
-        own(fresh)
-
-
-def own(fresh: Fresh) -> None:
-    """Make sure that each alias in `fresh` that got its first gradient owns the memory of it.
-
-    torch may let a leaf keep a view of a gradient that others still read (a seed, another leaf's
-    gradient), and then adds the next chunk's gradient to it in place. A view of a larger storage
-    would keep all of it alive. An alias with a sparse gradient stays in `fresh`.
-    """
-    for i, (_, _, alias) in list(fresh.items()):
-        if sparse_gradients.is_sparse(alias.grad):
-            alias.grad = sparse_gradients.shrink(alias.grad)
-        elif alias.grad is not None:
-            del fresh[i]
-            alias.grad = owned(alias.grad)
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
@@ -197,6 +158,7 @@ class Cross:
     # -- inputs of the stages that read it --------------------------------------------------------
 
     def _is_differentiated(self, tensor: torch.Tensor, is_graph: bool) -> bool:
+        """Return whether a tensor of this value is read on a graph and gets a gradient."""
         if not (is_graph and self.needs_gradient):
             return False
         # A partial on the CPU of a value on a GPU is a number of terms, which has no gradient.
@@ -365,12 +327,6 @@ class Cross:
             alias.grad = None  # a retained graph may refer to the alias, and add to it later
         return [alias]
 
-    def await_again(self, key: Key, alias: torch.Tensor) -> None:
-        """Put an alias back that a retained graph read, before the graph sends it a gradient. Its
-        stage may have dropped it since."""
-        assert self.aliases.get(key, alias) is alias, f"value of {key} has two aliases"
-        self.aliases[key] = alias
-
     def settle(self, chunk: int) -> list[torch.Tensor]:
         """Drop the alias of a chunk and keep its gradient. Return the alias, as a list."""
         alias = self.aliases.pop(("chunk", chunk), None)
@@ -382,7 +338,8 @@ class Cross:
     def settle_all(self) -> None:
         """Drop all aliases and keep their gradients, when no gradient arrives any more."""
         for key, alias in self.aliases.items():
-            self.seeds[key] = add(self.seeds.get(key), alias.grad)
+            if alias.grad is not None:
+                self.seeds[key] = add(self.seeds.get(key), alias.grad)
         self.aliases.clear()
 
     def free(self) -> None:

@@ -47,9 +47,10 @@ class Undo:
         leaves: dict[int, torch.Tensor] = {}
         is_risky = any(gradient.layout != torch.strided for gradient in gradients)
         for real in reals:
-            found = [real] if real.is_leaf else list(leaves_behind([real]))
-            is_risky = is_risky or not real.is_leaf or any(map(_has_hooks, found))
-            leaves.update((id(leaf), leaf) for leaf in found)
+            is_risky = is_risky or not real.is_leaf
+            for leaf in (real,) if real.is_leaf else leaves_behind([real]):
+                is_risky = is_risky or _has_hooks(leaf)
+                leaves[id(leaf)] = leaf
         self._before: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = [
             (leaf, leaf.grad, leaf.grad.clone() if is_risky and leaf.grad is not None else None)
             for leaf in leaves.values()

@@ -16,7 +16,8 @@ from torch.autograd.graph import GradientEdge
 
 from koila.planning import across
 from koila.running import light, tail, visible, waiting, watched
-from koila.running.cross import Cross, Fresh, add, edges_of, own, send_back
+from koila.running.cross import Cross, Fresh, add
+from koila.running.sending import edges_of, own, send_back
 from koila.staged.facts import Run
 from koila.staged.schedule import Graph, Op, Schedule, Step
 
@@ -63,7 +64,7 @@ class Interpreter:
                 self._DO[step.op](self, step)
             at += 1
             if not self.loops:
-                self.stages.reads.clear()
+                self.stages.ready.clear()
 
     # -- loops ------------------------------------------------------------------------------------
 
@@ -134,10 +135,6 @@ class Interpreter:
         is_first = step.graph == Graph.FIRST and chunk == 0
         env = stages.run_nodes(run, chunk, is_first or step.graph == Graph.NOW, self.pieces)
         stages.collect(run, env, chunk, step.values)
-        for value in run.exports:
-            stages.cross_of_output(
-                value
-            )  # `stages.seeds` looks there, also for what no stage reads
         if is_first:
             self.parts.update(tail.parts_of(run, env))
         elif step.graph == Graph.NOW:
@@ -147,14 +144,13 @@ class Interpreter:
         """Record the last segment on this chunk again, to run it in pieces of a second axis."""
         stages = self.stages
         start, stop = stages.grid_of(run)[self.chunk]
-        imports = stages.inputs_of(run, self.chunk, True, self.pieces)
-        for value in run.exports:
-            stages.cross_of_output(value)  # `stages.seeds` looks up its gradient there
+        imports = stages.prepared(run, True).inputs(self.chunk, self.pieces)
+        stages.begin_outputs(run.exports)  # `seeds` looks up their gradients there
         dim = stages.planned.way.across
         return across.record(stages.program, run, imports, stop - start, start, dim)
 
     def _tail(self, step: Step) -> None:
-        if any(loop.chunk for loop in self.loops):
+        if [loop.chunk for loop in self.loops if loop.chunk]:
             return
         *others, last = step.runs
         for run in others:
@@ -195,8 +191,9 @@ class Interpreter:
 
     def _take(self, step: Step) -> None:
         stages, chunk = self.stages, self.chunk
-        gone = [stages.cross[value].aliases.pop(("chunk", chunk), None) for value in step.values]
-        stages.forget(alias for alias in gone if alias is not None)
+        for value in step.values:
+            alias = stages.cross[value].aliases.pop(("chunk", chunk), None)
+            stages.forget([alias] if alias is not None else [])
         for run in step.runs:
             stages.take_rows_of(run, chunk, self.pieces)
         for value in step.values:

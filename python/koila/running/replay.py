@@ -32,7 +32,8 @@ from koila.running import (
 )
 from koila.running.attempt import attempt
 from koila.running.numbers import Numbers, settle_outdated
-from koila.running.stages import Stages, outside_inference
+from koila.running.prepared import outside_inference
+from koila.running.stages import Stages
 from koila.staged import hooks, leaves
 from koila.staged.facts import name_of_call
 from koila.staged.program import Program
@@ -56,7 +57,8 @@ class Replay(Stages):
         finally:
             if self.bar is not None:
                 self.bar.close()
-            self.fresh.clear()  # it and the `Cross`es in it refer to each other: break the cycle
+            self.ready.clear()  # these and what they hold refer to each other: break the cycles
+            self.fresh.clear()
 
     def differentiate(
         self, gradients: list[torch.Tensor]

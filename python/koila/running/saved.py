@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from koila.staged.facts import Node
 from koila.staged.program import Program
 
 _Layout = tuple[torch.Size, tuple[int, ...], int]  # size, strides, offset
@@ -32,12 +31,6 @@ class Found:
         return self.tensors[value] if self.n_reads[value] else self.tensors.pop(value)
 
 
-def _there(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that a graph needs, and check that its storage was not left freed."""
-    assert tensor.untyped_storage().nbytes() or not tensor.nbytes, "a graph needs what was emptied"
-    return tensor
-
-
 class _Saved:
     """What autograd holds in place of a saved tensor: the tensor, or a reference to a value."""
 
@@ -55,11 +48,13 @@ class _Saved:
         found.n_reads[value] += 1
 
     def get(self) -> torch.Tensor:
-        if self.found is None:
-            assert self.tensor is not None
-            return _there(self.tensor)
-        found, value, view = self.found
-        tensor = _there(found.read(value))
+        view, tensor = None, self.tensor
+        if self.found is not None:
+            found, value, view = self.found
+            tensor = found.read(value)
+        assert tensor is not None
+        is_there = bool(tensor.untyped_storage().nbytes()) or not tensor.nbytes
+        assert is_there, "a graph needs what was emptied"
         if view is None:
             return tensor
         (size, strides, start), (size_of_view, strides_of_view, start_of_view) = view
@@ -111,18 +106,21 @@ class Look:
 
         return torch.autograd.graph.saved_tensors_hooks(pack, _Saved.get)
 
-    def settle(self, node: Node, env: Sequence[Any]) -> None:
-        """After a call, replace its saved tensors by references where they will be available."""
+    def settle(self, env: Sequence[Any], i: int) -> None:
+        """After call `i`, replace its saved tensors by references where they will be available."""
         if not self.pending:
             return
-        imports = self.program.imports
-        read = (imports[import_id].value for import_id in node.imports if import_id >= 0)
-        made = [
-            (value, env[value], env[value].untyped_storage()._cdata)
-            for value in (*node.outs, *read)
-            if value in self.values and isinstance(env[value], torch.Tensor)
-        ]
-        for saved in self.pending:
+        node, imports = self.program.node(i), self.program.imports
+        candidates = list(node.outs)
+        for import_id in node.imports:
+            if import_id >= 0:
+                candidates.append(imports[import_id].value)
+        made: list[tuple[int, torch.Tensor, int]] = []  # value, its tensor, its storage
+        for value in candidates:
+            tensor = env[value] if value in self.values else None
+            if isinstance(tensor, torch.Tensor):
+                made.append((value, tensor, tensor.untyped_storage()._cdata))
+        for saved in self.pending if made else ():
             self._settle(saved, made)
         written = imports[node.imports[0]].value if node.writes else None
         copies = [saved for saved in self.pending if saved.found is None]
@@ -133,12 +131,15 @@ class Look:
     def _settle(self, saved: _Saved, made: list[tuple[int, torch.Tensor, int]]) -> None:
         tensor = saved.tensor
         assert tensor is not None
-        storage = tensor.untyped_storage()._cdata
-        of_it = [(v, _layout(of)) for v, of, its in made if its == storage]
-        if not of_it:
-            return
-        layout = _layout(tensor)
-        same = [(value, None) for value, of in of_it if of == layout]
-        views = [(value, (of, layout)) for value, of in of_it if value in self.light]
-        for value, view in (*same, *views)[:1]:
-            saved.refer_to(self.found, value, view)
+        storage, other = tensor.untyped_storage()._cdata, None
+        for value, of, its in made:
+            if its != storage:
+                continue
+            layouts = _layout(of), _layout(tensor)
+            if layouts[0] == layouts[1]:
+                saved.refer_to(self.found, value)
+                return
+            if other is None and value in self.light:
+                other = value, layouts
+        if other is not None:
+            saved.refer_to(self.found, *other)

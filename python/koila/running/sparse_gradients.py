@@ -24,8 +24,8 @@ def is_sparse(gradient: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
 
 @contextlib.contextmanager
 def set_aside(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Take sparse gradients away from leaves during the backward of a chunk, since torch would copy
-    the chunk's to append it. Afterwards add them up."""
+    """Take the sparse gradients of leaves away during the backward of a chunk, since torch would
+    copy the chunk's to append it. Afterwards add them up."""
     found = [(leaf, leaf.grad) for leaf in leaves if is_sparse(leaf.grad)]
     for leaf, _ in found:
         leaf.grad = None

@@ -168,9 +168,12 @@ def _counts(
 
 def _storages(stages: Stages, counts: Iterable[torch.Tensor]) -> set[int]:
     """Return the storages of whole values that were there before the tail, and of `counts`."""
-    there = (*(cross.whole for cross in stages.cross.values()), *counts)
-    strided = (t for t in there if t is not None and t.layout == torch.strided)
-    return {tensor.untyped_storage()._cdata for tensor in strided}
+    there = [*[cross.whole for cross in stages.cross.values()], *counts]
+    return {
+        tensor.untyped_storage()._cdata
+        for tensor in there
+        if tensor is not None and tensor.layout == torch.strided
+    }
 
 
 def _is_there(stages: Stages, value: int) -> bool:

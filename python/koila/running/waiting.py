@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from koila.running import light
-from koila.running.cross import Edges, Fresh, edges_of, send_back
+from koila.running.cross import Fresh
 from koila.running.saved import Found, Look
+from koila.running.sending import Edges, edges_of, send_back
 from koila.staged.facts import Run
 
 if TYPE_CHECKING:

@@ -135,8 +135,8 @@ class Program:
         self.made = _Cache(functools.partial(_made, self.handle)).__getitem__
         self.node = _Cache(functools.partial(_node, self.handle)).__getitem__
         self._rows = _Cache(_row)
-        #: A cache of `reductions/calls.py`: by reduction, its signature and the rows of all chunks.
-        self.signatures: dict[int, tuple[str, int]] = {}
+        #: A cache of `reductions/calls.py`: by reduction, its signature, dtype, rows of all chunks.
+        self.signatures: dict[int, tuple[str, torch.dtype, int]] = {}
 
     @functools.cached_property
     def nodes(self) -> dict[int, Node]:
@@ -211,8 +211,11 @@ class Program:
         has_gradient: bool,
     ) -> Run:
         reductions = [self.node(i) for i in combined]
-        numbers = {i: parts_in(bits) for i, bits in zip(nodes, parts, strict=True) if bits}
-        lists = nodes, numbers, imports, exports, inner, reductions, shadows
+        numbers, by_value = {}, {}
+        for i, bits in zip(nodes, parts, strict=True) if any(parts) else ():
+            if bits:
+                numbers[i] = by_value[self.node(i).first_out] = parts_in(bits)
+        lists = nodes, numbers, by_value, imports, exports, inner, reductions, shadows
         return Run(index, stage, axis, segment, *lists, has_gradient)
 
     def row_of(self, node: Node) -> str:

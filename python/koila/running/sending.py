@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Send gradients back through the graph of a chunk, to the aliases that its calls read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from koila.basics import engine
+from koila.basics.holders import owned
+from koila.running import sparse_gradients
+
+#: Of an output, or of the partials of a reduction.
+Edges = GradientEdge | None | tuple[GradientEdge | None, ...]
+#: Aliases that a graph read and that have no gradient so far, by id: whose, its key there, it.
+Awaiting = dict[int, tuple[Any, Any, torch.Tensor]]
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge | None:
+    """Return the edge at which backward enters the graph of a tensor, without the tensor's memory.
+    None: it has none, like a view taken without a graph, though its `requires_grad` is True."""
+    if not tensor.requires_grad:
+        return None
+    node: Any = tensor.grad_fn
+    if node is None and tensor._is_view():
+        return None
+    if node is None or isinstance(node, torch._C._FunctionBase):
+        return get_gradient_edge(tensor)  # a reference to such a node does not keep its graph
+    return GradientEdge(node, tensor.output_nr)
+
+
+def edges_of(left: Any) -> Edges:
+    return tuple(map(edge_of, left)) if isinstance(left, tuple) else edge_of(left)
+
+
+def send_back(
+    edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], fresh: Awaiting
+) -> None:
+    """Run the engine from `edges` with gradients `seeds`, then call `own` for `fresh`."""
+    if not edges:
+        return
+    sparse = [alias for _, _, alias in fresh.values() if alias.grad is not None]  # `own` left them
+    if sparse:
+        with sparse_gradients.set_aside(sparse):
+            engine.backward(edges, seeds)
+    else:
+        engine.backward(edges, seeds)
+    own(fresh)
+
+
+def own(fresh: Awaiting) -> None:
+    """Make sure that each alias in `fresh` that got its first gradient owns the memory of it.
+
+    torch may let a leaf keep a view of a gradient that others still read (a seed, another leaf's
+    gradient), and then adds the next chunk's gradient to it in place. A view of a larger storage
+    would keep all of it alive. An alias with a sparse gradient stays in `fresh`.
+    """
+    for i, (_, _, alias) in list(fresh.items()):
+        gradient = alias.grad
+        if gradient is None:
+            continue
+        if sparse_gradients.is_sparse(gradient):
+            own = sparse_gradients.shrink(gradient)
+        else:
+            own = owned(gradient)
+            del fresh[i]
+        if own is not gradient:
+            alias.grad = own

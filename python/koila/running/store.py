@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that the stages of a step read from each other, and the gradients of these values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from koila.basics.rows import Bounds, Place, grid, without_memory
+from koila.planning import plans
+from koila.random import draws
+from koila.reductions import calls
+from koila.reporting import progress
+from koila.running.cross import Cross, Fresh
+from koila.running.tracked import Tracked
+from koila.staged import aliases, hooks
+from koila.staged.facts import Run
+from koila.staged.program import Program
+
+
+class Store:
+    """What a step keeps while it runs: the chunks of each axis, and the `Cross` of each value that
+    one stage makes and others read."""
+
+    def __init__(
+        self,
+        program: Program,
+        planned: plans.Plan,
+        hooked: hooks.Seen,
+    ) -> None:
+        self.program = program
+        self.planned = planned
+        self.grids: dict[int, list[Bounds]] = draws.pinned_grids()
+        for axis, rows in program.axes.items():
+            self.grids.setdefault(axis, grid(rows, planned.n_chunks, planned.unit))
+        self.pieces: dict[tuple[int, int, int], list[Bounds]] = {}  # by stage, axis, segment
+        self.hooked = hooked
+        self.is_forward = not program.roots  # without a backward pass
+        self.gradients: list[torch.Tensor] = []  # one for each root, as the caller passed them
+        self.roots: dict[int, torch.Tensor] = {}  # root value -> its gradient
+        self.is_delivering = self.is_spent = False
+        self.cross: dict[int, Cross] = {}  # by value
+        self.fresh: Fresh = {}  # aliases that await their first gradient from the next backward
+        self.watched: dict[int, Cross] = {}  # outputs of the last body, where its tail is linear
+        self.zeros_of: dict[tuple[int, int], torch.Tensor] = {}  # by import, and rows of a chunk
+        #: By run: the values that chunks read rows of and that get a gradient, with these rows.
+        self.taken: dict[int, list[tuple[int, Place, Sequence[Bounds]]]] = {}
+        self.scratch = self._copy_statistics()
+        self.tracked = Tracked(program)
+        self.memos: dict[tuple[int, int], dict[str, Any]] = {}  # of reductions, by node and chunk
+        #: Value of a reduction that has one entry for each chunk -> the dim of these entries.
+        self.by_chunk: dict[int, int] = {}
+        self.draws = draws.Draws(program, self.grids, hooked.generators)
+        self.kept: dict[int, aliases.Kept] = {}  # by value: what hooks must not write
+        #: The leaves of autograd's graph behind the program, each with the first call through which
+        #: it gets a gradient, and what stands for its `.grad`; once hooks are called.
+        self.leaves: list[tuple[torch.Tensor, int, torch.Tensor]] | None = None
+        self.bar: progress.Bar | None = None
+
+    # -- the chunks of a run ----------------------------------------------------------------------
+
+    def grid_of(self, run: Run) -> list[Bounds]:
+        """Return the bounds of the chunks, or pieces, that a body or a segment of one runs on."""
+        found = self.pieces.get((run.stage, run.axis, run.segment)) if self.pieces else None
+        return found or self.grids[run.axis]
+
+    def is_alone(self, run: Run) -> bool:
+        """Return whether a run goes over the only chunk of all rows, without a gradient."""
+        return run.is_body and self.is_forward and len(self.grid_of(run)) == 1
+
+    def is_plain(self, value: int, run: Run) -> bool:
+        """Return whether the reduction that makes a value runs as torch's own call: with one chunk
+        and no gradient. Combined partials could differ from it in the last bit."""
+        node = self.program.node_of(value) if self.is_alone(run) else None
+        return node is not None and node.stage == run.stage and not calls.is_of_chunks(node)
+
+    # -- what a stage reads ------------------------------------------------------------------------
+
+    def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Return, by value, the leaves that nodes write on the side, each with a copy to write."""
+        copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for node in self.program.nodes.values() if self.program.has_effects else ():
+            for value in self.program.moved_by(node):
+                real = self.program.info(value).real
+                assert real is not None
+                copies.setdefault(value, (real, real.detach().clone()))
+        return copies
+
+    def cross_of(self, value: int) -> Cross:
+        """Return the `Cross` of a value. Make it at the first use if the value is a leaf."""
+        if value not in self.cross:
+            info = self.program.info(value)
+            tensor = info.real if info.real is not None else info.result
+            assert tensor is not None, f"value {value} has neither a tensor nor a number"
+            if value in self.scratch:
+                tensor = self.scratch[value][1]
+            self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh, tensor)
+        return self.cross[value]
+
+    def rows_of(self, import_id: int, run: Run) -> tuple[Place, Sequence[Bounds]] | None:
+        """Return the place and the grid by which chunks read an import; None if each chunk reads
+        all of it.
+
+        A chunk reads its rows of the value. Of a reduction whose result has one entry for each
+        chunk (`by_chunk`), it reads its entry.
+        """
+        value, place, _ = self.program.imports[import_id]
+        if value in self.by_chunk:
+            dim, n_chunks = self.by_chunk[value], len(self.grid_of(run))
+            return (run.axis, dim, 1, 1), [(chunk, chunk + 1) for chunk in range(n_chunks)]
+        return None if place is None else (place, self.grid_of(run))
+
+    def zeros(self, value: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return expanded zeros with the dtype and device of a value, which take no memory."""
+        info = self.program.info(value)
+        return without_memory(shape, info.dtype, info.device)
+
+    # -- what a stage leaves -----------------------------------------------------------------------
+
+    def begin_outputs(self, values: Iterable[int]) -> None:
+        """Make the `Cross`es of outputs of a body that have none yet."""
+        for value in values:
+            if value not in self.cross:
+                info, needs_gradient = self.program.info(value), self.program.needs_gradient(value)
+                added = calls.added_by_maker(self.program, value)
+                cross = self.cross[value] = Cross(info, needs_gradient, self.fresh, added=added)
+                cross.is_one_gradient = self.program.is_hooked(value)
+
+    def collect(
+        self, run: Run, env: Mapping[int, Any] | Sequence[Any], chunk: int, values: Iterable[int]
+    ) -> None:
+        """Keep the outputs `values` of a run on a chunk, taken from `env`, for other stages. They
+        are detached from its graph."""
+        self.begin_outputs(run.exports)  # `seeds` looks there, also for what no stage reads
+        is_alone, grid = self.is_alone(run), self.grid_of(run)
+        for value in values:
+            cross, parts = self.cross[value], run.parts_of.get(value)
+            if parts is None:
+                cross.add_chunk(chunk, env[value], grid)
+            elif is_alone and self.is_plain(value, run):
+                cross.results = env[value]
+            else:
+                cross.add_parts(chunk, parts, env[value])
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    def seeds(
+        self, run: Run, left: Mapping[int, Any] | Sequence[Any], chunk: int
+    ) -> list[tuple[Any, torch.Tensor]]:
+        """Return pairs of an output of a run on a chunk and its gradient, where it has one.
+
+        `left` has the outputs, or the edges of their graph, by value. Each partial of a reduction
+        has a pair of its own.
+        """
+        pairs: list[tuple[Any, torch.Tensor | None]] = []
+        grid = self.grid_of(run)
+        for value in run.exports:
+            cross, parts = self.cross[value], run.parts_of.get(value)
+            if parts is not None:
+                pairs += cross.part_seeds(chunk, parts, left[value])
+            else:
+                pairs.append((left[value], cross.seed(grid, chunk)))
+        return [(out, seed) for out, seed in pairs if out is not None and seed is not None]
+
+    def take_rows_of(self, run: Run, chunk: int, stand_ins: Mapping[int, Cross]) -> None:
+        """After a chunk's backward, add the gradients of the rows that it read to the gradients of
+        the whole values."""
+        if run.index not in self.taken:
+            taken = self.taken[run.index] = []
+            for import_id in run.imports:
+                value, rows = self.program.imports[import_id].value, self.rows_of(import_id, run)
+                if rows is not None and self.program.needs_gradient(value):
+                    taken.append((value, *rows))
+        for value, place, bounds in self.taken[run.index]:
+            cross = stand_ins.get(value) or self.cross.get(value)
+            if cross is not None:
+                self.forget(cross.take_rows(place, bounds, chunk))
+
+    def settle_chunk(self, run: Run, chunk: int) -> None:
+        """Free the offloaded inputs of a chunk after their last read; keep only the gradient."""
+        if self.planned.way.offload_every == 0:
+            return
+        for import_id in run.imports:
+            cross = self.cross.get(self.program.imports[import_id].value)
+            if cross is not None and cross.is_offloaded:
+                self.forget(cross.settle(chunk))
+
+    def forget(self, aliases: Iterable[torch.Tensor]) -> None:
+        """Drop aliases that no graph sends a gradient to any more: `fresh` would keep their
+        memory."""
+        for alias in aliases:
+            if alias.grad is None:
+                self.fresh.pop(id(alias), None)
+
+    def resume(self, given: Fresh) -> None:
+        """Before the backward of a retained graph, await gradients for its aliases again. Their
+        stages may have dropped them since."""
+        for i, (cross, key, alias) in given.items():
+            assert cross.aliases.setdefault(key, alias) is alias, f"{key} has two aliases"
+            if alias.grad is None:
+                self.fresh[i] = cross, key, alias
