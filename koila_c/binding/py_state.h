@@ -196,7 +196,7 @@ typedef struct KlPyState {
     PyObject *is_worker;    /* threads.py: whether this is a thread of autograd's */
     PyObject *autograd_key; /* number of torch's dispatch key of autograd */
     PyObject *note_leaf;    /* aliases.py: a tensor became a leaf */
-    PyObject *note_left;    /* apart.py: a call made, wrote or read a large plain tensor */
+    PyObject *note_left;    /* left_plain.py: a call made, wrote or read a large plain tensor */
     PyObject *is_in_hook;   /* engine.py: whether torch's engine runs a hook */
     PyObject *name_of_file; /* lines.py: the file name that the user knows */
     PyObject *read;         /* replay.read: compute numbers in chunks, or say that it cannot */

@@ -141,13 +141,18 @@ def estimate(
 def bytes_shared(program: Program) -> int:
     """Return the bytes of gradients that only chunks make: of values that have a graph and to which
     a call hands the gradient of its result on. A whole run sends one tensor to all of them."""
+    behind: dict[int, int] = {}  # import -> bytes
+    for import_id, entry in enumerate(() if program.is_part else program.imports):
+        real = program.info(entry.value).real
+        if real is not None and real.grad_fn is not None:
+            behind[import_id] = real.nbytes
     found = 0
-    for node in () if program.is_part else program.nodes.values():
-        reads = (
-            program.info(program.imports[import_id].value).real
-            for k, import_id in enumerate(node.imports)
-            if import_id >= 0 and table.hands_on(program.row_of(node), k)
-        )
-        of_graphs = [one.nbytes for one in reads if one is not None and one.grad_fn is not None]
+    for node in program.nodes.values() if behind else ():
+        if behind.keys().isdisjoint(node.imports):
+            continue
+        row, of_graphs = program.row_of(node), []
+        for k, import_id in enumerate(node.imports):
+            if import_id in behind and table.hands_on(row, k):
+                of_graphs.append(behind[import_id])
         found += sum(of_graphs[1:])
     return found

@@ -396,7 +396,7 @@ class Cross:
                 total = add(total, alias.grad)
         for key, seed in self.seeds.items():
             total = add(total, seed) if key[0] == "rows" else total
-        return add(total, self._take_totals())
+        return add(total, self._take_totals()) if self.totals else total
 
     def _strides(self) -> Sequence[int] | None:
         """Return the strides of the whole value; None if they are not known."""

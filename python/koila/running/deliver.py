@@ -51,10 +51,11 @@ class Undo:
             for leaf in (real,) if real.is_leaf else leaves_behind([real]):
                 is_risky = is_risky or _has_hooks(leaf)
                 leaves[id(leaf)] = leaf
-        self._before: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = [
-            (leaf, leaf.grad, leaf.grad.clone() if is_risky and leaf.grad is not None else None)
-            for leaf in leaves.values()
-        ]
+        self._before: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
+        for leaf in leaves.values():
+            gradient = leaf.grad
+            numbers = gradient.clone() if is_risky and gradient is not None else None
+            self._before.append((leaf, gradient, numbers))
 
     def put_back(self) -> None:
         """Restore the `.grad` of every leaf."""
@@ -108,9 +109,10 @@ def deliver(
     Returns:
         What `finish` returns.
     """
-    undo = Undo([real for real, _ in found], [gradient for _, gradient in found])
-    with torch.enable_grad(), as_recorded([real for real, _ in found]):  # they may be frozen now
-        shared = set(map(id, leaves_behind(real for real, _ in found)))
+    reals = [real for real, _ in found]
+    undo = Undo(reals, [gradient for _, gradient in found])
+    with torch.enable_grad(), as_recorded(reals):  # they may be frozen now
+        shared = set(map(id, leaves_behind(reals)))
         entries = [_entry(real, gradient, id(real) in shared) for real, gradient in found]
     found.clear()
     try:

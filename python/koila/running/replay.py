@@ -77,16 +77,17 @@ class Replay(Stages):
         self._go()
         if len(gradients) == 1:  # torch calls the hooks of an only root, even with no leaf behind
             visible.call_hooks(self, self.program.roots[0], gradients[0])
-        found = []
+        found, is_hooked = [], False
         for value, cross in self.cross.items():
-            info = cross.info
-            if not self.program.is_leaf(value) or not self.program.needs_gradient(value):
+            info, made = cross.info, self.program.made(value)
+            if not (made.is_leaf and made.needs_gradient and info.requires_grad):
                 continue
             gradient = cross.take_total_gradient()
             real = info.real if info.real is not None else info.result
             if gradient is not None and real is not None:
                 found.append((value, real, gradient.to(real.dtype)))
-        if any(real._post_accumulate_grad_hooks or real._backward_hooks for _, real, _ in found):
+                is_hooked |= bool(real._post_accumulate_grad_hooks or real._backward_hooks)
+        if is_hooked:
             order = self._order_of_leaves()
             found.sort(key=lambda entry: order.get(entry[0], (0, 0)))
         return [(real, gradient) for _, real, gradient in found]

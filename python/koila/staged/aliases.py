@@ -112,6 +112,10 @@ class Kept:
 
 
 def note_leaf(value: int, tensor: torch.Tensor) -> None:
-    """Watch a tensor that has just become leaf number `value` of this thread's tape."""
+    """Watch a tensor that has just become leaf number `value` of this thread's tape, if its memory
+    is shared. If it no longer is, forget that it was: `model.to(device)` replaces the `.data` of
+    each parameter by that of a tensor that dies."""
     if is_shared(tensor):
         _core.memo().setdefault("watched", {}).setdefault(value, meta.checksum(tensor))
+    elif tensor.layout is torch.strided and tensor.device.type != "meta":
+        by_storage.pop(tensor.untyped_storage()._cdata, None)
