@@ -9,7 +9,7 @@ all rows, that loop runs the model twice). `deep` is given a limit instead, unde
 chooses so many chunks. Beside them: whole under a limit that is wide enough, for which each step is
 planned. Times are medians; ratios are taken within a round, and a
 plain step over another plain step is beside them: what differs less than that is noise. Gradients
-are compared first.
+are compared first. The last columns count the frames of koila's Python code in one step.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.programs import PROGRAMS, Program, make
 from koila import _core
 from koila.memory import budget
 from koila.planning.explain import plan_of
+from tests.frames import frames_of
 
 WIDE = 2**40
 
@@ -136,11 +137,13 @@ def row(name: str, args: argparse.Namespace) -> list[str]:
         f"{k}",
         milliseconds("hand"),
         f"{ratio(times, 'koila in chunks', 'hand'):.3f}",
+        f"{frames_of(steps['koila'])}",
+        f"{frames_of(steps['koila in chunks'])}",
     ]
 
 
 HEADS = ["step", "eager ms", "eager / eager", "koila / eager", "koila, limited / eager", "chunks"]
-HEADS += ["by hand ms", "koila in chunks / by hand"]
+HEADS += ["by hand ms", "koila in chunks / by hand", "frames whole", "frames in chunks"]
 
 
 def main() -> None:

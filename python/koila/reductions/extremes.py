@@ -111,7 +111,7 @@ class Shares(LogSumExp):
         x, dim = call.word("input"), call.word("dim")
         most = x.detach().amax(dim, True).to(call.wide)
         made = most, batch_softmax.sums(x, self.finite(most), dim), count(1)
-        return tuple(made[part] for part in parts)
+        return tuple(map(made.__getitem__, parts))
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
         return self.joined(*parts[:2])
@@ -126,7 +126,7 @@ class Starts(Reduction):
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x: torch.Tensor = call.word("input").to(call.wide)
         made = scans.STARTS[call.func].total(x, call.word("dim"))
-        return tuple(made[part] for part in parts)
+        return tuple(map(made.__getitem__, parts))
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
         return scans.STARTS[call.func].starts(parts, call.word("dim"))
@@ -221,7 +221,7 @@ class Prod(Reduction):
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x, dim = call.word("input").to(call.wide), call.word("dim")
         made = products.of_chunk(x, dim, bool(call.word("keepdim", False)))
-        return tuple(made[part] for part in parts)
+        return tuple(map(made.__getitem__, parts))
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
         return products.of_chunks(call.word("dim") is None, *parts).to(call.dtype)

@@ -111,7 +111,7 @@ class Classes(LogSumExp):
         else:
             sums = torch.exp(x - self.finite(most).unsqueeze(1)).sum(1)
         made = most, sums, self.scores(call, x), self.weights(call)
-        return tuple(made[part] for part in parts)
+        return tuple(map(made.__getitem__, parts))
 
     @staticmethod
     def is_nll(call: Call) -> bool:

@@ -107,7 +107,8 @@ class _Normalized(engine.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight, mean, var)
         ctx.eps = eps
-        weight, bias = (None if w is None else w.to(mean.dtype) for w in (weight, bias))
+        weight = None if weight is None else weight.to(mean.dtype)
+        bias = None if bias is None else bias.to(mean.dtype)
         return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
 
     @staticmethod

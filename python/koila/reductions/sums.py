@@ -96,7 +96,7 @@ class Var(Reduction):
             squares = _Instead.apply(squares, torch.where(mean.isinf(), mean.real, squares))
             mean = _Instead.apply(mean, torch.var_mean(x, over, correction=0, keepdim=keepdim)[1])
         made = n, mean, squares
-        return tuple(made[part] for part in parts)
+        return tuple(map(made.__getitem__, parts))
 
     @staticmethod
     def has_mean(call: Call) -> bool:
@@ -217,8 +217,8 @@ class _RunningMean(engine.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sent = (gradients[0] * share.to(gradients[0].dtype) for share in ctx.shares)
-        return *(None for _ in ctx.shares), *sent
+        sent = [gradients[0] * share.to(gradients[0].dtype) for share in ctx.shares]
+        return *[None] * len(sent), *sent
 
 
 class Moments(Var):
@@ -229,7 +229,7 @@ class Moments(Var):
         x: torch.Tensor = call.word("input")
         mean, squares = norms.moments(x, call.memo)
         made = count(x.numel() // x.shape[1]), mean, squares
-        return tuple(made[part] for part in parts)
+        return tuple(map(made.__getitem__, parts))
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
         return super().combine([[part.double() for part in of] for of in parts], call)

@@ -171,12 +171,17 @@ class Cross:
             # Without a graph the tensor itself: some of torch's kernels depend on `requires_grad`,
             # and a value that is computed in two programs must have the same bits in both.
             return tensor.detach() if is_graph and tensor.requires_grad else tensor
-        if key not in self.aliases:
-            self.aliases[key] = alias_of(tensor)
-        return self._await_gradient(key, self.aliases[key])
-
-    def _await_gradient(self, key: Key, alias: torch.Tensor) -> torch.Tensor:
+        alias = self.aliases.get(key)
+        if alias is None:
+            alias = self.aliases[key] = alias_of(tensor)
         if alias.grad is None:
+            self.fresh[id(alias)] = self, key, alias
+        return alias
+
+    def _known_alias(self, key: Key, is_graph: bool) -> torch.Tensor | None:
+        """Return the alias that a graph read before; None: there is none."""
+        alias = self.aliases.get(key) if is_graph and self.needs_gradient else None
+        if alias is not None and alias.grad is None:
             self.fresh[id(alias)] = self, key, alias
         return alias
 
@@ -193,7 +198,8 @@ class Cross:
         if self.is_graph and self.whole is not None:
             return self.whole
         if self.whole is not None and self.watch is None:
-            return self._alias(("whole",), self.whole, is_graph)
+            known = self._known_alias(("whole",), is_graph)
+            return self._alias(("whole",), self.whole, is_graph) if known is None else known
         if self.whole is not None:
             return self._alias_all({("whole",): self.whole}, is_graph)["whole",]
         if self.gathered is not None:
@@ -226,16 +232,17 @@ class Cross:
     ) -> torch.Tensor:
         """Return the rows of a chunk."""
         if self.whole is None:
-            known = self.aliases.get(("chunk", chunk)) if is_graph else None
+            known = self._known_alias(("chunk", chunk), is_graph)
             if known is not None:
-                return self._await_gradient(("chunk", chunk), known)
+                return known
             tensor = self.of_rows(grid, chunk)
             if self.is_offloaded:
                 tensor = offload.get(tensor, self.info.device)
             return self._alias(("chunk", chunk), tensor, is_graph)
         key = ("rows", place, grid[chunk])
-        if is_graph and key in self.aliases:
-            return self._await_gradient(key, self.aliases[key])
+        known = self._known_alias(key, is_graph)
+        if known is not None:
+            return known
         part = rows.cut(self.whole.detach(), place, *self._within(grid, chunk))
         return self._alias(key, part, is_graph)
 

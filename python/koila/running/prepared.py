@@ -104,11 +104,12 @@ class Prepared:
 
     def inputs(self, chunk: int, stand_ins: Mapping[int, Cross]) -> list[Any]:
         """Return the inputs on one chunk, by import number; `stand_ins` replace values."""
-        imports, store = self.common.copy(), self.store
+        imports, known = self.common.copy(), self.store.cross
         for import_id, pieces in self.pieces:
             imports[import_id] = pieces[chunk]
         for import_id, value, read in self.others:
-            imports[import_id] = read(stand_ins.get(value) or store.cross_of(value), chunk)
+            cross = stand_ins.get(value) or known.get(value) or self.store.cross_of(value)
+            imports[import_id] = read(cross, chunk)
         for import_id in self.run_.shadows:
             imports[import_id] = self._zeros_for(import_id, chunk)
         return imports

@@ -34,10 +34,9 @@ class Found:
 class _Saved:
     """What autograd holds in place of a saved tensor: the tensor, or a reference to a value."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor: torch.Tensor | None = tensor.detach()
-        #: The reference: a value, and, if the tensor is another view of its storage, both layouts.
-        self.found: tuple[Found, int, tuple[_Layout, _Layout] | None] | None = None
+    tensor: torch.Tensor | None
+    #: The reference: a value, and, if the tensor is another view of its storage, both layouts.
+    found: tuple[Found, int, tuple[_Layout, _Layout] | None] | None = None
 
     def refer_to(
         self, found: Found, value: int, view: tuple[_Layout, _Layout] | None = None
@@ -71,7 +70,7 @@ NEVER = 2**32 - 1
 def are_hooks_allowed() -> bool:
     """Return whether saved-tensor hooks can be used: the user may have disabled them."""
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_Saved, _Saved.get):
+        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
             return True
     except RuntimeError:
         return False
@@ -101,8 +100,10 @@ class Look:
         pending = self.pending  # autograd keeps `pack` alive, which must not keep `self` alive
 
         def pack(tensor: torch.Tensor) -> _Saved:
-            pending.append(_Saved(tensor))
-            return pending[-1]
+            saved = _Saved()
+            saved.tensor = tensor.detach()
+            pending.append(saved)
+            return saved
 
         return torch.autograd.graph.saved_tensors_hooks(pack, _Saved.get)
 
@@ -123,9 +124,10 @@ class Look:
         for saved in self.pending if made else ():
             self._settle(saved, made)
         written = imports[node.imports[0]].value if node.writes else None
-        copies = [saved for saved in self.pending if saved.found is None]
-        if written in self.light and len(copies) == 1:  # a copy of its input before the write
-            copies[0].refer_to(self.found, written)
+        if written in self.light:
+            copies = [saved for saved in self.pending if saved.found is None]
+            if len(copies) == 1:  # a copy of its input before the write
+                copies[0].refer_to(self.found, written)
         self.pending.clear()
 
     def _settle(self, saved: _Saved, made: list[tuple[int, torch.Tensor, int]]) -> None:

@@ -81,7 +81,7 @@ class Store:
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return, by value, the leaves that nodes write on the side, each with a copy to write."""
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for node in self.program.nodes.values() if self.program.has_effects else ():
+        for node in self.program.moving:
             for value in self.program.moved_by(node):
                 real = self.program.info(value).real
                 assert real is not None

@@ -229,6 +229,12 @@ class Program:
     def is_leaf(self, value: int) -> bool:
         return self.made(value).is_leaf
 
+    @functools.cached_property
+    def moving(self) -> list[Node]:
+        """The calls that write leaves as a side effect."""
+        nodes = self.nodes.values() if self.has_effects else ()
+        return [node for node in nodes if node.leaf_writes]
+
     def moved_by(self, node: Node) -> list[int]:
         """Return the leaves that a call writes as a side effect: running statistics."""
         imports = enumerate(node.imports)
