@@ -16,7 +16,9 @@ forward once more than it would have without the cut.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import threading
 import weakref
 from collections import defaultdict
@@ -154,23 +156,75 @@ def before_plain_write(func: Callable[..., Any], tensor: torch.Tensor) -> Callab
     """Let pending calls read a tensor that plain torch is about to write in place, and let parts
     keep a copy of it.
 
-    A program in chunks is cut before the write; others run. A part gets a copy of a tensor that
-    needs a gradient only if it was cut off here: eager's backward, too, refuses most weights that
-    were written.
+    A program in chunks is cut before the write; others run.
 
     Returns:
         What to call after the write, or None.
     """
-    is_cut = False
     if _core.leaves_of(tensor):
-        is_cut = not planner.is_whole() and _cut(
-            func, "it writes a tensor that calls before it read"
-        )
-        if not is_cut and not _run_whole(func):
-            flush.flush("a write of plain torch")
-    if not _state.cuts or (tensor.requires_grad and not is_cut):
-        return None
-    kept = [(cut, copies) for cut, copies in before_write(func, (tensor,)) if copies]
+        _make_way(func, "a write of plain torch")
+    return _keep_copies(func, (tensor,)) if _state.cuts else None
+
+
+@in_turn
+def before_step(optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
+    """Run pending calls before an optimizer writes parameters. If a backward that is still to come
+    has to read these as they were, the program is cut before the step, and its part keeps copies.
+
+    Returns:
+        What to call after the step, or None.
+    """
+    given = () if _core.is_busy() else _read_later(optimizer)
+    if not any(map(_core.leaves_of, given)):
+        flush.flush(_STEP)
+    elif not _make_way(type(optimizer).step, _STEP) and not planner.is_whole():
+        for one in given:
+            watch(one)  # what was not cut refuses a backward that would read what is written now
+    return _keep_copies(type(optimizer).step, given) if given and _state.cuts else None
+
+
+_STEP = "an optimizer's step"
+
+
+def _read_later(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:
+    """Return the parameters that an optimizer is about to write and that pending calls with a graph
+    read, or parts that have not run backward yet."""
+    tapes = [roots[0] for cut in _state.cuts if (roots := cut.waiting)]
+    read = {key for tape in tapes for key in _core.held(tape, _memory_of_leaves, (), {})}
+    if _core.pending_bytes(True):
+        read |= _memory_of_leaves()
+    groups = (group["params"] for group in optimizer.param_groups if read)
+    written = (one for group in groups for one in group if one.grad is not None)
+    return tuple(one for one in written if aliases.memory_key(one) in read)
+
+
+def _memory_of_leaves() -> set[int]:
+    """Return the storages of the tensors that entered this thread's tape."""
+    found = set()
+    with contextlib.suppress(IndexError):  # after the last value
+        for value in itertools.count():
+            real = Info.of(value).real
+            key = aliases.memory_key(real) if real is not None else None
+            if key is not None:
+                found.add(key)
+    return found
+
+
+def _make_way(func: Callable[..., Any], what: str) -> bool:
+    """Cut the program before a write to a tensor that pending calls read. If that is not possible,
+    run the calls, with a graph or else without one. Return whether the program was cut."""
+    if not planner.is_whole() and _cut(func, "it writes a tensor that calls before it read"):
+        return True
+    if not _run_whole(func):
+        flush.flush(what)
+    return False
+
+
+def _keep_copies(
+    func: Callable[..., Any], tensors: tuple[torch.Tensor, ...]
+) -> Callable[[], None] | None:
+    """Copy tensors that parts read, before they are written. Return what to call after that."""
+    kept = [(cut, copies) for cut, copies in before_write(func, tensors) if copies]
     return functools.partial(after_write, kept) if kept else None
 
 

@@ -165,8 +165,8 @@ def check_leaves(
 
 def _refuse_uncounted(info: Info, call: str) -> NoReturn:
     raise StaleError(
-        f"{call} keeps a tensor of shape {list(info.shape)}, which was "
-        "written through .data before its backward; write it after backward()"
+        f"{call} keeps a tensor of shape {list(info.shape)}, which was written "
+        "through .data or by a fused optimizer before its backward; write it after backward()"
     )
 
 

@@ -62,6 +62,13 @@ def note_input(tensor: torch.Tensor) -> None:
         _foreign.add(storage._cdata)
 
 
+def memory_key(tensor: torch.Tensor) -> int | None:
+    """Return a number of the memory of a tensor, which no other memory has while the tensor lives;
+    None if it has none of its own."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef | None:
     """Return a weak reference to the memory of a tensor; None if it has none of its own, as a
     sparse tensor."""
