@@ -141,6 +141,31 @@ def a_network_in_two_places(lazy: Lazy, make: Make) -> Any:
     return client.weight.grad, server.running_mean, server.running_var
 
 
+def statistics_and_draws(lazy: Lazy, make: Make) -> Any:
+    """What the part draws and updates is not repeated when it runs again."""
+    body = nn.Sequential(linear(4, 8), nn.BatchNorm1d(8).double(), nn.Dropout(0.5))
+    head = linear(8, 3)
+    optimizer = make(body[:1].parameters())
+    x = lazy(rows(4))
+    loss = head(body(x).detach()).pow(2).mean()
+    body(x * 2).mean().backward()
+    optimizer.step()
+    loss.backward()
+    return head.weight.grad, body[1].running_mean, body[1].num_batches_tracked
+
+
+def a_hook(lazy: Lazy, make: Make) -> Any:
+    """A program with a hook is not cut: it runs whole before the step."""
+    body, first, second = linear(4, 8), linear(8, 3), linear(8, 3)
+    optimizer = make([*body.parameters(), *first.parameters()])
+    h = torch.tanh(body(lazy(rows(4))))
+    h.register_hook(lambda gradient: gradient * 2)
+    first(h).pow(2).mean().backward(retain_graph=True)
+    optimizer.step()
+    second(h).pow(2).mean().backward()
+    return body.weight.grad, second.weight.grad
+
+
 #: What is differentiated is handed out at the write, and torch's own backward leads to its part.
 OUT = "the backward begins at a number"
 
@@ -151,6 +176,8 @@ STORIES: dict[Callable[..., Any], str] = {
     two_heads: "",
     three_networks: OUT,
     a_network_in_two_places: OUT,
+    statistics_and_draws: OUT,
+    a_hook: "the second backward is that of a whole run",
 }
 
 
