@@ -113,9 +113,10 @@ def in_a_child(work: Callable[[], Any]) -> None:
         raise AssertionError(f"the child ended with status {status}\n{text}")
 
 
-def staged_as(roots: Any, is_known_only: bool, *more: Any) -> dict[str, Any]:
+def staged_as(roots: Any, is_known_only: bool, n_segments: int = 1) -> dict[str, Any]:
     """What is told of a program, by name."""
-    handle, roots, wanted, *rest = _core.stage(roots, is_known_only, *more)
+    handle, roots, wanted, *rest = _core.stage(roots, is_known_only)
+    handle = _core.cut_program(handle, n_segments, False) if n_segments > 1 else handle
     told = {name: _core.told(handle, name) for name in ("nodes", "imports", "runs", "drops")}
     return {"handle": handle, "roots": roots, "wanted": wanted, "rest": rest, **told}
 

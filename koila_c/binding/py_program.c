@@ -52,32 +52,10 @@ node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
 }
 
 static PyObject *
-describe_nodes(const Tape *tape, const KlStages *stages, bool is_once)
+import_object(const KlImport *import)
 {
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < stages->n_nodes; i++) {
-        bool is_told = !is_once || tape->core.nodes[i].mode == KL_MODE_ONCE;
-        if (is_told && stages->node_stage[i] != KL_STAGE_NONE &&
-            kl_py_append_new(list, node_object(tape, stages, (KlNodeId)i)) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
-}
-
-static PyObject *
-describe_imports(const KlStages *stages)
-{
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < stages->n_imports; i++) {
-        const KlImport *import = &stages->imports[i];
-        PyObject *item = Py_BuildValue("(INO)", import->value, kl_py_place(&import->place),
-                                       import->is_range ? Py_True : Py_False);
-        if (kl_py_append_new(list, item) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
+    return Py_BuildValue("(INO)", import->value, kl_py_place(&import->place),
+                         import->is_range ? Py_True : Py_False);
 }
 
 PyObject *
@@ -105,18 +83,6 @@ run_object(const KlProgram *program, const KlRun *run)
         kl_program_ids(&program->inner, run->inner),
         kl_program_ids(&program->combined, run->combined),
         kl_program_ids(&program->shadows, run->shadows), run->has_gradient ? Py_True : Py_False);
-}
-
-static PyObject *
-describe_runs(const KlProgram *program)
-{
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && i < program->n_staged; i++) {
-        if (kl_py_append_new(list, run_object(program, &program->runs[i])) < 0) {
-            Py_CLEAR(list);
-        }
-    }
-    return list;
 }
 
 static int
@@ -316,6 +282,7 @@ release_program(PyObject *handle)
     KlProgram *program = PyCapsule_GetPointer(handle, HANDLE);
     kl_program_fini(program);
     kl_alloc_free(program);
+    Py_XDECREF((PyObject *)PyCapsule_GetContext(handle));
 }
 
 int
@@ -430,9 +397,9 @@ axes_object(const KlTape *core, const KlProgram *program)
 }
 
 static PyObject *
-describe(const Tape *tape, const KlProgram *program, KlIds roots, KlIds reached, PyObject *shared,
-         PyObject *handle)
+describe(const Tape *tape, KlIds roots, KlIds reached, PyObject *shared, PyObject *handle)
 {
+    const KlProgram *program = PyCapsule_GetPointer(handle, HANDLE);
     const KlStages *stages = &program->stages;
     Traits traits = traits_of(&tape->core, stages);
     return Py_BuildValue(
@@ -488,12 +455,26 @@ kl_program_told(PyObject *Py_UNUSED(module), PyObject *args)
     if (tape == NULL || !PyArg_ParseTuple(args, "O&s:told", kl_program_of, &program, &what)) {
         return NULL;
     }
-    bool is_once = what[0] == 'o';
-    return is_once || what[0] == 'n' ? describe_nodes(tape, &program->stages, is_once)
-           : what[0] == 'i'          ? describe_imports(&program->stages)
-           : what[0] == 'r'
-               ? describe_runs(program)
-               : Py_BuildValue("[NN]", ids_object(program->drops), ids_object(program->dropped));
+    if (what[0] == 'd') {
+        return Py_BuildValue("[NN]", ids_object(program->drops), ids_object(program->dropped));
+    }
+    const KlStages *stages = &program->stages;
+    bool is_once = what[0] == 'o', is_nodes = is_once || what[0] == 'n', is_runs = what[0] == 'r';
+    size_t n = is_nodes ? stages->n_nodes : is_runs ? program->n_staged : stages->n_imports;
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < n; i++) {
+        if (is_nodes && (stages->node_stage[i] == KL_STAGE_NONE ||
+                         (is_once && tape->core.nodes[i].mode != KL_MODE_ONCE))) {
+            continue;
+        }
+        PyObject *item = is_nodes  ? node_object(tape, stages, (KlNodeId)i)
+                         : is_runs ? run_object(program, &program->runs[i])
+                                   : import_object(&stages->imports[i]);
+        if (kl_py_append_new(list, item) < 0) {
+            Py_CLEAR(list);
+        }
+    }
+    return list;
 }
 
 PyObject *
@@ -602,19 +583,46 @@ find_torn_order(const KlTape *core, const KlProgram *program)
     return KL_ID_NONE;
 }
 
-/* Build the program; what would tear an order breaks it. */
-static KlStatus
-build(Tape *tape, const KlAsked *asked, KlProgram *program, KlError *error)
+/* Return a new reference to the handle of the program that is built. `staged`: the handle of the one that is cut anew, or
+ * NULL. An order that a stage would tear is broken; a segment tears none. */
+static PyObject *
+build(Tape *tape, const KlAsked *asked, PyObject *staged)
 {
-    KlStatus status = kl_program_build(&tape->core, asked, program, error);
-    KlAxisId torn = status == KL_OK ? find_torn_order(&tape->core, program) : KL_ID_NONE;
-    while (torn != KL_ID_NONE) {
+    KlError error;
+    KlAxisId torn = KL_ID_NONE;
+    KlProgram *program = kl_alloc_zeroed(1, sizeof(*program));
+    PyObject *handle = program != NULL ? PyCapsule_New(program, HANDLE, release_program) : NULL;
+    if (handle == NULL) {
+        kl_alloc_free(program);
+        return PyErr_NoMemory();
+    }
+    (void)PyCapsule_SetContext(handle, Py_XNewRef(staged));
+    KlStatus status = kl_program_build(&tape->core, asked, program, &error);
+    while (status == KL_OK && staged == NULL &&
+           (torn = find_torn_order(&tape->core, program)) != KL_ID_NONE) {
         kl_program_fini(program);
         kl_tape_break_order(&tape->core, torn);
-        status = kl_program_build(&tape->core, asked, program, error);
-        torn = status == KL_OK ? find_torn_order(&tape->core, program) : KL_ID_NONE;
+        status = kl_program_build(&tape->core, asked, program, &error);
     }
-    return status;
+    if (status != KL_OK) {
+        Py_DECREF(handle);
+        return kl_py_raise(&error);
+    }
+    return handle;
+}
+
+PyObject *
+kl_program_cut(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    KlAsked asked = {0};
+    int is_headed = 0;
+    Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&Ip:cut_program", kl_program_of, &asked.staged,
+                                          &asked.n_segments, &is_headed)) {
+        return NULL;
+    }
+    asked.is_headed = is_headed != 0;
+    return build(tape, &asked, PyTuple_GET_ITEM(args, 0));
 }
 
 PyObject *
@@ -622,17 +630,14 @@ kl_program_stage(PyObject *Py_UNUSED(module), PyObject *args)
 {
     PyObject *roots = NULL, *gets = Py_None, *result = NULL, *handle = NULL;
     PyObject *shared = PyList_New(0);
-    int is_known_only = 0, is_headed = 0;
-    unsigned int n_segments = 1;
+    int is_known_only = 0;
     KlIds wanted = {0}, reached = {0}, root_ids = {0};
     bool *flags = NULL;
     uint32_t *n_handles = NULL;
-    KlProgram *program = NULL;
     KlError error;
     Tape *tape = kl_tape_open();
     if (tape == NULL || shared == NULL ||
-        !PyArg_ParseTuple(args, "O!p|IpO:stage", &PyList_Type, &roots, &is_known_only, &n_segments,
-                          &is_headed, &gets) ||
+        !PyArg_ParseTuple(args, "O!p|O:stage", &PyList_Type, &roots, &is_known_only, &gets) ||
         refresh(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
         (is_known_only ? find_known : find_wanted)(tape, &wanted, &reached) < 0 ||
         find_shared(tape, &wanted, shared) < 0) {
@@ -642,32 +647,21 @@ kl_program_stage(PyObject *Py_UNUSED(module), PyObject *args)
                               .n_wanted = wanted.n,
                               .roots = root_ids.ids,
                               .n_roots = root_ids.n},
-                     .n_segments = n_segments,
-                     .is_headed = is_headed != 0,
+                     .n_segments = 1,
                      .reached = reached.ids,
                      .n_reached = reached.n};
     if (ask(tape, gets, &asked, &flags, &n_handles) < 0) {
         goto error;
     }
-    program = kl_alloc_zeroed(1, sizeof(*program));
-    if (program == NULL) {
-        (void)PyErr_NoMemory();
-        goto error;
-    }
-    if (kl_stage_keep_tail(&tape->core, &error) != KL_OK ||
-        build(tape, &asked, program, &error) != KL_OK) {
+    if (kl_stage_keep_tail(&tape->core, &error) != KL_OK) {
         (void)kl_py_raise(&error);
         goto error;
     }
-    handle = PyCapsule_New(program, HANDLE, release_program);
-    if (handle == NULL) {
-        kl_program_fini(program);
-        goto error;
+    handle = build(tape, &asked, NULL);
+    if (handle != NULL) {
+        result = describe(tape, root_ids, reached, shared, handle);
     }
-    result = describe(tape, program, root_ids, reached, shared, handle);
-    program = NULL; /* it is the handle's */
 error:
-    kl_alloc_free(program);
     Py_XDECREF(handle);
     Py_XDECREF(shared);
     kl_alloc_free(n_handles);

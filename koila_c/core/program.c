@@ -161,7 +161,7 @@ find_readers(Build *build)
     const KlTape *tape = build->tape;
     uint32_t *first = build->first_reader;
     for (int is_placing = 0; is_placing < 2; is_placing++) {
-        for (size_t i = tape->n_nodes; i-- > 0;) {
+        for (size_t i = build->program->stages.n_nodes; i-- > 0;) {
             const KlNode *node = &tape->nodes[i];
             bool is_staged = build->program->stages.node_stage[i] != KL_STAGE_NONE;
             for (uint32_t k = 0; k < node->n_inputs && is_staged && !node->is_open; k++) {
@@ -188,7 +188,7 @@ find_nodes_of_stages(Build *build)
     const KlStages *stages = &build->program->stages;
     uint32_t *first = build->first_at;
     for (int is_placing = 0; is_placing < 2; is_placing++) {
-        for (size_t i = build->tape->n_nodes; i-- > 0;) {
+        for (size_t i = stages->n_nodes; i-- > 0;) {
             uint32_t at[2] = {stages->node_stage[i], stages->late_stage[i]};
             for (int k = 0; k < 2 && at[0] != KL_STAGE_NONE; k++) {
                 if (at[k] == KL_STAGE_NONE || (k == 1 && at[1] == at[0])) {
@@ -207,24 +207,29 @@ find_nodes_of_stages(Build *build)
     }
 }
 
-/* Find the values that must exist, all rows, at the end, for the user's lazy tensors. If several lazy tensors share a
- * storage, keep its base: their numbers are views of it, so that they share memory as in eager. */
+/* List the roots and what the user's lazy tensors hold, of which all rows must exist at the end. If several lazy tensors
+ * share a storage, keep its base: their numbers are views of it, so that they share memory as in eager. */
 static void
-find_kept(Build *build)
+note_asked(Build *build)
 {
     const KlTape *tape = build->tape;
     const KlAsked *asked = build->asked;
+    for (size_t i = 0; i < asked->goal.n_roots; i++) {
+        push(build, &build->program->roots, asked->goal.roots[i]);
+    }
     for (size_t i = 0; i < asked->n_reached; i++) {
         KlValueId value = asked->reached[i];
         const KlValue *v = &tape->values[value];
         KlValueId base = kl_tape_base(tape, value);
         bool is_view = v->view_of != KL_ID_NONE;
-        if (maker_of(build, value) == KL_ID_NONE || (is_view && asked->has_real[base])) {
+        if (maker_of(build, value) == KL_ID_NONE) {
             continue;
         }
+        push(build, &build->program->reached, value);
         bool is_there = asked->has_number[base] || maker_of(build, base) != KL_ID_NONE;
         bool is_shared = is_view && asked->n_handles[v->storage] >= 2;
-        build->program->is_kept[is_shared && is_there ? base : value] = true;
+        bool is_made = !is_view || !asked->has_real[base];
+        build->program->is_kept[is_shared && is_there ? base : value] |= is_made;
     }
 }
 
@@ -724,27 +729,31 @@ allocate(Build *build)
     }
 }
 
-static void
-note_asked(Build *build)
+/* Take what cuts do not change from the program that is cut anew; it stays the owner (n_max is 0). */
+static KlStatus
+share(const KlProgram *staged, KlProgram *program, KlError *error)
 {
-    const KlAsked *asked = build->asked;
-    for (size_t i = 0; i < asked->n_reached; i++) {
-        if (maker_of(build, asked->reached[i]) != KL_ID_NONE) {
-            push(build, &build->program->reached, asked->reached[i]);
-        }
-    }
-    for (size_t i = 0; i < asked->goal.n_roots; i++) {
-        push(build, &build->program->roots, asked->goal.roots[i]);
-    }
+    KlStages *stages = &program->stages;
+    *stages = staged->stages;
+    stages->blocks = (KlScratch){0};
+    stages->n_imports_max = 0;
+    stages->segment = kl_alloc_scratch(&stages->blocks, stages->n_nodes, sizeof(uint32_t));
+    program->reached = (KlIds){.ids = staged->reached.ids, .n = staged->reached.n};
+    program->roots = (KlIds){.ids = staged->roots.ids, .n = staged->roots.n};
+    return !stages->blocks.is_short
+               ? KL_OK
+               : kl_error_set(error, KL_ERROR_MEMORY, "no memory to cut a program");
 }
 
 KlStatus
 kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program, KlError *error)
 {
     memset(program, 0, sizeof(*program));
-    program->is_checkpointed = tape->has_regions && asked->n_segments > 0;
     Build build = {.tape = tape, .asked = asked, .program = program, .error = error};
-    build.status = kl_stage_build(tape, &asked->goal, &program->stages, error);
+    build.status = asked->staged != NULL
+                       ? share(asked->staged, program, error)
+                       : kl_stage_build(tape, &asked->goal, &program->stages, error);
+    program->is_checkpointed = tape->has_regions && asked->n_segments > 0;
     if (build.status == KL_OK) {
         allocate(&build);
     }
@@ -752,17 +761,20 @@ kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program, K
         goto done;
     }
     memset(build.last_use, 0xff, tape->n_values * sizeof(uint32_t));
-    for (size_t i = 0; i < asked->goal.n_roots; i++) {
-        build.is_root[asked->goal.roots[i]] = true;
+    if (asked->staged != NULL) {
+        memcpy(program->is_kept, asked->staged->is_kept, program->stages.n_values);
+    } else {
+        note_asked(&build);
+    }
+    for (size_t i = 0; i < program->roots.n; i++) {
+        build.is_root[program->roots.ids[i]] = true;
     }
     find_readers(&build);
     find_nodes_of_stages(&build);
-    find_kept(&build);
     for (uint32_t stage = 0; stage < program->stages.n_stages; stage++) {
         (kl_stage_is_body(stage) ? build_bodies : build_joint)(&build, stage);
     }
     program->n_staged = program->n_runs;
-    note_asked(&build);
 done:
     kl_alloc_free(build.stack.ids);
     kl_alloc_scratch_free(&build.scratch);
@@ -874,19 +886,14 @@ done:
 void
 kl_program_fini(KlProgram *program)
 {
+    KlIds *lists[] = {&program->nodes,   &program->parts,   &program->drops, &program->dropped,
+                      &program->imports, &program->exports, &program->inner, &program->combined,
+                      &program->shadows, &program->reached, &program->roots};
+    for (size_t i = 0; i < sizeof(lists) / sizeof(lists[0]); i++) {
+        kl_alloc_free(lists[i]->n_max > 0 ? lists[i]->ids : NULL);
+    }
     kl_stage_fini(&program->stages);
     kl_alloc_free(program->runs);
-    kl_alloc_free(program->nodes.ids);
-    kl_alloc_free(program->parts.ids);
-    kl_alloc_free(program->drops.ids);
-    kl_alloc_free(program->dropped.ids);
-    kl_alloc_free(program->imports.ids);
-    kl_alloc_free(program->exports.ids);
-    kl_alloc_free(program->inner.ids);
-    kl_alloc_free(program->combined.ids);
-    kl_alloc_free(program->shadows.ids);
     kl_alloc_free(program->is_kept);
-    kl_alloc_free(program->reached.ids);
-    kl_alloc_free(program->roots.ids);
     memset(program, 0, sizeof(*program));
 }

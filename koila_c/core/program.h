@@ -62,6 +62,9 @@ typedef struct KlProgram {
 
 /* What kl_program_build is asked for. */
 typedef struct KlAsked {
+    const KlProgram
+        *staged; /* cut this program anew, with its goal and stages: it must live longer;
+                                NULL: stage the goal */
     KlGoal goal;
     uint32_t n_segments; /* cut bodies with a gradient into at most so many segments, and always at
                             the user's checkpoints; 0: ignore the checkpoints, too */

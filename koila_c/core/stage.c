@@ -377,19 +377,18 @@ build_imports(const KlTape *tape, KlStages *stages, KlScratch *scratch, KlError 
 static KlStatus
 allocate(const KlTape *tape, KlStages *stages, KlError *error)
 {
+    KlScratch *blocks = &stages->blocks;
     stages->n_nodes = tape->n_nodes;
     stages->n_values = tape->n_values;
-    stages->node_stage = kl_alloc_resize(NULL, tape->n_nodes, sizeof(uint32_t));
-    stages->late_stage = kl_alloc_resize(NULL, tape->n_nodes, sizeof(uint32_t));
-    stages->value_stage = kl_alloc_zeroed(tape->n_values, sizeof(uint32_t));
-    stages->is_leaf = kl_alloc_zeroed(tape->n_values, sizeof(bool));
-    stages->is_data = kl_alloc_zeroed(tape->n_nodes, sizeof(bool));
-    stages->segment = kl_alloc_zeroed(tape->n_nodes, sizeof(uint32_t));
-    stages->needs_gradient = kl_alloc_zeroed(tape->n_values, sizeof(bool));
-    stages->import_of = kl_alloc_zeroed(tape->n_inputs, sizeof(uint32_t));
-    if (stages->node_stage == NULL || stages->late_stage == NULL || stages->value_stage == NULL ||
-        stages->is_leaf == NULL || stages->is_data == NULL || stages->segment == NULL ||
-        stages->needs_gradient == NULL || stages->import_of == NULL) {
+    stages->node_stage = kl_alloc_scratch(blocks, tape->n_nodes, sizeof(uint32_t));
+    stages->late_stage = kl_alloc_scratch(blocks, tape->n_nodes, sizeof(uint32_t));
+    stages->value_stage = kl_alloc_scratch(blocks, tape->n_values, sizeof(uint32_t));
+    stages->is_leaf = kl_alloc_scratch(blocks, tape->n_values, sizeof(bool));
+    stages->is_data = kl_alloc_scratch(blocks, tape->n_nodes, sizeof(bool));
+    stages->segment = kl_alloc_scratch(blocks, tape->n_nodes, sizeof(uint32_t));
+    stages->needs_gradient = kl_alloc_scratch(blocks, tape->n_values, sizeof(bool));
+    stages->import_of = kl_alloc_scratch(blocks, tape->n_inputs, sizeof(uint32_t));
+    if (blocks->is_short) {
         return no_memory(tape, error);
     }
     memset(stages->node_stage, 0xff, tape->n_nodes * sizeof(uint32_t));
@@ -442,14 +441,7 @@ done:
 void
 kl_stage_fini(KlStages *stages)
 {
-    kl_alloc_free(stages->node_stage);
-    kl_alloc_free(stages->late_stage);
-    kl_alloc_free(stages->value_stage);
-    kl_alloc_free(stages->is_leaf);
-    kl_alloc_free(stages->is_data);
-    kl_alloc_free(stages->segment);
-    kl_alloc_free(stages->needs_gradient);
-    kl_alloc_free(stages->imports);
-    kl_alloc_free(stages->import_of);
+    kl_alloc_scratch_free(&stages->blocks);
+    kl_alloc_free(stages->n_imports_max > 0 ? stages->imports : NULL); /* else another's */
     memset(stages, 0, sizeof(*stages));
 }

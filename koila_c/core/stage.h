@@ -12,6 +12,7 @@
 #ifndef KL_STAGE_H
 #define KL_STAGE_H
 
+#include "alloc.h"
 #include "tape.h"
 
 #define KL_STAGE_NONE UINT32_MAX
@@ -25,6 +26,7 @@ typedef struct KlImport {
 } KlImport;
 
 typedef struct KlStages {
+    KlScratch blocks; /* all arrays but `imports` */
     size_t n_nodes;
     size_t n_values;
     uint32_t n_stages;

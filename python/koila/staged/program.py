@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import array
 import contextlib
+import copy
 import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -78,8 +79,6 @@ class Program:
         roots: what is differentiated: lazy tensors, or numbers of values.
         is_known_only: compute only values without a gradient in their history; else all that the
             user can reach.
-        n_segments: the segments that bodies are cut into at most; see `Way`.
-        is_headed: the last body is cut before its head; see `Way`.
         gets: tells whether a tensor gets a gradient; None: all get one.
         unwanted: lazy tensors whose numbers are not delivered.
         beside: plain tensors with a graph that are differentiated together with the roots.
@@ -89,15 +88,13 @@ class Program:
         self,
         roots: Sequence[torch.Tensor | int],
         is_known_only: bool = False,
-        n_segments: int = 1,
-        is_headed: bool = False,
         gets: Callable[[torch.Tensor], bool] | None = None,
         unwanted: tuple[_core.LazyTensor, ...] = (),
         beside: Sequence[torch.Tensor] = (),
     ) -> None:
         _core.set_wanted(unwanted, False)
         try:
-            staged = _core.stage(list(roots), is_known_only, n_segments, is_headed, gets)
+            staged = _core.stage(list(roots), is_known_only, gets)
         finally:
             _core.set_wanted(unwanted, True)
         self.gets = gets
@@ -128,13 +125,17 @@ class Program:
         #: Whether calls of its tape differentiate others (`derived.py`).
         self.is_derived = "recipes" in _core.memo()
         self.is_known_only = is_known_only
-        self._cuts = n_segments, is_headed
+        self._cuts = AS_IT_IS.cuts
         self._cloned: set[int] = set()
         #: Cached functions of the number of a value (info, made) or the id of a call (node).
         self.info = _Cache(Info.of).__getitem__
         self.made = _Cache(functools.partial(_made, self.handle)).__getitem__
         self.node = _Cache(functools.partial(_node, self.handle)).__getitem__
         self._rows = _Cache(_row)
+        #: Caches of `planning/ways.py` (by whether the program is differentiated: what is known of
+        #: the ways to run it) and of this class (by the segments of a way).
+        self.measured: dict[bool, Any] = {}
+        self._cut_before: dict[tuple[int, bool], Program] = {}
         #: A cache of `reductions/calls.py`: by reduction, its signature, dtype, rows of all chunks.
         self.signatures: dict[int, tuple[str, torch.dtype, int]] = {}
 
@@ -315,23 +316,21 @@ class Program:
         return [value for value in self.wanted if value in wanted and value not in inner]
 
     def cut_for(self, way: Way) -> Program:
-        """Return the program with its bodies cut into the segments of a way.
+        """Return the program with its bodies cut into the segments of a way: it shares the stages.
 
         A program that contains derivatives is returned as it is: no cut may come between a value
         and the recorded call that computes a gradient of it.
         """
         if way.cuts == self._cuts or self.is_derived:
             return self
-        n_segments, is_before_head = way.cuts
-        return Program(
-            self.roots,
-            self.is_known_only,
-            n_segments,
-            is_before_head,
-            gets=self.gets,
-            unwanted=self._unwanted,
-            beside=self.beside,
-        )
+        if way.cuts not in self._cut_before:
+            cut = copy.copy(self)
+            cut.handle = _core.cut_program(self.handle, *way.cuts)
+            cut._cuts, cut._cloned, cut._cut_before = way.cuts, set(), {}
+            for depends_on_cuts in ("runs", "unstageable"):
+                cut.__dict__.pop(depends_on_cuts, None)
+            self._cut_before[way.cuts] = cut
+        return self._cut_before[way.cuts]
 
     def n_calls(self, way: Way) -> int:
         """Return the calls made for each chunk; those of a head are made for each piece of it."""
