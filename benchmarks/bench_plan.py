@@ -4,8 +4,11 @@
     python -m benchmarks.bench_plan
 
 Programs are chains of small layers, recorded once for each measurement and planned under a limit
-that makes koila cut them, never run while the clock is on. The exponent is that of
-time = c * calls ** e, fitted to all sizes: 1 is linear.
+that makes koila cut them, never run while the clock is on: once with nothing known, and once more
+after that. The exponent is that of time = c * calls ** e, fitted to all sizes: 1 is linear.
+
+A last table has a network of batch normalizations under tight limits, given as shares of what it
+takes whole: how often it is staged and measured for a first plan, and for the next.
 """
 
 from __future__ import annotations
@@ -15,15 +18,19 @@ import gc
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import koila
 from benchmarks.bench import parser, prepare, publish, table
+from benchmarks.programs import make
 from koila import _core
-from koila.planning import fitting, planner, plans
+from koila.memory import budget
+from koila.planning import fitting, left_graphs, planner, plans, ways
 from koila.staged import program
 
 ROWS = 64
@@ -56,16 +63,34 @@ def record(layer: Layer, n_calls: int, device: str) -> torch.Tensor:
     return h.mean()
 
 
-def plan_only(loss: torch.Tensor) -> int:
-    """Stage and plan as backward() does, and stop before anything runs; the number of chunks."""
-    staged = program.Program([loss])
-    return planner.plan(staged, True).n_chunks
-
-
-def seconds(layer: Layer, n_calls: int, device: str) -> tuple[float, float, int]:
-    """Of recording, of planning what was not seen before; and the number of chunks planned."""
+def forget() -> None:
+    """Forget all that was planned before."""
+    for known in (ways._seen, fitting._last_ways, planner._least_limits, left_graphs._further):
+        known.clear()
     plans.lasting.clear()
-    fitting._last_ways.clear()
+
+
+def plan_only(loss: torch.Tensor) -> int:
+    """Stage and plan as backward() does, and stop before anything runs; the number of chunks, 0
+    where it is refused."""
+    staged = program.Program([loss])
+    try:
+        return planner.plan(staged, True).n_chunks
+    except koila.MemoryLimitError:
+        return 0
+
+
+class Times(NamedTuple):
+    """Seconds of recording a program, of planning it first, and again; its number of chunks."""
+
+    record: float
+    first: float
+    again: float
+    n_chunks: int
+
+
+def times(layer: Layer, n_calls: int, device: str) -> Times:
+    forget()
     gc.collect()
     gc.disable()
     try:
@@ -74,11 +99,55 @@ def seconds(layer: Layer, n_calls: int, device: str) -> tuple[float, float, int]
         recorded = time.thread_time()
         n_chunks = plan_only(loss)
         planned = time.thread_time()
+        plan_only(loss)
+        again = time.thread_time()
     finally:
         gc.enable()
     del loss
     _core.flush()
-    return recorded - start, planned - recorded, n_chunks
+    return Times(recorded - start, planned - recorded, again - planned, n_chunks)
+
+
+def counted(loss: torch.Tensor) -> list[str]:
+    """Plan a program; how often it is staged and measured, the ms, and the chunks."""
+    found: Counter[str] = Counter()
+    before = {name: getattr(_core, name) for name in ("stage", "measure")}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def count(*args: Any) -> Any:
+            found[name] += 1
+            return before[name](*args)
+
+        return count
+
+    for name in before:
+        setattr(_core, name, counting(name))
+    try:
+        start = time.thread_time()
+        n_chunks = plan_only(loss)
+        taken = time.thread_time() - start
+    finally:
+        for name, func in before.items():
+            setattr(_core, name, func)
+    return [f"{found['stage']}", f"{found['measure']}", f"{taken * 1e3:.1f}", f"{n_chunks or 'no'}"]
+
+
+def tight(args: argparse.Namespace) -> str:
+    """The table of a network under tight limits."""
+    made = make("BatchNorm", args.device, 1)
+    x, y = koila.lazy(made.x, made.y, batch=0)
+    loss = made.loss(made.model, x, y)
+    with koila.config(memory_limit=2**40):
+        whole = planner.plan(program.Program([loss]), True).predicted or 0.0
+    taken = budget.taken(made.x.device, made.model.parameters())
+    rows = []
+    for share in (0.7, 0.4, 0.2, 0.1, 0.03):
+        forget()
+        with koila.config(memory_limit=taken + int(share * whole)):
+            for plan in ("first", "next"):
+                rows.append([f"{share}", plan, *counted(loss)])
+    _core.flush()
+    return table(["share (BatchNorm)", "plan", "staged", "measured", "ms", "chunks"], rows)
 
 
 def exponent(sizes: list[int], times: list[float]) -> float:
@@ -89,27 +158,26 @@ def exponent(sizes: list[int], times: list[float]) -> float:
 
 
 def measure(name: str, sizes: list[int], args: argparse.Namespace) -> str:
-    rows, record_times, plan_times = [], [], []
+    rows, all_times = [], []
     for size in sizes:
         # A quarter of what one value of each call takes: the program has to be cut.
         with koila.config(memory_limit=ROWS * WIDTH * size):
             n_runs = args.rounds if size < 10**6 else 1
-            runs = [seconds(LAYERS[name], size, args.device) for _ in range(n_runs)]
-        record_times.append(statistics.median(run[0] for run in runs))
-        plan_times.append(statistics.median(run[1] for run in runs))
+            runs = [times(LAYERS[name], size, args.device) for _ in range(n_runs)]
+        median = Times(*map(statistics.median, zip(*runs, strict=True)))
+        all_times.append(median)
         rows.append(
             [
                 f"{size}",
-                f"{record_times[-1] * 1e3:.1f}",
-                f"{plan_times[-1] * 1e3:.1f}",
-                f"{plan_times[-1] / size * 1e9:.0f}",
-                f"{runs[-1][2]}",
+                *(f"{seconds * 1e3:.1f}" for seconds in median[:3]),
+                f"{median.first / size * 1e9:.0f}",
+                f"{median.n_chunks:.0f}",
             ]
         )
-    fitted = [f"{exponent(sizes, times):.2f}" for times in (record_times, plan_times)]
+    fitted = [f"{exponent(sizes, list(of)):.2f}" for of in list(zip(*all_times, strict=True))[:3]]
     rows.append(["exponent", *fitted, "", ""])
-    heads = [f"calls ({name})", "record ms", "plan ms", "plan ns per call", "chunks"]
-    return table(heads, rows)
+    heads = ["record ms", "plan ms", "again ms", "plan ns per call", "chunks"]
+    return table([f"calls ({name})", *heads], rows)
 
 
 def main() -> None:
@@ -121,7 +189,7 @@ def main() -> None:
     sizes = [10**power for power in range(3, 10) if 10**power <= args.largest]
     if len(sizes) < 2:
         made.error("--largest must be 10000 at least: an exponent needs two sizes")
-    tables = [measure(name, sizes, args) for name in LAYERS]
+    tables = [*(measure(name, sizes, args) for name in LAYERS), tight(args)]
     publish(args, "Planning", tables)
 
 

@@ -491,11 +491,13 @@ def test_chunks_that_are_asked_for_take_the_cheapest_way_that_is_enough(
             return float(needs[self.way]), 0
 
     program: Any = SimpleNamespace(parameters=[], is_part=False)
-    options = [SimpleNamespace(way=way, estimate=Needs(way)) for way in needs]
+    some = SimpleNamespace(
+        option=lambda way: SimpleNamespace(way=way, estimate=Needs(way)),
+        recomputing=lambda: list(needs)[1:],
+        is_there=lambda way: True,
+    )
     monkeypatch.setattr(planner, "_ASKED_SHARE", share)
-    monkeypatch.setattr(ways, "recomputing_cheap", lambda program: iter(options[1:5]))
-    monkeypatch.setattr(ways, "recomputing", lambda program: iter(options[5:]))
-    monkeypatch.setattr(planner.estimates, "estimate", lambda *_: Needs(Way()))
+    monkeypatch.setattr(planner, "Ways", lambda *_: some)
     assert planner._find_way_in(4, program) == wanted
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,8 @@ import koila
 from allocations import Allocations
 from koila import _core
 from koila.memory import estimates, offload
-from koila.planning import ways
+from koila.planning import fitting, left_graphs, planner, ways
+from koila.planning.ways import Option, Ways
 from koila.staged.program import Program
 from koila.staged.schedule import Way
 from limits import there
@@ -238,6 +240,106 @@ def test_explain_tells() -> None:
         text = koila.explain(loss_of(model(lazy[0]), lazy[1]), full=True)
     assert "in up to" in text and "segment 2 of" in text
     assert "2 forwards, 1 backward" in text
+
+
+# How many ways are measured ----------------------------------------------------------------------
+
+
+def forget() -> None:
+    """Forget what was planned before."""
+    for known in (ways._seen, fitting._last_ways, planner._least_limits, left_graphs._further):
+        known.clear()
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many programs are staged, and how many ways are measured."""
+    found: Counter[str] = Counter()
+
+    def counting(name: str, func: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any) -> Any:
+            found[name] += 1
+            return func(*args)
+
+        return count
+
+    for name in ("stage", "measure"):
+        monkeypatch.setattr(_core, name, counting(name, getattr(_core, name)))
+    forget()
+    return found
+
+
+def counts_of(
+    made: tuple[nn.Module, Tensor, Tensor, Loss], limit: int, counted: Counter[str]
+) -> tuple[tuple[int, int], str]:
+    """How many programs a step stages and how many ways it measures; and why it is refused."""
+    counted.clear()
+    refused = ""
+    try:
+        step(made, limit)
+    except koila.MemoryLimitError as error:
+        refused = str(error)
+        _core.forget()
+    return (counted["stage"], counted["measure"]), refused
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.7, 8), (0.4, 6), (0.25, 6), (0.15, 5)])
+def test_a_plan_stages_once_and_measures_few_ways(
+    share: float, most: int, counted: Counter[str]
+) -> None:
+    """Those that fit certainly not, or are dearer than one that does, are not measured; nor does
+    the next step look for its way again."""
+    torch.manual_seed(0)
+    made = resnet()
+    whole = needs(made, 12)
+    limit = int(there() + share * whole)
+    forget()
+    (n_staged, n_measured), refused = counts_of(made, limit, counted)
+    assert n_staged == 1 and n_measured <= most and not refused
+    assert counts_of(made, limit, counted) == ((1, 1), "")
+
+
+def test_a_refusal_measures_few_ways_and_the_next_none(counted: Counter[str]) -> None:
+    """The second says the same, of what the first measured."""
+    torch.manual_seed(0)
+    made = resnet()
+    limit = int(there() + needs(made, 12) / 50)
+    forget()
+    (n_staged, n_measured), refused = counts_of(made, limit, counted)
+    assert n_staged <= 3 and n_measured <= 8 and "are needed" in refused
+    assert counts_of(made, limit, counted) == ((1, 1), refused)
+
+
+@pytest.mark.parametrize("make", [decoder, resnet, language_model, deep])
+def test_the_cheapest_way_is_found_without_measuring_all(
+    make: Callable[[], tuple[nn.Module, Tensor, Tensor, Loss]],
+) -> None:
+    """It is the one that is the cheapest of all, and the least is the least of all."""
+    torch.manual_seed(0)
+    model, x, y, loss_of = make()
+    lazy = koila.lazy(x, y)
+    loss = loss_of(model(lazy[0]), lazy[1])
+
+    def options(some: Ways, which: Iterable[Way]) -> list[Option]:
+        return [some.option(way) for way in which if some.is_there(way)]
+
+    program = Program([loss])
+    every = Ways(program, True)
+    of_rows, along = options(every, every.all()), options(every, every.along())
+    least = min(one.least for one in of_rows)
+    for i in range(10):
+        allowed = 1.3**i * least
+        fits = [[one for one in some if one.rows(allowed) > 0] for some in (of_rows, along)]
+        prices = [[ways.cost(program, one, one.rows(allowed)) for one in some] for some in fits]
+        forget()
+        again = Program([loss])
+        some = Ways(again, True)
+        found = some.cheapest(some.all(), allowed) or some.cheapest(some.along(allowed), allowed)
+        price = None if found is None else ways.cost(again, *found)
+        assert price == min(prices[0] or prices[1], default=None)
+    forget()
+    assert Ways(Program([loss]), True).least().least == least
+    _core.forget()
 
 
 # Offloading --------------------------------------------------------------------------------------

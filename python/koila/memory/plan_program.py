@@ -93,6 +93,7 @@ def of(
     costs: str = "",
     summary: Sequence[str] = (),
     known: estimates.Estimate | None = None,
+    names: layers.Names | None = None,
 ) -> MemoryPlan:
     """Return the memory plan of a program.
 
@@ -107,6 +108,7 @@ def of(
         costs: what saves memory beside chunks, in words.
         summary: the first sentences of the plan.
         known: the estimate for this way; None: it is measured here, as for a live run always.
+        names: the names of its layers, if they were found before: that searches all objects.
     """
     cut = program.cut_for(way)
     is_live = n_chunks == 1 and way == Way()
@@ -118,7 +120,7 @@ def of(
     # Moments after the last instruction, when gradients and results are delivered, are backward.
     n_forward = math.inf if is_live or not is_graph else cut.schedule(True, way).n_forward
     is_backward = [at.is_back or at.step >= n_forward for at in course]
-    names = layers.Names(program)  # made once: it searches all objects for modules
+    names = layers.Names(program) if names is None else names
     moments = tuple(_moments(cut, names, course, is_backward))
     worst = max(moments, key=lambda moment: moment.n_bytes)
     phases = {

@@ -182,11 +182,11 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
         planned = planner.plan(program, is_graph)
     except MemoryLimitError as error:
         text, schedule = f"it does not fit: {error}", program.schedule(is_graph)
-        way, n_chunks = ways.smallest(program, is_graph)
-        return Forecast(text, program, schedule, False, n_chunks, 1, way, "")
+        least = ways.Ways(program, is_graph).least()
+        return Forecast(text, program, schedule, False, least.n_chunks, 1, least.way, "")
     way = planned.way
     cut = program.cut_for(way)
-    estimate = estimates.estimate(cut, is_graph, way)
+    estimate = ways.Ways(program, is_graph).option(way).estimate
     rows = largest(estimate.rows, planned.n_chunks, planned.unit)
     needed = planned.predicted
     if needed is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from koila import _core
@@ -14,7 +13,7 @@ from koila.memory import budget, estimates
 from koila.planning import left_graphs, limits, ways
 from koila.planning.limits import Needs
 from koila.planning.plans import Lasting, Plan, Shape, is_measured, lasting, remember
-from koila.planning.ways import Option
+from koila.planning.ways import Fitting, Option, Ways
 from koila.random import draws
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Way
@@ -24,13 +23,6 @@ from koila.staged.schedule import AS_IT_IS, Way
 BOUND_SHARE = 0.75
 
 
-class Fitting(NamedTuple):
-    """A way that fits, with the most rows that its chunks may have."""
-
-    option: Option
-    rows: int
-
-
 class _Case(NamedTuple):
     """A program that is to be fitted into bytes."""
 
@@ -38,7 +30,10 @@ class _Case(NamedTuple):
     is_graph: bool  # it is differentiated
     allowed: float  # the bytes that it may use
     shape: Shape | None  # by which ways are remembered; None: none is used or remembered
-    known: Iterable[Option] | None = None  # its `ways.options`, if they were made before
+
+    @property
+    def ways(self) -> Ways:
+        return Ways(self.program, self.is_graph)
 
 
 #: By shape: the way that a program ran in last, and the bytes that were allowed then.
@@ -55,12 +50,11 @@ def _way_before(case: _Case) -> Way | None:
     return way if abs(case.allowed - allowed) <= _NEAR * allowed else None
 
 
-def _cheapest(case: _Case, fitting: list[Fitting]) -> Fitting:
-    """Return the cheapest way, and remember it for later programs of this shape."""
-    best = min(fitting, key=lambda one: ways.cost(case.program, *one))
+def _remembered(case: _Case, found: Fitting) -> Fitting:
+    """Return a fitting, whose way is remembered for later programs of this shape."""
     if case.shape is not None:
-        remember(_last_ways, case.shape, (best.option.way, case.allowed))
-    return best
+        remember(_last_ways, case.shape, (found.option.way, case.allowed))
+    return found
 
 
 def _fitting_before(case: _Case) -> Fitting | None:
@@ -69,33 +63,24 @@ def _fitting_before(case: _Case) -> Fitting | None:
     way = _way_before(case)
     if way is None or way == AS_IT_IS:
         return None
-    cut = case.program.cut_for(way)
-    if cut.unstageable is not None:
+    if case.program.cut_for(way).unstageable is not None:
         return None
-    option = ways.option_of(cut, case.is_graph, way)
+    option = case.ways.option(way)
     rows = option.rows(case.allowed)
     return Fitting(option, rows) if rows > 0 else None
 
 
 def _find_way(case: _Case) -> Fitting | Needs:
     """Return the cheapest way that fits, or if none does, what the one that needs least needs."""
-    program, is_graph, allowed, _, known = case
-    found = _fitting_before(case)
+    found, some = _fitting_before(case), case.ways
     if found is not None:
         return found
-    needs: list[tuple[Needs, Option]] = []
-    first = ways.options(program, is_graph) if known is None else known
-    for options in (first, ways.along_second_axis(program, is_graph)):
-        fitting: list[Fitting] = []
-        for option in options:
-            rows = option.rows(allowed)
-            if rows > 0:
-                fitting.append(Fitting(option, rows))
-            else:
-                needs.append((limits.least(option.estimate, allowed), option))
-        if fitting:
-            return _cheapest(case, fitting)
-    needed, option = min(needs, key=lambda one: one[0].n_bytes)
+    allowed = case.allowed
+    found = some.cheapest(some.all(), allowed) or some.cheapest(some.along(allowed), allowed)
+    if found is not None:
+        return _remembered(case, found)
+    option = some.least()
+    needed = limits.least(option.estimate, allowed)
     if needed.n_bytes > allowed:
         return needed
     return Fitting(option, max(needed.rows, option.estimate.largest_chunk(allowed)))
@@ -104,24 +89,13 @@ def _find_way(case: _Case) -> Fitting | Needs:
 def _larger_chunks(case: _Case, found: Fitting) -> Fitting:
     """Return a way with larger chunks for a program that fits in many small ones, if it is cheaper;
     else the fitting that was found."""
-    program, is_graph, allowed, _, _ = case
     if _way_before(case) == found.option.way:
         return found
-    before = _fitting_before(case)
+    before, some = _fitting_before(case), case.ways
     if before is not None:
         return before
-    fitting = [found]
-    light = ways.recomputing_cheap(program) if is_graph and program.roots else ()
-    cost = ways.cost(program, *found)
-
-    def is_cheaper(best: Option) -> bool:
-        rows = best.rows(allowed)
-        return rows > 0 and ways.cost(program, best, rows) < cost
-
-    for option in (*light, *ways.in_pieces(program, is_graph, is_cheaper)):
-        rows = option.rows(allowed)
-        fitting += [Fitting(option, rows)] if rows > 0 else []
-    return _cheapest(case, fitting)
+    cheapest = some.cheapest(some.larger_chunks(), case.allowed, found)
+    return _remembered(case, cheapest or found)
 
 
 def _fits_whole(needed: float, rows: int, allowed: float) -> bool:
@@ -166,7 +140,7 @@ def fit(
         cut = program.cut_for(last.way)
         way = last.way if cut.unstageable is None else AS_IT_IS
         size = last.rows(estimate.rows)
-        option = ways.option_of(program.cut_for(way), is_graph, way)
+        option = case.ways.option(way)
         rows = option.rows(allowed)
         if rows < 2 * size and _still_fits(last, option.estimate.peak(size)[0], allowed):
             needed = option.estimate.peak(size)[0]
@@ -232,7 +206,9 @@ def _pinned(
     other chunks it would draw others."""
     rows = max(stop - start for start, stop in bounds)
     best: Needs | None = None
-    for way, estimate, _ in ways.options(program, is_graph):
+    some = Ways(program, is_graph)
+    for way in filter(some.is_there, some.all()):
+        estimate = some.option(way).estimate
         n_bytes, node = estimate.peak(rows)
         if n_bytes <= allowed:
             return Plan(len(bounds), rows, n_bytes, allowed, shape, way)
@@ -289,13 +265,9 @@ class Trial:
         return left_graphs.estimate(self._program, self._is_graph)
 
     @functools.cached_property
-    def _options(self) -> list[Option]:
-        return list(ways.options(self._program, self._is_graph))
-
-    @functools.cached_property
     def least(self) -> float:
         """The least bytes with which the program runs."""
-        return min(option.estimate.least()[1] for option in self._options)
+        return Ways(self._program, self._is_graph).least().least
 
     def fit(self, allowed: float) -> Plan | Needs:
         """Return the plan for `allowed` bytes; or what the program needs, if it does not fit."""
@@ -308,8 +280,7 @@ class Trial:
         found = Fitting(option, option.rows(allowed))
         if _fits_whole(whole, found.rows, allowed):
             return Plan(1, 1, whole, allowed)
-        known = None if found.rows > 0 else self._options
-        return _in_chunks(_Case(program, self._is_graph, allowed, None, known), found)
+        return _in_chunks(_Case(program, self._is_graph, allowed, None), found)
 
     def n_chunks(self, allowed: float) -> int:
         """Return the number of chunks for `allowed` bytes; of one sample each if it does not

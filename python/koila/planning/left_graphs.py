@@ -11,7 +11,9 @@ import dataclasses
 
 from koila.memory import estimates
 from koila.planning.plans import remember
+from koila.planning.ways import Ways
 from koila.staged.program import Program
+from koila.staged.schedule import AS_IT_IS
 
 #: The further bytes of a whole run, by the sizes of the program.
 _further: dict[tuple[int, ...], float] = {}
@@ -22,7 +24,7 @@ def estimate(program: Program, is_graph: bool) -> estimates.Estimate:
 
     A graph that is freed meanwhile is counted up to the end of the forward pass.
     """
-    found = estimates.estimate(program, is_graph)
+    found = Ways(program, is_graph).option(AS_IT_IS).estimate
     if not is_graph:
         return found
     return dataclasses.replace(found, whole=found.whole + _further_of(program))

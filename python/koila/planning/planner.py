@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from typing import NamedTuple
 
 from koila import _core
@@ -13,9 +12,10 @@ from koila.basics import config, lines
 from koila.basics.rows import largest
 from koila.memory import budget, estimates, storages
 from koila.messages.errors import MemoryLimitError
-from koila.planning import fitting, left_graphs, limits, plans, refusals, steps, ways
+from koila.planning import fitting, left_graphs, limits, plans, refusals, steps
 from koila.planning.limits import Needs
 from koila.planning.plans import Plan, is_measured, remember
+from koila.planning.ways import Ways
 from koila.random import draws
 from koila.reporting import reports
 from koila.staged.program import Program
@@ -171,12 +171,13 @@ def _is_less_in_one(chunks: int, program: Program, way: Way, shared: int) -> boo
 
 
 def _find_way_in(chunks: int, program: Program) -> Way | None:
-    estimate = estimates.estimate(program, True)
+    some = Ways(program, True)
+    estimate = some.option(AS_IT_IS).estimate
     rows = largest(estimate.rows, chunks, 1)
     gradients = sum(parameter.nbytes for parameter in program.parameters)
     asked = gradients + _ASKED_SHARE * max(0, estimate.whole - gradients)
     found = [(estimate.peak(rows)[0], AS_IT_IS)]
-    others = itertools.chain(ways.recomputing_cheap(program), ways.recomputing(program))
+    others = map(some.option, filter(some.is_there, some.recomputing()))
     while found[-1][0] > asked and (option := next(others, None)) is not None:
         found.append((option.estimate.peak(rows)[0], option.way))
     least = min(found)[0]

@@ -80,10 +80,10 @@ class Plan:
                     self, way=Way(n_segments, 1, int(ways.can_offload(program)))
                 )
             n_segments *= 2
-        options = list(ways.along_second_axis(program.cut_for(AS_IT_IS), True))
-        if not options:
+        some = ways.Ways(program.cut_for(AS_IT_IS), True)
+        if not some.along():
             return None
-        way = min(options, key=lambda one: one.estimate.peak(1)[0]).way
+        way = min(some.along(), key=lambda way: some.option(way).estimate.peak(1)[0])
         return program.cut_for(way), dataclasses.replace(self, way=way)
 
     def _smaller_pieces(self, program: Program) -> tuple[Program, Plan] | None:

@@ -13,8 +13,9 @@ from koila.basics import config
 from koila.memory import budget, plan_program
 from koila.messages.errors import MemoryLimitError
 from koila.messages.words import size, sizes
-from koila.planning import fitting, limits, ways, whole_calls
+from koila.planning import fitting, limits, whole_calls
 from koila.planning.limits import FEW_CHUNKS, Needs, as_limit, in_tenths, limit_in_words
+from koila.planning.ways import Ways
 from koila.reporting import reports
 from koila.staged import layers
 from koila.staged.facts import name_of_call
@@ -133,16 +134,18 @@ def refusal(needs: Needs, program: Program, said: str = "") -> MemoryLimitError:
     if needs.n_bytes > left:
         error.least_limit = in_tenths(found.least)
     with contextlib.suppress(MemoryError):  # the error goes without its plan if memory is short
-        way, n_chunks = ways.smallest(program, bool(program.roots))
+        option = Ways(program, bool(program.roots)).least()
         error.plan = plan_program.of(
             program,
             bool(program.roots),
-            way,
-            n_chunks,
+            option.way,
+            option.n_chunks,
             1,
             left,
             fits=False,
             summary=str(error).splitlines(),
+            known=option.estimate,
+            names=names,
         )
     return error
 
@@ -232,9 +235,8 @@ def ran_out(program: Program, said: str) -> MemoryLimitError:
         said: the message of the allocator.
     """
     allowed = limits.allowed_for(program)
-    options = ways.options(program, bool(program.roots))
-    found = (limits.least(way.estimate, allowed) for way in options)
-    return refusal(min(found, key=lambda one: one.n_bytes), program, said)
+    option = Ways(program, bool(program.roots)).least()
+    return refusal(limits.least(option.estimate, allowed), program, said)
 
 
 def _large(program: Program, names: layers.Names, fixed: float) -> str:
@@ -261,17 +263,17 @@ def _large(program: Program, names: layers.Names, fixed: float) -> str:
         says = f"{names.of_value(value)} takes {size(n_bytes)}, as it is kept from"
         found.append((n_bytes, f"{says} one pass over the chunks for the next"))
     if program.parameters and program.roots:
-        found.append(_parameters(program.parameters))
+        found.append(_parameters(program.parameters, names))
     state = sum(tensor.nbytes for tensor in budget.optimizer_state())
     found.append((state, f"the optimizer's state takes {size(state)}"))
     most, words = max(found)
     return words if most >= _CONSIDERABLE * fixed else ""
 
 
-def _parameters(leaves: list[torch.Tensor]) -> tuple[float, str]:
+def _parameters(leaves: list[torch.Tensor], names: layers.Names) -> tuple[float, str]:
     """Return the bytes of parameters with their gradients, and describe them."""
     total, largest = sum(leaf.nbytes for leaf in leaves), max(leaves, key=lambda one: one.nbytes)
-    name = layers.name_of_parameter(largest)
+    name = names.of_parameter(largest)
     if 2 * largest.nbytes >= total:
         return 2 * total, f"{name} and its gradient take {size(largest.nbytes)} each"
     return 2 * total, (

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
 
 from koila.memory import estimates, offload
 from koila.planning import across
+from koila.staged import hooks
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, WITHOUT_CHECKPOINTS, Op, Way
 
@@ -24,6 +27,8 @@ _LIGHT = 1, 2, 4, 8
 _PIECES = 2, 4, 8, 16, 32
 _ACROSS = 2, 4, 8, 16, 32, 64
 SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
+# As many ways with ever more segments that need no fewer bytes end the search for the least.
+_N_WORSE = 2
 DEAR = 1.1  # with a higher cost, other ways are looked for
 # The fixed time of a call on a chunk, forward and backward, expressed as the bytes of results that
 # calls compute in that time. Measured on a CPU; an accelerator computes a hundred times as many.
@@ -49,9 +54,22 @@ class Option(NamedTuple):
         """Return the rows of the largest chunk that fits with room to spare; 0 if none does."""
         return self.estimate.largest_chunk(CHUNK_SHARE * allowed)
 
+    @property
+    def least(self) -> float:
+        """The bytes that it needs in the chunks that need least."""
+        return self.estimate.least()[1]
 
-def option_of(program: Program, is_graph: bool, way: Way) -> Option:
-    return Option(way, estimates.estimate(program, is_graph, way), program.n_calls(way))
+    @property
+    def n_chunks(self) -> int:
+        """The number of these chunks."""
+        return -(-self.estimate.rows // self.estimate.least()[0])
+
+
+class Fitting(NamedTuple):
+    """A way that fits, with the most rows that its chunks may have."""
+
+    option: Option
+    rows: int
 
 
 def cost(program: Program, option: Option, rows: int) -> float:
@@ -65,10 +83,14 @@ def cost(program: Program, option: Option, rows: int) -> float:
     Returns:
         The time as a multiple of that of the calls alone, each made once.
     """
-    way, amounts = option.way, program.amounts
+    return _price(program, option.way, option.n_calls, -(-option.estimate.rows // rows))
+
+
+def _price(program: Program, way: Way, n_calls: int, n_chunks: int) -> float:
+    """Return the cost of a way with so many calls a chunk and chunks."""
+    amounts = program.amounts
     is_cpu = all(device.type == "cpu" for device in program.devices)
-    of_chunk = option.n_calls * (_CALL if is_cpu else _CALL_ON_ACCELERATOR) + _GIVEN * amounts.given
-    n_chunks = -(-option.estimate.rows // rows)
+    of_chunk = n_calls * (_CALL if is_cpu else _CALL_ON_ACCELERATOR) + _GIVEN * amounts.given
     is_again = way.n_segments > 1 or (way.n_segments == 1 and program.has_checkpoints)
     of_offload = _OFFLOADED if is_cpu else _OFFLOADED_FROM_ACCELERATOR
     more = (
@@ -86,107 +108,257 @@ def can_offload(program: Program) -> bool:
     return all(map(offload.is_worth_it, devices_of(program)))
 
 
-def options(program: Program, is_graph: bool) -> Iterator[Option]:
-    """Yield the ways to run a program that need no second axis; all give the same numbers."""
-    plain = option_of(program, is_graph, AS_IT_IS)
-    yield plain
-    is_back = is_graph and bool(program.roots)
-    has_homes = bool(program.schedule(is_back, Way(1, 1, 1)).values_of(Op.HOME))
-    is_offloadable = has_homes and can_offload(program)
-    if not is_back:
-        if is_offloadable:
-            yield option_of(program, False, Way(1, 1, 1))
-        return
-    yield from recomputing_cheap(program)
-    yield from recomputing(program)
-    for offload_every in _OFFLOAD if is_offloadable else ():
-        yield option_of(program, is_graph, Way(1, 1, offload_every))
-    needed = plain.estimate.peak(1)[0]
-    yield from in_pieces(program, is_graph, lambda best: best.estimate.peak(1)[0] < needed)
-    n_before = program.n_cut
-    for n_segments in SEGMENTS:
-        cut = program.cut_for(Way(n_segments))
-        if cut.unstageable is not None or cut.n_cut <= n_before:
-            continue  # a segment would write what another made, or there is nothing more to cut
-        n_before = cut.n_cut
-        for way in (Way(n_segments), *((Way(n_segments, 1, 1),) if is_offloadable else ())):
-            yield option_of(cut, is_graph, way)
-    if program.has_checkpoints:
-        cut = program.cut_for(WITHOUT_CHECKPOINTS)
-        yield from recomputing_cheap(cut, WITHOUT_CHECKPOINTS)
-        yield from recomputing(cut, WITHOUT_CHECKPOINTS)
+_OFFLOADING = Way(offload_every=_OFFLOAD[-1])  # all that bodies leave for each other is offloaded
+_IN_PIECES = tuple(Way(n_pieces=n_pieces) for n_pieces in _PIECES)
 
 
-def recomputing_cheap(program: Program, base: Way = AS_IT_IS) -> Iterator[Option]:
-    """Yield the ways that free activations which cheap calls can recompute, if there are any."""
-    lengths: set[int] = set()
-    for n_light in _LIGHT:
-        lights = program.schedule(True, base._replace(n_light=n_light)).lights
-        if not lights or len(lights) in lengths:
-            return
-        lengths.add(len(lights))
-        yield option_of(program, True, base._replace(n_light=n_light))
+@dataclasses.dataclass
+class _Known:
+    """What is known of the ways to run a program."""
+
+    options: dict[Way, Option]
+    #: By `Way.cuts`: the segments of all bodies; 0: the program cannot run so.
+    n_cut: dict[tuple[int, bool], int] = dataclasses.field(default_factory=dict)
+    #: By way: the values that bodies leave for others and that it offloads, frees or recomputes.
+    freed: dict[Way, frozenset[int]] = dataclasses.field(default_factory=dict)
+    #: By storage: the bytes of what bodies leave for backward, once they were looked for.
+    left: dict[int, int] | None = None
+    along: list[Way] | None = None  # the ways along a second axis, once they were looked for
 
 
-def _can_recompute(program: Program) -> bool:
-    """Tell whether any activation kept between bodies can be recomputed."""
-    return bool(program.schedule(True, Way(keep_every=2)).values_of(Op.REMAKE))
+#: By a program's sizes and the bytes that it needs as it is at each moment, which also tell of what
+#: exists already: graphs, gradients, numbers drawn.
+_seen: dict[tuple[object, ...], _Known] = {}
+_N_SEEN = 4
+#: Of programs with more bytes of moments than this, nothing is remembered for later steps.
+_MOST_MOMENTS = 2**17
 
 
-def recomputing(program: Program, base: Way = AS_IT_IS) -> Iterator[Option]:
-    """Yield the ways that keep a part of the activations between bodies and recompute the
-    others."""
-    if _can_recompute(program):
-        ways = (base._replace(keep_every=n) for n in _KEEP)
-        yield from (option_of(program, True, way) for way in ways)
+def _known_of(program: Program, is_graph: bool) -> _Known:
+    """Return what is known of a program, or of one before that is its like."""
+    known: _Known | None = program.measured.get(is_graph)
+    if known is not None:
+        return known
+    estimate = estimates.estimate(program, is_graph)
+    traits = program.last_body, program.is_tail_linear, program.has_checkpoints
+    key = *program.sizes, is_graph, *traits, *hooks.hooked(), estimate.moments, estimate.whole
+    known = _seen.pop(key, None) or _Known({AS_IT_IS: Option(AS_IT_IS, estimate, program.n_nodes)})
+    if estimate.again is None and len(estimate.moments) <= _MOST_MOMENTS:
+        _seen[key] = known  # the newest is the last
+    if len(_seen) > _N_SEEN:
+        _seen.pop(next(iter(_seen)))
+    program.measured[is_graph] = known
+    return known
 
 
-def in_pieces(
-    program: Program, is_graph: bool, may_help: Callable[[Option], bool]
-) -> Iterator[Option]:
-    """Yield the ways that run the head in pieces of a chunk, if there is a head that can.
-
-    Args:
-        program: the program.
-        is_graph: whether it is differentiated.
-        may_help: called once with the memory of the most pieces and the calls of the fewest, which
-            no single way reaches; if it returns False, no way is yielded.
+class Ways:
+    """The ways to run a program. Each is measured once, and only if what is known of others does
+    not rule it out: a way fits in no more rows than one that saves more memory, and costs no less
+    than in these.
     """
-    fewest, most = Way(n_pieces=_PIECES[0]), Way(n_pieces=_PIECES[-1])
-    cut = program.cut_for(fewest)
-    if not is_graph or cut.n_cut <= program.n_cut or cut.unstageable is not None:
-        return
-    last = option_of(cut, is_graph, most)
-    if may_help(Option(most, last.estimate, cut.n_calls(fewest))):
-        for n_pieces in _PIECES[:-1]:
-            yield option_of(cut, is_graph, Way(n_pieces=n_pieces))
-        yield last
 
+    def __init__(self, program: Program, is_graph: bool) -> None:
+        self._program, self._is_graph = program.cut_for(AS_IT_IS), is_graph
+        self._known = _known_of(self._program, is_graph)
+        self._is_back = is_graph and bool(program.roots)
+        self._can_offload = can_offload(program)
 
-def along_second_axis(program: Program, is_graph: bool) -> Iterator[Option]:
-    """Yield the ways that run the head in parts of a second axis, and the calls before it in
-    segments."""
-    if not is_graph or not program.roots or not program.is_tail_linear:
-        return
-    n_before = program.n_cut
-    for n_segments in (1, *SEGMENTS):
-        way = Way(n_segments, n_pieces=_PIECES[0])
-        cut = program.cut_for(way)
-        if cut.unstageable is not None or cut.n_cut <= n_before:
-            continue
-        n_before = cut.n_cut
-        found = across.find(cut, cut.last_segment)
-        for n_pieces in _ACROSS:
-            if found is not None and found.is_in(n_pieces):
-                along = way._replace(n_pieces=n_pieces, n_across=found.n, across=found.dim)
-                yield option_of(cut, is_graph, along)
+    def option(self, way: Way) -> Option:
+        """Return a way with what it needs."""
+        options = self._known.options
+        if way not in options:
+            cut = self._program.cut_for(way)
+            estimate = estimates.estimate(cut, self._is_graph, way)
+            options[way] = Option(way, estimate, cut.n_calls(way))
+        return options[way]
 
+    # The ways that there may be; `is_there` tells whether one is of use for the program.
 
-def smallest(program: Program, is_graph: bool) -> tuple[Way, int]:
-    """Return the way that needs the least memory, and its number of chunks."""
-    option = min(options(program, is_graph), key=lambda one: one.estimate.least()[1])
-    rows, _, _ = option.estimate.least()
-    return option.way, -(-option.estimate.rows // rows)
+    def all(self) -> Iterator[Way]:
+        """Yield the ways that need no second axis; all give the same numbers."""
+        yield AS_IT_IS
+        if not self._is_back:
+            yield _OFFLOADING
+            return
+        yield from self.recomputing()
+        yield from (Way(offload_every=n) for n in _OFFLOAD)
+        yield from _IN_PIECES
+        for n_segments in SEGMENTS:
+            yield from (Way(n_segments), _OFFLOADING._replace(n_segments=n_segments))
+        if self._program.has_checkpoints:
+            yield from self.recomputing(WITHOUT_CHECKPOINTS)
+
+    def recomputing(self, base: Way = AS_IT_IS) -> Iterator[Way]:
+        """Yield the ways that free activations which cheap calls can recompute, then those that
+        keep a part of the activations between bodies and recompute the others."""
+        yield from (base._replace(n_light=n_light) for n_light in _LIGHT)
+        yield from (base._replace(keep_every=keep_every) for keep_every in _KEEP)
+
+    def larger_chunks(self) -> Iterator[Way]:
+        """Yield the ways that fit more rows, for a program that fits in chunks as it is."""
+        if self._is_back:
+            yield from (Way(n_light=n_light) for n_light in _LIGHT)
+            yield from _IN_PIECES
+
+    def along(self, allowed: float = math.inf) -> list[Way]:
+        """Return the ways that run the head in parts of a second axis, and the calls before it in
+        segments; none if they certainly take more than `allowed` bytes."""
+        known, program = self._known, self._program
+        if self._holds(AS_IT_IS) > allowed:
+            return []
+        if known.along is None:
+            known.along = []
+            by_head: dict[tuple[int, ...], across.Found | None] = {}
+            n_before = self._n_cut(AS_IT_IS)
+            is_able = self._is_back and program.is_tail_linear
+            for n_segments in (1, *SEGMENTS) if is_able else ():
+                way = Way(n_segments, n_pieces=_PIECES[0])
+                if self._n_cut(way) <= n_before:
+                    continue
+                n_before, cut = self._n_cut(way), program.cut_for(way)
+                head = tuple(cut.last_segment.nodes)
+                if head not in by_head:
+                    by_head[head] = across.find(cut, cut.last_segment)
+                found = by_head[head]
+                for n_pieces in _ACROSS:
+                    if found is not None and found.is_in(n_pieces):
+                        of_axis = {"n_pieces": n_pieces, "n_across": found.n, "across": found.dim}
+                        known.along.append(way._replace(**of_axis))
+        return known.along
+
+    def _n_cut(self, way: Way) -> int:
+        """Return a way's entry in `_Known.n_cut`."""
+        known = self._known.n_cut
+        if way.cuts not in known:
+            cut = self._program.cut_for(way)
+            # In one that is not stageable, a segment would write what another made.
+            known[way.cuts] = cut.n_cut if cut.unstageable is None else 0
+        return known[way.cuts]
+
+    def _freed(self, way: Way) -> frozenset[int]:
+        """Return a way's entry in `_Known.freed`."""
+        known = self._known.freed
+        if way not in known and not self._n_cut(way):
+            known[way] = frozenset()
+        if way not in known:
+            schedule = self._program.cut_for(way).schedule(self._is_back, way)
+            known[way] = frozenset(schedule.values_of(Op.HOME, Op.REMAKE) | schedule.lights.keys())
+        return known[way]
+
+    def is_there(self, way: Way) -> bool:
+        """Tell whether a way does something that no way before it in its list does."""
+        if way.offload_every and not (self._can_offload and self._freed(_OFFLOADING)):
+            return False
+        if way.n_across or way == AS_IT_IS:
+            return True
+        if way.n_pieces > 1:
+            return self._n_cut(way) > self._n_cut(AS_IT_IS)
+        if way.keep_every > 1:
+            return bool(self._freed(way._replace(keep_every=_KEEP[0])))
+        if way.n_light:
+            before = (self._freed(way._replace(n_light=n)) for n in _LIGHT if n < way.n_light)
+            return len(self._freed(way)) > max(map(len, before), default=0)
+        shorter = (self._n_cut(Way(n)) for n in (1, *SEGMENTS) if n < way.n_segments)
+        return way.n_segments == 1 or self._n_cut(way) > max(shorter)
+
+    # What is known of a way before it is measured.
+
+    def _saving_more(self, way: Way) -> Way | None:
+        """Return a way that needs no more bytes in chunks of any size; None: none is known."""
+        if way.n_pieces > 1:
+            some = self.along() if way.n_across else _IN_PIECES
+            alike = (one for one in some if one.n_segments == way.n_segments)
+            return max(alike, key=lambda one: one.n_pieces)
+        is_same = way.n_segments <= 1 and way.offload_every != _OFFLOADING.offload_every
+        return _OFFLOADING if is_same and self.is_there(_OFFLOADING) else None
+
+    def _left(self) -> dict[int, int]:
+        """Return `_Known.left`."""
+        if self._known.left is None:
+            by_storage: dict[int, int] = {}
+            self._known.left = by_storage
+            homes = self._freed(_OFFLOADING) if self._is_back else frozenset()
+            schedule = self._program.schedule(True, _OFFLOADING) if homes else None
+            for step in schedule.steps[: schedule.n_forward] if schedule is not None else ():
+                homes -= set(step.values) if step.op == Op.FREE else set()
+            for value in homes:
+                storage, n_bytes = self._program.info(value).storage, self._program.bytes_of(value)
+                by_storage[storage] = max(n_bytes, by_storage.get(storage, 0))
+        return self._known.left
+
+    def _holds(self, way: Way) -> int:
+        """Return bytes that a step certainly holds between its forward and its backward pass: what
+        bodies leave for backward, but for what the way frees, recomputes or offloads."""
+        left = self._left()
+        if not left or way.offload_every == _OFFLOADING.offload_every:
+            return 0
+        homes = way._replace(n_segments=min(1, way.n_segments), n_pieces=1, n_across=0, across=0)
+        freed = self._freed(homes) if homes != AS_IT_IS else ()
+        return sum(left.values()) - sum(left.get(self._program.info(v).storage, 0) for v in freed)
+
+    def _n_calls(self, way: Way) -> int:
+        option = self._known.options.get(way)
+        return self._program.cut_for(way).n_calls(way) if option is None else option.n_calls
+
+    def _least_price(self, way: Way) -> float:
+        """Return a cost that no way like this is below."""
+        return _price(self._program, way, self._program.n_nodes, 1)
+
+    # The search.
+
+    def _fitting(self, way: Way, allowed: float, price: float) -> Fitting | None:
+        """Return a way with the rows in which it fits; None if it does not, or is not cheaper than
+        `price`."""
+        if self._holds(way) > allowed or not self.is_there(way):
+            return None
+        more = self._saving_more(way)
+        if more is not None and more != way:
+            most = self._fitting(more, allowed, math.inf)
+            if most is None:
+                return None
+            n_chunks = -(-most.option.estimate.rows // most.rows)
+            if _price(self._program, way, self._n_calls(way), n_chunks) >= price:
+                return None
+        option = self.option(way)
+        rows = option.rows(allowed)
+        is_cheaper = rows > 0 and cost(self._program, option, rows) < price
+        return Fitting(option, rows) if is_cheaper else None
+
+    def cheapest(
+        self, some: Iterable[Way], allowed: float, found: Fitting | None = None
+    ) -> Fitting | None:
+        """Return the cheapest of some ways that fits; `found` if none is cheaper than that."""
+        price = math.inf if found is None else cost(self._program, *found)
+        for way in sorted(some, key=self._least_price):
+            if self._least_price(way) >= price:
+                break
+            cheaper = self._fitting(way, allowed, price)
+            if cheaper is not None:
+                found, price = cheaper, cost(self._program, *cheaper)
+        return found
+
+    def least(self) -> Option:
+        """Return the way that needs the fewest bytes of those that were measured, after measuring
+        those that may. With more segments, bytes first fall and then grow: two in a row that need
+        no fewer than others before are taken for the end of that."""
+        homes = _OFFLOADING if self.is_there(_OFFLOADING) else AS_IT_IS
+        least = min(self.option(AS_IT_IS).least, self.option(homes).least)
+        if self._is_back:
+            some = [_IN_PIECES[-1]]
+            for base in (AS_IT_IS, WITHOUT_CHECKPOINTS)[: 1 + self._program.has_checkpoints]:
+                some += self.recomputing(base) if homes == AS_IT_IS else ()
+            for way in some:
+                if self._holds(way) < least and self.is_there(way):
+                    least = min(least, self.option(way).least)
+            best, n_worse = self.option(homes).least, 0
+            for way in (homes._replace(n_segments=n) for n in SEGMENTS):
+                if n_worse == _N_WORSE or self._holds(way) >= least:
+                    break
+                if self.is_there(way):
+                    n_bytes = self.option(way).least
+                    best, n_worse = min(best, n_bytes), n_worse + 1 if n_bytes >= best else 0
+        measured = filter(lambda one: self.is_there(one.way), self._known.options.values())
+        return min(measured, key=lambda one: (one.least, self._least_price(one.way)))
 
 
 def devices_of(program: Program) -> list[torch.device]:

@@ -41,7 +41,9 @@ class _Modules:
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         wanted = {id(parameter) for parameter in parameters}
-        found = [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+        objects = gc.get_objects()
+        kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
+        found = [one for one in objects if type(one) in kinds]
         children = {id(child) for m in found for child in m.__dict__.get("_modules", {}).values()}
         self.roots: list[nn.Module] = []
         #: By the id of a parameter: the modules that own it; several if it is shared.
@@ -306,9 +308,9 @@ class Names:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        modules, places = _places(program)
+        self._modules, places = _places(program)
         owners = {place.node.id: place.owner for place in places}
-        self._names = {i: modules.name(o) for i, o in owners.items() if o is not None}
+        self._names = {i: self._modules.name(o) for i, o in owners.items() if o is not None}
 
     def of_call(self, node_id: int) -> str:
         """Return the name of the layer that a call belongs to; empty if it is in no module."""
@@ -324,13 +326,12 @@ class Names:
         made = f"the output of layer {layer!r}" if layer else "the result"
         return f"{made} ({name_of_node(node)}, {where_of_node(node)})"
 
-
-def name_of_parameter(parameter: torch.Tensor) -> str:
-    """Return the path of a parameter, such as "fc.weight"; its shape if no module owns it."""
-    modules = _Modules([parameter])
-    for owner in modules.owners.get(id(parameter), []):
-        for name, one in modules.modules[owner].named_parameters(recurse=False):
-            if one is parameter:
-                return repr(f"{owner.path}.{name}" if owner.path else name)
-    what = "a parameter" if isinstance(parameter, nn.Parameter) else "a tensor that you made"
-    return f"{what} of shape {list(parameter.shape)}"
+    def of_parameter(self, parameter: torch.Tensor) -> str:
+        """Return the path of a parameter, such as "fc.weight"; its shape if no module owns it."""
+        modules = self._modules if id(parameter) in self._modules.owners else _Modules([parameter])
+        for owner in modules.owners.get(id(parameter), []):
+            for name, one in modules.modules[owner].named_parameters(recurse=False):
+                if one is parameter:
+                    return repr(f"{owner.path}.{name}" if owner.path else name)
+        what = "a parameter" if isinstance(parameter, nn.Parameter) else "a tensor that you made"
+        return f"{what} of shape {list(parameter.shape)}"
