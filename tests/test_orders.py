@@ -613,7 +613,7 @@ def test_looking_leaves_the_order() -> None:
         assert all(mode != ONCE for _, mode in before)
         assert "least limit" in str(koila.explain(loss))
         for way in WAYS:
-            Program([loss], False, *way.cuts)
+            Program([loss]).cut_for(way)
         assert in_order(loss) == before
     with koila.config(chunks=4):
         loss.backward()
