@@ -94,9 +94,9 @@ add_id(KlIds *ids, KlValueId id)
 
 /* How many lazies the user holds of each storage; NULL: there is no memory. */
 static uint32_t *
-count_handles(const Tape *tape)
+count_handles(const Tape *tape, KlScratch *scratch)
 {
-    uint32_t *n_handles = kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(*n_handles));
+    uint32_t *n_handles = kl_alloc_scratch(scratch, tape->core.n_storages + 1, sizeof(uint32_t));
     for (size_t i = 0; n_handles != NULL && i < tape->core.n_values; i++) {
         n_handles[tape->core.values[i].storage] += tape->core.values[i].is_wanted;
     }
@@ -106,9 +106,9 @@ count_handles(const Tape *tape)
 /* Lazies that share memory must share it when they have their numbers: their storage is wanted as a whole,
  * to take the others from it. `shared` gets (storage, how many lazies are of it) where there are several. */
 static int
-find_shared(const Tape *tape, KlIds *wanted, PyObject *shared)
+find_shared(const Tape *tape, KlIds *wanted, PyObject *shared, KlScratch *scratch)
 {
-    uint32_t *n_handles = count_handles(tape);
+    uint32_t *n_handles = count_handles(tape, scratch);
     if (n_handles == NULL) {
         (void)PyErr_NoMemory();
         return -1;
@@ -127,7 +127,6 @@ find_shared(const Tape *tape, KlIds *wanted, PyObject *shared)
             result = add_id(wanted, base);
         }
     }
-    kl_alloc_free(n_handles);
     return result;
 }
 
@@ -375,23 +374,17 @@ entered_object(const Tape *tape, const KlStages *stages)
     return list;
 }
 
-/* {axis: rows} of the axes that bodies run over */
+/* [(axis, rows)] of the axes that bodies run over */
 static PyObject *
 axes_object(const KlTape *core, const KlProgram *program)
 {
-    PyObject *axes = PyDict_New();
+    PyObject *axes = PyList_New(0);
     for (size_t i = 0; axes != NULL && i < program->n_runs; i++) {
-        const KlRun *run = &program->runs[i];
-        if (!kl_program_is_body(run)) {
-            continue;
-        }
-        PyObject *axis = PyLong_FromUnsignedLong(run->axis);
-        PyObject *rows = PyLong_FromLongLong(core->axis_rows[kl_tape_axis_find(core, run->axis)]);
-        if (axis == NULL || rows == NULL || PyDict_SetItem(axes, axis, rows) < 0) {
+        KlAxisId axis = program->runs[i].axis; /* of a joint: KL_ID_NONE */
+        long long rows = axis != KL_ID_NONE ? core->axis_rows[kl_tape_axis_find(core, axis)] : 0;
+        if (axis != KL_ID_NONE && kl_py_append_new(axes, Py_BuildValue("(IL)", axis, rows)) < 0) {
             Py_CLEAR(axes);
         }
-        Py_XDECREF(axis);
-        Py_XDECREF(rows);
     }
     return axes;
 }
@@ -446,6 +439,21 @@ kl_program_spend(PyObject *Py_UNUSED(module), PyObject *args)
     return stage_object(found);
 }
 
+/* Whether `what` includes a node of the program: "nodes" all, "once" those that run once, "aside" those with a graph that
+ * leads to no root. */
+static bool
+is_told(const Tape *tape, const KlStages *stages, size_t i, char what)
+{
+    const KlNode *node = &tape->core.nodes[i];
+    bool has_graph = false;
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        has_graph = has_graph || tape->core.values[node->first_out + k].meta.requires_grad;
+    }
+    bool is_aside = has_graph && !kl_stage_has_gradient(&tape->core, stages, node);
+    return stages->node_stage[i] != KL_STAGE_NONE &&
+           (what == 'n' || (what == 'o' ? node->mode == KL_MODE_ONCE : is_aside));
+}
+
 PyObject *
 kl_program_told(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -459,12 +467,11 @@ kl_program_told(PyObject *Py_UNUSED(module), PyObject *args)
         return Py_BuildValue("[NN]", ids_object(program->drops), ids_object(program->dropped));
     }
     const KlStages *stages = &program->stages;
-    bool is_once = what[0] == 'o', is_nodes = is_once || what[0] == 'n', is_runs = what[0] == 'r';
+    bool is_runs = what[0] == 'r', is_nodes = !is_runs && what[0] != 'i';
     size_t n = is_nodes ? stages->n_nodes : is_runs ? program->n_staged : stages->n_imports;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < n; i++) {
-        if (is_nodes && (stages->node_stage[i] == KL_STAGE_NONE ||
-                         (is_once && tape->core.nodes[i].mode != KL_MODE_ONCE))) {
+        if (is_nodes && !is_told(tape, stages, i, what[0])) {
             continue;
         }
         PyObject *item = is_nodes  ? node_object(tape, stages, (KlNodeId)i)
@@ -537,28 +544,27 @@ ask_for_gradients(const Tape *tape, PyObject *gets, bool *is_unwanted, bool *is_
     return 0;
 }
 
-/* What of a program only the binding knows; on failure nothing is left of it. */
+/* What of a program only the binding knows. */
 static int
-ask(Tape *tape, PyObject *gets, KlAsked *asked, bool **flags, uint32_t **n_handles)
+ask(Tape *tape, PyObject *gets, KlAsked *asked, KlScratch *scratch)
 {
     size_t n = tape->core.n_values;
     kl_stale_drop_numbers(tape);
-    *flags = kl_alloc_zeroed(4 * n, sizeof(bool)); /* [n_values] each, in the order below */
-    *n_handles = count_handles(tape);
-    if (*flags == NULL || *n_handles == NULL) {
+    bool *flags = kl_alloc_scratch(scratch, 4 * n, sizeof(bool)); /* [n_values] each, as below */
+    asked->n_handles = count_handles(tape, scratch);
+    if (scratch->is_short) {
         (void)PyErr_NoMemory();
         return -1;
     }
     for (size_t i = 0; i < n; i++) {
-        (*flags)[i] = tape->values[i].real != NULL;
-        (*flags)[n + i] = tape->values[i].result != NULL;
+        flags[i] = tape->values[i].real != NULL;
+        flags[n + i] = tape->values[i].result != NULL;
     }
-    asked->has_real = *flags;
-    asked->has_number = *flags + n;
-    asked->goal.is_unwanted = gets != Py_None ? *flags + 2 * n : NULL;
-    asked->goal.is_end = gets != Py_None ? *flags + 3 * n : NULL;
-    asked->n_handles = *n_handles;
-    return gets != Py_None ? ask_for_gradients(tape, gets, *flags + 2 * n, *flags + 3 * n) : 0;
+    asked->has_real = flags;
+    asked->has_number = flags + n;
+    asked->goal.is_unwanted = gets != Py_None ? flags + 2 * n : NULL;
+    asked->goal.is_end = gets != Py_None ? flags + 3 * n : NULL;
+    return gets != Py_None ? ask_for_gradients(tape, gets, flags + 2 * n, flags + 3 * n) : 0;
 }
 
 static int
@@ -597,7 +603,8 @@ build(Tape *tape, const KlAsked *asked, PyObject *staged)
         return PyErr_NoMemory();
     }
     (void)PyCapsule_SetContext(handle, Py_XNewRef(staged));
-    KlStatus status = kl_program_build(&tape->core, asked, program, &error);
+    KlStatus status = staged == NULL ? kl_stage_keep_tail(&tape->core, &error) : KL_OK;
+    status = status == KL_OK ? kl_program_build(&tape->core, asked, program, &error) : status;
     while (status == KL_OK && staged == NULL &&
            (torn = find_torn_order(&tape->core, program)) != KL_ID_NONE) {
         kl_program_fini(program);
@@ -632,15 +639,13 @@ kl_program_stage(PyObject *Py_UNUSED(module), PyObject *args)
     PyObject *shared = PyList_New(0);
     int is_known_only = 0;
     KlIds wanted = {0}, reached = {0}, root_ids = {0};
-    bool *flags = NULL;
-    uint32_t *n_handles = NULL;
-    KlError error;
+    KlScratch scratch = {0};
     Tape *tape = kl_tape_open();
     if (tape == NULL || shared == NULL ||
         !PyArg_ParseTuple(args, "O!p|O:stage", &PyList_Type, &roots, &is_known_only, &gets) ||
         refresh(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
         (is_known_only ? find_known : find_wanted)(tape, &wanted, &reached) < 0 ||
-        find_shared(tape, &wanted, shared) < 0) {
+        find_shared(tape, &wanted, shared, &scratch) < 0) {
         goto error;
     }
     KlAsked asked = {.goal = {.wanted = wanted.ids,
@@ -650,11 +655,7 @@ kl_program_stage(PyObject *Py_UNUSED(module), PyObject *args)
                      .n_segments = 1,
                      .reached = reached.ids,
                      .n_reached = reached.n};
-    if (ask(tape, gets, &asked, &flags, &n_handles) < 0) {
-        goto error;
-    }
-    if (kl_stage_keep_tail(&tape->core, &error) != KL_OK) {
-        (void)kl_py_raise(&error);
+    if (ask(tape, gets, &asked, &scratch) < 0) {
         goto error;
     }
     handle = build(tape, &asked, NULL);
@@ -664,8 +665,7 @@ kl_program_stage(PyObject *Py_UNUSED(module), PyObject *args)
 error:
     Py_XDECREF(handle);
     Py_XDECREF(shared);
-    kl_alloc_free(n_handles);
-    kl_alloc_free(flags);
+    kl_alloc_scratch_free(&scratch);
     kl_alloc_free(root_ids.ids);
     kl_alloc_free(reached.ids);
     kl_alloc_free(wanted.ids);

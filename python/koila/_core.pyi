@@ -71,7 +71,7 @@ _Staged = tuple[
     list[int],
     list[int],
     list[tuple[int, int]],
-    dict[int, int],
+    list[tuple[int, int]],
     list[torch.Tensor],
     set[torch.device],
     int,

@@ -55,6 +55,31 @@ def told(roots: list[Any], is_known_only: bool) -> dict[str, Any]:
     return {key: told for key, told in staged_as(roots, is_known_only).items() if key != "handle"}
 
 
+def test_a_graph_that_leads_to_no_root_is_aside() -> None:
+    h = koila.lazy(batch()) * weight()
+    program = staged_as([(h.detach() * weight()).sum()], False)
+    (aside,) = core.told(program["handle"], "aside")
+    assert aside == program["nodes"][0]
+    both = staged_as([(h * h.detach()).sum()], False)
+    assert core.told(both["handle"], "aside") == []
+
+
+def test_a_cut_shares_the_stages() -> None:
+    """It lives as long as it has to, and does not change what it is of."""
+    x = koila.lazy(batch())
+    loss = (x * weight()).exp().sin().mean()
+    whole = staged_as([loss], False)
+    cut = core.cut_program(whole["handle"], 2, False)
+    again = core.cut_program(cut, 1, False)
+    bodies = [len([run for run in core.told(one, "runs") if run[1] >= 0]) for one in (cut, again)]
+    assert bodies == [2, 1]
+    told = {name: whole[name] for name in ("nodes", "imports", "runs", "drops")}
+    del whole
+    assert {name: core.told(again, name) for name in told} == told
+    with pytest.raises(TypeError, match="not a program"):
+        core.cut_program(None, 2, False)
+
+
 def test_a_part_of_a_joint() -> None:
     """Only what a gradient goes through, and the combined reductions that are given."""
     x, w = koila.lazy(batch()), weight()

@@ -33,7 +33,7 @@ def estimate(program: Program, is_graph: bool) -> estimates.Estimate:
 def _further_of(program: Program) -> float:
     key = *program.sizes, program.gets is None
     if key not in _further:
-        ends = ends_of(program)
+        ends = ends_of(program if program.gets is None else Program(program.roots))
         more = 0.0
         if ends or program.gets is not None:
             more = _forward(Program([*program.roots, *ends])) - _forward(program)
@@ -50,11 +50,10 @@ def _forward(program: Program) -> float:
 def ends_of(program: Program) -> list[int]:
     """Return values with a graph that lead to no root and to no other of them."""
     found: list[int] = []
-    leading = set(program.roots)
-    for _, node in sorted(program.nodes.items(), reverse=True):
+    leading: set[int] = set()
+    for node in reversed(program.aside()):
         outs = [value for value in node.outs if program.info(value).requires_grad]
-        if outs and leading.isdisjoint(outs):
+        if leading.isdisjoint(outs):
             found.append(outs[0])
-        if outs:
-            leading.update(program.imports[i].value for i in node.imports if i >= 0)
+        leading.update(program.imports[i].value for i in node.imports if i >= 0)
     return found

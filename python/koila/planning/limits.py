@@ -22,8 +22,9 @@ WHOLE_SHARE = 0.9
 def _tensors_of_step(program: Program) -> list[torch.Tensor]:
     """Return the existing tensors that belong to the step: inputs, parameters, their gradients, and
     the state of optimizers."""
-    leaves = [tensor for tensor in program.entered if tensor.is_leaf] + program.parameters
-    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
+        leaves = [tensor for tensor in program.entered if tensor.is_leaf] + program.parameters
+        grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
     return program.entered + program.parameters + grads + budget.optimizer_state()
 
 

@@ -27,8 +27,6 @@ _LIGHT = 1, 2, 4, 8
 _PIECES = 2, 4, 8, 16, 32
 _ACROSS = 2, 4, 8, 16, 32, 64
 SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
-# As many ways with ever more segments that need no fewer bytes end the search for the least.
-_N_WORSE = 2
 DEAR = 1.1  # with a higher cost, other ways are looked for
 # The fixed time of a call on a chunk, forward and backward, expressed as the bytes of results that
 # calls compute in that time. Measured on a CPU; an accelerator computes a hundred times as many.
@@ -339,8 +337,7 @@ class Ways:
 
     def least(self) -> Option:
         """Return the way that needs the fewest bytes of those that were measured, after measuring
-        those that may. With more segments, bytes first fall and then grow: two in a row that need
-        no fewer than others before are taken for the end of that."""
+        those that may need the fewest."""
         homes = _OFFLOADING if self.is_there(_OFFLOADING) else AS_IT_IS
         least = min(self.option(AS_IT_IS).least, self.option(homes).least)
         if self._is_back:
@@ -350,15 +347,26 @@ class Ways:
             for way in some:
                 if self._holds(way) < least and self.is_there(way):
                     least = min(least, self.option(way).least)
-            best, n_worse = self.option(homes).least, 0
-            for way in (homes._replace(n_segments=n) for n in SEGMENTS):
-                if n_worse == _N_WORSE or self._holds(way) >= least:
-                    break
-                if self.is_there(way):
-                    n_bytes = self.option(way).least
-                    best, n_worse = min(best, n_bytes), n_worse + 1 if n_bytes >= best else 0
+            if self._holds(homes) < least:
+                self._measure_segments(homes)
         measured = filter(lambda one: self.is_there(one.way), self._known.options.values())
         return min(measured, key=lambda one: (one.least, self._least_price(one.way)))
+
+    def _measure_segments(self, base: Way) -> None:
+        """Measure the numbers of segments around the one that needs the fewest bytes. With more
+        segments, bytes first fall and then grow: so the numbers are doubled until they grow, and
+        then those between are measured."""
+        best, best_n = self.option(base).least, 1
+        for n in (n for n in SEGMENTS if n.bit_count() == 1):
+            way = base._replace(n_segments=n)
+            if self.is_there(way):
+                if self.option(way).least >= best:
+                    break
+                best, best_n = self.option(way).least, n
+        for n in SEGMENTS:
+            way = base._replace(n_segments=n)
+            if best_n < 2 * n < max(8, 4 * best_n) and self.is_there(way):
+                self.option(way)
 
 
 def devices_of(program: Program) -> list[torch.device]:

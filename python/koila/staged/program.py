@@ -106,7 +106,7 @@ class Program:
         #: By storage: how many lazy tensors of the user share it, if several do.
         self.n_sharing: dict[int, int] = dict(staged[3])
         #: By axis that a body runs over: its number of rows.
-        self.axes: dict[int, int] = staged[4]
+        self.axes: dict[int, int] = dict(staged[4])
         self.entered: list[torch.Tensor] = staged[5]  # the real tensors that it reads
         self.devices: set[torch.device] = staged[6]  # the devices that it computes on
         self.n_nodes, self.n_values, self.n_imports, self.n_stages = staged[7:11]
@@ -171,6 +171,10 @@ class Program:
     def once(self) -> list[Node]:
         """Return the calls that run once, on whole values."""
         return [Node._make(entry) for entry in _core.told(self.handle, "once")]
+
+    def aside(self) -> list[Node]:
+        """Return the calls with a graph that leads to no root."""
+        return [Node._make(entry) for entry in _core.told(self.handle, "aside")]
 
     @functools.cached_property
     def imports(self) -> list[Import]:
