@@ -19,6 +19,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import koila
 from chunked import split
+from koila.recording import bridge
 from oracle import Lazy, assert_same_story, eager
 from profiled import bytes_over_time
 
@@ -270,3 +271,66 @@ def test_no_copies_where_nothing_is_read_later() -> None:
             loss.backward()
             most = max([0, *bytes_over_time(optimizer.step)])
     assert most < model.weight.nbytes
+
+
+def in_the_backward(lazy: Lazy, make: Make, n_losses: int) -> Any:
+    """Each parameter has an optimizer, which steps as soon as its gradient is there."""
+    g, d = linear(4, 5), linear(5, 1)
+
+    def step_at_once(parameter: nn.Parameter) -> None:
+        optimizer = make([parameter])
+
+        def step(_: Tensor) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        parameter.register_post_accumulate_grad_hook(step)
+
+    for parameter in g.parameters():
+        step_at_once(parameter)
+    for _ in range(3):
+        z = lazy(rows(4))
+        made = [g(z) for _ in range(n_losses)]
+        losses = [made[0].pow(2).mean(), *(d(one.detach()).pow(2).mean() for one in made[1:])]
+        del made
+        for loss in losses:
+            loss.backward()
+    return g, d.weight.grad
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
+def test_optimizers_that_step_in_the_backward(optimizer: str, chunks: int) -> None:
+    make = OPTIMIZERS[optimizer]
+    assert_same_story(lambda lazy: in_the_backward(lazy, make, 1), chunks)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
+def test_a_second_loss_beside_such_an_optimizer(optimizer: str) -> None:
+    """Nothing can be cut while a backward runs: it is refused, also where no version tells."""
+    make = OPTIMIZERS[optimizer]
+    with split(3), pytest.raises(koila.StaleError, match="was changed in place"):
+        in_the_backward(koila.lazy, make, 2)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
+def test_a_program_that_neither_is_cut_nor_fits(
+    optimizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bridge, "_run_whole", lambda _: False)
+    with split(3), pytest.raises(koila.StaleError, match="was changed in place"):
+        a_hook(koila.lazy, OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
+def test_a_step_in_a_hook(optimizer: str) -> None:
+    """The hook writes what the program that is running reads again."""
+    first, second = linear(4, 8), linear(8, 3)
+    of_second = OPTIMIZERS[optimizer](second.parameters())
+    for parameter in second.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with split(3), pytest.raises(koila.KoilaError, match="a hook of a value has written"):
+        h = torch.tanh(first(koila.lazy(rows(4))))
+        out = second(h)
+        out.register_hook(lambda _: of_second.step())
+        out.pow(2).mean().backward()

@@ -174,16 +174,34 @@ def before_step(optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
     Returns:
         What to call after the step, or None.
     """
-    given = () if _core.is_busy() else _read_later(optimizer)
+    if _core.is_busy():  # in a hook of the user's: nothing can run or be cut
+        before = [(one, aliases.version_of(one)) for one in _written_by(optimizer)]
+        for one, _ in before:
+            visible.watch(one)
+        return functools.partial(_note_unseen, before)
+    given = _read_later(optimizer)
     if not any(map(_core.leaves_of, given)):
         flush.flush(_STEP)
     elif not _make_way(type(optimizer).step, _STEP) and not planner.is_whole():
         for one in given:
-            watch(one)  # what was not cut refuses a backward that would read what is written now
+            watch_here(one)  # a later backward of these calls would read what is written now
     return _keep_copies(type(optimizer).step, given) if given and _state.cuts else None
 
 
 _STEP = "an optimizer's step"
+
+
+def _note_unseen(before: list[tuple[torch.Tensor, int | None]]) -> None:
+    """After the step of an optimizer that changed no versions, as a fused one: refuse a backward of
+    pending calls that would read the new parameters.
+
+    Args:
+        before: the parameters, each with its version before the step.
+    """
+    for one, version in before:
+        if aliases.version_of(one) == version:
+            lost = dict.fromkeys(_core.leaves_of(one))
+            _core.memo().setdefault("watched", {}).update(lost)
 
 
 def _read_later(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:
@@ -193,9 +211,14 @@ def _read_later(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:
     read = {key for tape in tapes for key in _core.held(tape, _memory_of_leaves, (), {})}
     if _core.pending_bytes(True):
         read |= _memory_of_leaves()
-    groups = (group["params"] for group in optimizer.param_groups if read)
-    written = (one for group in groups for one in group if one.grad is not None)
+    written = _written_by(optimizer) if read else ()
     return tuple(one for one in written if aliases.memory_key(one) in read)
+
+
+def _written_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters that the step of an optimizer writes."""
+    for group in optimizer.param_groups:
+        yield from (one for one in group["params"] if one.grad is not None)
 
 
 def _memory_of_leaves() -> set[int]:
