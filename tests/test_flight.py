@@ -111,6 +111,7 @@ LESS = {
     **dict.fromkeys("cat stack".split(), "slices of one gradient are handed on"),
     "cumprod": "zeros take more, and samples have none",
     **dict.fromkeys("gru_cell lstm_cell".split(), "a bias: its gates are made by one kernel"),
+    "index_add": "the gradient of the result is handed on",
     "margin_ranking_loss": "targets that need no gradient",
 }
 

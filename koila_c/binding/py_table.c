@@ -35,10 +35,10 @@ core_parts_table(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
         bool is_last = reduce == KL_N_REDUCES;
         const KlReduction *of = is_last ? NULL : &kl_ops_reductions[reduce];
         const KlParts *parts = kl_ops_parts(is_last ? KL_REDUCE_NONE : (KlReduce)reduce, is_last);
-        PyObject *entry =
-            Py_BuildValue("(sIdddNNNI)", is_last ? "" : of->name, is_last ? 0 : of->n_parts,
-                          parts->left, parts->combined, parts->seeds, amount_object(parts->keeps),
-                          held_object(parts->held), PyBool_FromLong(parts->of_row), parts->added);
+        PyObject *entry = Py_BuildValue(
+            "(sIdddNNNI)", is_last ? "" : of->name, is_last ? 0 : of->n_parts, parts->left,
+            parts->combined[0], parts->seeds, amount_object(parts->keeps), held_object(parts->held),
+            PyBool_FromLong(parts->of_row), parts->added);
         if (kl_py_append_new(table, entry) < 0) {
             Py_CLEAR(table);
         }

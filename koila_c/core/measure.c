@@ -110,9 +110,9 @@ sweep_forward(Step *step, const KlRun *run, bool is_graph)
 
 /* Sweep the forward pass of a run again to restore the sweep's state; its moments have been counted before. */
 static void
-sweep_again(Step *step, const KlRun *run)
+sweep_again(Step *step, const KlRun *run, bool is_graph)
 {
-    sweep_span(step, kl_sweep_span(step->program, run, true), NULL);
+    sweep_span(step, kl_sweep_span(step->program, run, is_graph), NULL);
 }
 
 static void
@@ -127,19 +127,14 @@ sweep_back(Step *step)
     }
 }
 
-/* Add the bytes of gradients that outlive a run; a negative number removes them. */
+/* Add the bytes of gradients that outlive a run, or of a chunk's; negative numbers remove them. */
 static void
-hold_gradients(Step *step, double bytes)
+hold_gradients(Step *step, double bytes, double per_row)
 {
     step->held += bytes;
     step->gradients += bytes;
-}
-
-static void
-hold_gradients_by_row(Step *step, double bytes)
-{
-    step->held_per_row += bytes;
-    step->gradients_per_row += bytes;
+    step->held_per_row += per_row;
+    step->gradients_per_row += per_row;
 }
 
 /* -- what outlives runs -------------------------------------------------------------------------------- */
@@ -204,20 +199,35 @@ hold(Step *step, KlValueId value)
         step->held += whole(step, value);
     } else if (storage->n_held++ == 0) {
         storage->bytes = whole(step, value);
+        step->values[value].is_counted = true;
         step->held += storage->bytes;
     }
+}
+
+/* Hold what a joint leaves, whose sweep is open, instead of what it held before. */
+static void
+hold_joint(Step *step, uint32_t i)
+{
+    step->held += kl_sweep_live(&step->sweep).fixed - step->live[i];
+    step->live[i] = kl_sweep_live(&step->sweep).fixed;
 }
 
 static void
 free_value(Step *step, KlValueId value)
 {
     KlMeasureStorage *storage = &step->storages[storage_of(step, value)];
+    bool is_back = step->at >= step->schedule.n_forward;
+    if (step->values[value].joint > 0 && (is_back || !storage->is_shared)) {
+        step->sweep.sizes[value].is_freed = true;
+        uint32_t i = step->values[value].joint - 1;
+        sweep_again(step, &step->program->runs[i], step->homes->is_graph && !is_back);
+        hold_joint(step, i);
+    }
     if (!step->values[value].is_held) {
-        step->values[value].is_let_go = true; /* a joint made it: its graph may still keep it */
         return;
     }
     const KlParts *parts = parts_of(step, value);
-    step->values[value].is_held = false;
+    step->values[value].is_held = step->values[value].is_counted = false;
     step->held -= step->values[value].is_beside ? whole(step, value) : 0;
     step->values[value].is_beside = false;
     if (parts != NULL) {
@@ -229,43 +239,61 @@ free_value(Step *step, KlValueId value)
     }
 }
 
-/* Hold what a joint's graph saves of the parts that it combines, `kept` times, and their gradients, `seeds` times. */
+/* Hold a share of a reduction, for each chunk and once, `n` times. */
 static void
-hold_combined(Step *step, const KlRun *run, int kept, int seeds)
+hold_share(Step *step, KlValueId value, const double *share, double n)
 {
-    for (uint32_t i = 0; i < run->combined.n && step->homes->is_graph; i++) {
+    const KlParts *parts = parts_of(step, value);
+    hold_parts(step, value, parts, n * share[0]);
+    step->held += n * share[1] * result_of(step, value, parts);
+}
+
+/* Combine parts and hold what the graph of that saves; or (`is_back`) run it backward and hold the parts' gradients. */
+static void
+combine(Step *step, const KlRun *run, bool is_back)
+{
+    bool is_compared = is_joint_after(step, run) && step->stages->is_tail_linear; /* CHECK */
+    for (uint32_t i = 0; i < run->combined.n; i++) {
         KlNodeId id = step->program->combined.ids[run->combined.first + i];
         KlValueId value = step->tape->nodes[id].first_out;
         const KlParts *parts = parts_of(step, value);
-        if (parts != NULL && needs_gradient(step, value)) {
-            hold_parts(step, value, parts, parts->combined * kept + parts->seeds * seeds);
-        }
+        double saved = step->homes->is_graph && needs_gradient(step, value) ? 1 : 0;
+        const double *most = is_back ? parts->sending : parts->combining;
+        hold_share(step, value, parts->combined, is_back ? -saved : 0);
+        hold_share(step, value, most, is_back ? saved : 1);
+        note(step, (KlMoment){.node = id});
+        hold_share(step, value, most, is_back ? -saved : -1);
+        hold_share(step, value, parts->combined, is_back ? 0 : saved);
+        hold_parts(step, value, parts, is_back && !is_compared ? saved * parts->seeds : 0);
     }
 }
 
-/* Hold the gradients of a run's inputs from outside its body, unless held; return the bytes made chunk by chunk. */
+/* Hold the gradients of a run's inputs from outside its body, unless held, or (`are_copies`) only those that are copies of
+ * what the run makes; return the bytes made chunk by chunk. */
 static double
-gather_gradients(Step *step, const KlRun *run, uint32_t body)
+gather_gradients(Step *step, const KlRun *run, uint32_t body, bool are_copies)
 {
     double by_chunks = 0;
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = import_of(step, run, i);
         KlMeasureValue *known = &step->values[value];
+        bool is_cut = is_made_by_rows(step, value) && !step->sweep.sizes[value].is_put_together;
+        if (are_copies && !is_cut && gradient(step, value) == whole(step, value)) {
+            continue;
+        }
         if (known->is_one_gradient) {
-            hold_gradients(step, known->is_gathering ? 0 : gradient(step, value));
+            hold_gradients(step, known->is_gathering ? 0 : gradient(step, value), 0);
             known->is_gathering = known->is_gathering_whole = true;
         } else if (is_gathered(step, run, i) && needs_gradient(step, value)) {
-            hold_gradients(step, known->is_gathering_whole ? 0 : gradient(step, value));
+            hold_gradients(step, known->is_gathering_whole ? 0 : gradient(step, value), 0);
             known->is_gathering_whole = true;
         } else if (!known->is_gathering && needs_gradient(step, value) && known->body != body) {
             known->is_gathering = true;
-            hold_gradients(step, gradient(step, value));
-            uint32_t import = step->program->imports.ids[run->imports.first + i];
-            bool is_cut = kl_place_is_rows(&step->stages->imports[import].place);
-            bool is_there_by_rows =
-                is_cut && kl_program_is_body(run) && is_made_by_rows(step, value);
-            by_chunks += is_there_by_rows ? gradient(step, value) : 0;
+            hold_gradients(step, gradient(step, value), 0);
+            by_chunks +=
+                kl_program_is_body(run) && is_made_by_rows(step, value) ? gradient(step, value) : 0;
         }
+        step->sweep.sizes[value].is_summed |= known->is_gathering;
     }
     return by_chunks;
 }
@@ -275,11 +303,10 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body)
 static void
 run_joint(Step *step, const KlStep *of)
 {
-    uint32_t i = of->run;
-    hold_combined(step, &step->program->runs[i], 1, 0);
-    sweep_forward(step, &step->program->runs[i], step->homes->is_graph);
-    step->live[i] = kl_sweep_live(&step->sweep).fixed;
-    step->held += step->live[i];
+    const KlRun *run = &step->program->runs[of->run];
+    combine(step, run, false);
+    sweep_forward(step, run, step->homes->is_graph);
+    hold_joint(step, of->run);
 }
 
 /* Return the bytes per row that a loop loads back from offloaded values, and reset the state of its segments' results. */
@@ -317,7 +344,7 @@ hold_handed_gradients(Step *step, const KlRun *run)
         bool is_first = known->body == step->loop->run + 1 && !known->is_coming;
         if (is_first && needs_gradient(step, value)) {
             known->is_coming = true;
-            hold_gradients_by_row(step, step->sweep.sizes[value].per_row);
+            hold_gradients(step, 0, step->sweep.sizes[value].per_row);
         }
     }
 }
@@ -329,7 +356,7 @@ free_handed_gradients(Step *step, const KlRun *run)
     for (uint32_t i = 0; i < run->exports.n; i++) {
         KlValueId value = export_of(step, run, i);
         KlMeasureValue *known = &step->values[value];
-        hold_gradients_by_row(step, known->is_coming ? -step->sweep.sizes[value].per_row : 0);
+        hold_gradients(step, 0, known->is_coming ? -step->sweep.sizes[value].per_row : 0);
         known->is_coming = false;
     }
 }
@@ -342,7 +369,7 @@ sweep_tail(Step *step)
     for (size_t i = 0; i < step->program->n_staged && step->status == KL_OK; i++) {
         const KlRun *run = &step->program->runs[i];
         if (is_joint_after(step, run)) {
-            sweep_again(step, run);
+            sweep_again(step, run, true);
             double end = kl_sweep_live(&step->sweep).fixed;
             step->status = kl_sweep_back(&step->sweep, NULL, step->error);
             worst = fmax(worst, held + step->sweep.most);
@@ -352,49 +379,33 @@ sweep_tail(Step *step)
     return fmax(worst, held);
 }
 
-static void
-find_stand_ins(Step *step, const KlStep *of)
-{
-    KlStandIns found = {0};
-    for (uint32_t r = 0; r < of->n_runs; r++) {
-        const KlRun *run = &step->program->runs[of->run + r];
-        for (uint32_t i = 0; i < run->exports.n; i++) {
-            KlValueId value = export_of(step, run, i);
-            const KlParts *parts = parts_of(step, value);
-            if (step->values[value].is_inner) {
-                continue;
-            }
-            if (parts != NULL) {
-                double *of_parts = parts->added ? &found.values : &found.parts;
-                *of_parts += parts->left * result_of(step, value, parts);
-                continue;
-            }
-            bool is_read = step->values[value].is_read_by_tail;
-            bool is_sent = (is_read || step->values[value].is_root) && needs_gradient(step, value);
-            found.values += is_read ? whole(step, value) : 0;
-            found.seeds += is_sent ? whole(step, value) : 0;
-        }
-    }
-    found.tail = sweep_tail(step);
-    step->stand_ins = found;
-}
-
-/* Run the tail on zeros, after the forward of the first chunk or of its first piece. */
+/* Run the tail on zeros instead of a body's results, during the first chunk, and hold the gradients that it sends. */
 static void
 run_tail(Step *step, const KlStep *of)
 {
-    const KlRun *last = &step->program->runs[of->run + of->n_runs - 1];
-    const KlStandIns *stand_ins = &step->stand_ins;
+    KlMoment moment = {.rows = (uint32_t)rows_of(step, &step->program->runs[of->run])};
     KlBytes live = kl_sweep_live(&step->sweep);
-    double more = stand_ins->tail + stand_ins->values + stand_ins->seeds;
-    step->held_per_chunk += stand_ins->parts;
-    KlNodeId node = step->program->nodes.ids[last->nodes.first + last->nodes.n - 1];
-    note(step, (KlMoment){.fixed = live.fixed + more,
-                          .per_row = live.per_row,
-                          .node = node,
-                          .rows = (uint32_t)rows_of(step, last)});
-    step->held_per_chunk -= stand_ins->parts;
-    hold_gradients(step, stand_ins->seeds);
+    double held_per_chunk = step->held_per_chunk;
+    moment.per_row = live.per_row;
+    moment.fixed = live.fixed + sweep_tail(step);
+    step->open = KL_ID_NONE; /* BACK restores the sweep of the chunk */
+    for (uint32_t r = of->run; r < of->run + of->n_runs; r++) {
+        const KlRun *run = &step->program->runs[r];
+        moment.node = step->program->nodes.ids[run->nodes.first + run->nodes.n - 1];
+        for (uint32_t i = 0; i < run->exports.n; i++) {
+            KlValueId value = export_of(step, run, i);
+            const KlParts *parts = step->values[value].is_inner ? NULL : parts_of(step, value);
+            if (parts != NULL) {
+                double left = parts->left * result_of(step, value, parts);
+                *(parts->added ? &moment.fixed : &step->held_per_chunk) += left;
+            } else if (step->values[value].is_read_by_tail && !step->values[value].is_inner) {
+                moment.fixed += whole(step, value);
+                hold_gradients(step, needs_gradient(step, value) ? whole(step, value) : 0, 0);
+            }
+        }
+    }
+    note(step, moment);
+    step->held_per_chunk = held_per_chunk;
 }
 
 /* Return the bytes of gradients that exist twice while a head runs along a second axis: it is a program of its own, with
@@ -429,16 +440,26 @@ hold_chunk(Step *step, const KlStep *put)
     }
 }
 
-/* Set whether a run's sweep counts its results as there: all, or (`is_held`) those of which all chunks are held. */
+/* Set whether a run's sweep counts its results as there. */
 static void
-set_there(Step *step, const KlRun *run, bool is_there, bool is_held)
+set_there(Step *step, const KlRun *run, bool is_there)
 {
     for (uint32_t i = 0; i < run->exports.n; i++) {
-        KlValueId value = export_of(step, run, i);
-        KlSize *size = &step->sweep.sizes[value];
-        size->is_there =
-            is_there && (!is_held || (step->values[value].is_held && !size->is_put_together));
+        step->sweep.sizes[export_of(step, run, i)].is_there = is_there;
     }
+}
+
+/* Return the bytes per row of a run's results of which all chunks are held: until a chunk makes its own, one is missing. */
+static double
+missing(const Step *step, const KlRun *run)
+{
+    double bytes = 0;
+    for (uint32_t i = 0; i < run->exports.n; i++) {
+        KlValueId value = export_of(step, run, i);
+        const KlSize *size = &step->sweep.sizes[value];
+        bytes += step->values[value].is_counted && !size->is_put_together ? size->per_row : 0;
+    }
+    return bytes;
 }
 
 /* Run a segment on a chunk. With a graph, its sweep stays open and counts its results, too, until BACK. */
@@ -448,13 +469,14 @@ run_chunk(Step *step, const KlStep *of)
     const KlRun *run = &step->program->runs[of->run];
     bool is_graph = of->graph == KL_GRAPH_NOW || of->graph == KL_GRAPH_ACROSS;
     if (of->graph == KL_GRAPH_ACROSS) {
-        hold_gradients(step, gradients_beside(step, run));
+        hold_gradients(step, gradients_beside(step, run), 0);
         hold_handed_gradients(step, run);
         step->n_pieces = step->homes->n_pieces;
     }
-    set_there(step, run, !is_graph, true);
+    double bytes = is_graph ? 0 : missing(step, run);
+    step->held_per_row -= bytes;
     sweep_forward(step, run, is_graph);
-    set_there(step, run, false, true);
+    step->held_per_row += bytes;
     if (!is_graph) {
         hold_chunk(step, of);
     }
@@ -490,9 +512,6 @@ hold_left(Step *step, const KlStep *of)
             }
         }
     }
-    if (is_fused) {
-        find_stand_ins(step, of);
-    }
 }
 
 static void
@@ -521,29 +540,6 @@ free_values(Step *step, const KlStep *of)
 
 /* -- back --------------------------------------------------------------------------------------------- */
 
-/* Return the bytes of a joint's results and combined reductions that are not freed; a storage counts once, as last. */
-static double
-bytes_left(Step *step, const KlRun *run)
-{
-    double left = 0;
-    for (int is_counting = 0; is_counting < 2; is_counting++) {
-        for (uint32_t i = 0; i < run->exports.n + run->combined.n; i++) {
-            bool is_export = i < run->exports.n;
-            uint32_t k = run->combined.first + i - run->exports.n;
-            const KlNode *node =
-                is_export ? NULL : &step->tape->nodes[step->program->combined.ids[k]];
-            KlValueId value = is_export ? export_of(step, run, i) : node->first_out;
-            uint32_t n_values = is_export ? !step->values[value].is_let_go : node->n_outs;
-            for (uint32_t n = n_values; n-- > 0; value++) {
-                KlValueId *met = &step->met[storage_of(step, value)];
-                left += is_counting && *met == value ? whole(step, value) : 0;
-                *met = is_counting ? *met : value;
-            }
-        }
-    }
-    return left;
-}
-
 /* Count what a hook returns, beside the gradient of all rows that it gets. */
 static void
 call_hooks(Step *step, const KlStep *of)
@@ -564,32 +560,28 @@ call_hooks(Step *step, const KlStep *of)
 static void
 go_back_joint(Step *step, const KlStep *of)
 {
-    uint32_t i = of->run;
-    const KlRun *run = &step->program->runs[i];
-    (void)gather_gradients(step, run, UINT32_MAX);
+    const KlRun *run = &step->program->runs[of->run];
     call_hooks(step, of);
-    /* The gradients of a linear tail are only compared: CHECK. */
-    hold_combined(step, run, 0, !(is_joint_after(step, run) && step->stages->is_tail_linear));
-    step->held -= step->live[i]; /* the sweep below counts it */
-    sweep_again(step, run);
+    step->held -= step->live[of->run]; /* the sweep below counts it */
+    step->live[of->run] = 0;
+    sweep_again(step, run, true);
     for (uint32_t k = 0; k < run->exports.n; k++) {
         KlValueId value = export_of(step, run, k);
         if (step->values[value].is_gathering) {
             kl_sweep_seed(&step->sweep, value);
         }
-        if (step->values[value].is_let_go) {
-            kl_sweep_let_go(&step->sweep, value);
-        }
     }
+    (void)gather_gradients(step, run, UINT32_MAX, true);
     sweep_back(step);
+    (void)gather_gradients(step, run, UINT32_MAX, false);
     for (uint32_t k = 0; k < run->exports.n; k++) {
         KlValueId value = export_of(step, run, k);
-        hold_gradients(step, step->values[value].is_gathering ? -gradient(step, value) : 0);
+        hold_gradients(step, step->values[value].is_gathering ? -gradient(step, value) : 0, 0);
         step->values[value].is_gathering = false;
     }
-    /* The graph is freed, and with it the combined values that only it kept. */
-    step->held += fmin(step->live[i] - step->sweep.freed, bytes_left(step, run));
-    hold_combined(step, run, -1, 0);
+    sweep_again(step, run, false); /* the graph is freed */
+    hold_joint(step, of->run);
+    combine(step, run, true);
 }
 
 /* Return the bytes of gradients accumulated for a body's results: by chunk, or (`is_whole`) of those read whole. */
@@ -677,18 +669,18 @@ go_back_chunk(Step *step, const KlStep *of)
 {
     const KlRun *run = &step->program->runs[of->run];
     if (of->graph == KL_GRAPH_WAIT) {
-        set_there(step, run, true, false);
+        set_there(step, run, true);
         sweep_forward(step, run, true);
     } else if (step->open != of->run) {
-        sweep_again(step, run);
+        sweep_again(step, run, true);
     }
     sweep_back(step); /* it counts the gradients of the segment's inputs while it runs */
     hold_handed_gradients(step, run);
     free_handed_gradients(step, run);
-    set_there(step, run, false, false);
+    set_there(step, run, false);
     step->open = KL_ID_NONE;
     if (of->graph == KL_GRAPH_ACROSS) {
-        hold_gradients(step, -gradients_beside(step, run));
+        hold_gradients(step, -gradients_beside(step, run), 0);
         step->n_pieces = 1;
     }
 }
@@ -706,7 +698,7 @@ open_pieces(Step *step, const KlStep *of)
     step->n_pieces = step->homes->n_pieces;
     step->sweep.is_in_pieces = true;
     hold_handed_gradients(step, &step->program->runs[of->run]);
-    hold_gradients_by_row(step, -step->exchange.in_sweep); /* sweeps count only a piece's */
+    hold_gradients(step, 0, -step->exchange.in_sweep); /* sweeps count only a piece's */
 }
 
 /* The backward of each chunk frees its results and their gradients, and makes the gradients of its inputs. The two
@@ -717,26 +709,24 @@ open_exchange(Step *step, const KlStep *of)
     double made = 0, freed_gradients = left_gradients(step, of, false);
     double freed = freed_gradients + free_by_chunk(step, of);
     for (uint32_t r = 0; r < of->n_runs; r++) {
-        made += gather_gradients(step, &step->program->runs[of->run + r], of->run + 1);
+        made += gather_gradients(step, &step->program->runs[of->run + r], of->run + 1, false);
     }
     double reused = fmin(made, freed), reused_gradients = fmin(made, freed_gradients);
-    step->held -= reused - reused_gradients;
-    hold_gradients(step, -reused_gradients);
     int64_t rows = rows_of(step, &step->program->runs[of->run]);
-    step->exchange = (KlExchange){.freed = freed,
-                                  .freed_gradients = freed_gradients,
-                                  .reused = reused,
-                                  .reused_gradients = reused_gradients,
+    step->held -= reused;
+    step->gradients -= reused_gradients;
+    step->exchange = (KlExchange){.held = freed - reused,
+                                  .gradients = freed_gradients - reused_gradients,
                                   .in_sweep = fmin(freed - made, 0) / (double)rows};
-    hold_gradients_by_row(step, step->exchange.in_sweep);
+    hold_gradients(step, 0, step->exchange.in_sweep);
 }
 
 static void
 close_exchange(Step *step, const KlStep *of)
 {
-    double gradients = step->exchange.reused_gradients - step->exchange.freed_gradients;
-    step->held += step->exchange.reused - step->exchange.freed - gradients;
-    hold_gradients(step, gradients - left_gradients(step, of, true));
+    hold_gradients(step, -left_gradients(step, of, true), 0);
+    step->held -= step->exchange.held;
+    step->gradients -= step->exchange.gradients;
 }
 
 static void
@@ -835,7 +825,6 @@ allocate(Step *step)
     step->live = kl_alloc_scratch(scratch, step->program->n_staged, sizeof(double));
     step->values = kl_alloc_scratch(scratch, step->stages->n_values, sizeof(KlMeasureValue));
     step->storages = kl_alloc_scratch(scratch, step->tape->n_storages, sizeof(KlMeasureStorage));
-    step->met = kl_alloc_scratch(scratch, step->tape->n_storages, sizeof(KlValueId));
     return !scratch->is_short
                ? KL_OK
                : kl_error_set(step->error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
@@ -851,11 +840,21 @@ look_up(Step *step, KlMeasured *measured)
     }
     for (size_t i = 0; i < step->program->n_staged; i++) {
         const KlRun *run = &step->program->runs[i];
+        uint32_t joint = kl_program_is_body(run) ? 0 : (uint32_t)i + 1;
+        for (uint32_t k = 0; k < run->exports.n; k++) {
+            step->values[export_of(step, run, k)].joint = joint;
+            step->storages[storage_of(step, export_of(step, run, k))].is_shared |= joint == 0;
+        }
+        for (uint32_t k = 0; k < run->combined.n; k++) {
+            KlNodeId id = step->program->combined.ids[run->combined.first + k];
+            step->values[step->tape->nodes[id].first_out].joint = joint;
+        }
         for (uint32_t k = 0; k < run->inner.n; k++) {
             step->values[step->program->inner.ids[run->inner.first + k]].is_inner = true;
         }
         for (uint32_t k = 0; k < run->imports.n; k++) {
             KlMeasureValue *value = &step->values[import_of(step, run, k)];
+            step->storages[storage_of(step, import_of(step, run, k))].is_shared |= joint > 0;
             value->is_read_by_tail |= is_joint_after(step, run);
             value->is_for_segments |= is_made_in(step, run, import_of(step, run, k));
             value->is_read_whole |= !kl_program_is_body(run) || is_gathered(step, run, k);
@@ -892,7 +891,6 @@ kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *o
     }
     look_up(&step, measured);
     hold_states(&step);
-    step.at = (uint32_t)step.schedule.n_steps;
     if (!homes->is_live) {
         walk(&step);
         step.at = (uint32_t)step.schedule.n_steps;

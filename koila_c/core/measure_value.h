@@ -20,25 +20,23 @@ typedef struct KlMeasureValue {
     bool is_offloaded;    /* it is offloaded from its device */
     uint32_t given_in;    /* the step, plus one, of the last loop that loaded it back */
     bool is_held;         /* a body made it, and all chunks of it are held */
+    bool is_counted;      /* likewise, the first of its storage, whose bytes count */
     uint8_t is_filled;    /* a chunk of it is filled: 1 + the depth of the fill() that did it */
-    bool is_let_go;       /* a joint made it, and the schedule has freed it */
+    uint32_t joint;       /* the joint that made it, plus one; 0: none did */
 } KlMeasureValue;
 
 typedef struct KlMeasureStorage {
     uint32_t n_held; /* held values of this storage */
     double bytes;    /* of these, counted once */
+    bool is_shared;  /* a joint's graph, or a body's result, may keep what a joint made */
 } KlMeasureStorage;
 
-/* Bytes of running the tail on zeros instead of the last body's results; `tail` is the peak of that run itself. */
-typedef struct KlStandIns {
-    double values, seeds, parts, tail;
-} KlStandIns;
-
-/* Bytes that the backward of a body frees (its results and their gradients) and makes (its inputs' gradients). */
+/* Bytes that the backward of a body frees (its results and their gradients) beyond those that it makes (its inputs'
+ * gradients), which are held to its end. */
 typedef struct KlExchange {
-    double freed, freed_gradients;   /* all that it frees; of this, the gradients */
-    double reused, reused_gradients; /* new gradients that replace `freed`, `freed_gradients` */
-    double in_sweep; /* per row: minus the new gradients beyond `freed`: sweeps count them, too */
+    double held, gradients; /* all; of these, the gradients */
+    double
+        in_sweep; /* per row: minus the new gradients beyond what is freed: sweeps count them, too */
 } KlExchange;
 
 /* The state of the walk. `held` are bytes that outlive the runs so far. */
@@ -63,12 +61,10 @@ typedef struct Step {
     uint32_t open;              /* the run whose sweep is open, with a graph; KL_ID_NONE: none */
     KlBytes waiting;            /* the graph of the segments before a head that runs in pieces */
     KlExchange exchange;        /* of the outer loop */
-    KlStandIns stand_ins;       /* of the last body */
     double n_pieces;            /* pieces of a chunk while the head runs; else 1 */
-    double *live;               /* [n_staged] bytes that a joint's graph holds */
+    double *live;               /* [n_staged] bytes that a joint holds: results and its graph */
     KlMeasureValue *values;     /* [n_values] */
     KlMeasureStorage *storages; /* [n_storages] */
-    KlValueId *met;             /* [n_storages] scratch of bytes_left */
 } Step;
 
 /* Bytes of all rows of a value. */

@@ -178,7 +178,8 @@ const KlReduction kl_ops_reductions[KL_N_REDUCES] = {
 #undef REDUCTION
 
 /* The statistics for batch_norm and softmax in chunks: they save only the input, and one call makes its gradient. */
-static const KlParts statistics = {2, 1, 2, NULL, HELD(.run = {.ins = 1}), false, 0};
+static const KlParts statistics = {
+    2, 2, {6, 8}, {2.5, 2.25}, {5.25, 5}, NULL, HELD(.run = {.ins = 1}), false, 0};
 
 const KlParts *
 kl_ops_parts(KlReduce reduce, bool is_for_chunks)

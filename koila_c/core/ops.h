@@ -265,10 +265,11 @@ typedef struct KlHeld {
 } KlHeld;
 
 /* A reduction in chunks, in multiples of the result, or if `of_row` of a row of the first operand: the partial results of
- * a chunk, how much of them the combining graph saves, and their gradients. If a chunk does not run the op itself:
- * what it saves for backward and its temporary memory; else NULL. */
+ * a chunk and their gradients; what there is beside partial results at most while they are combined, then in the
+ * graph of that, and at most while it runs backward. If a chunk does not run the op itself: what it saves for backward
+ * and its temporary memory; else NULL. The numbers are measured. */
 typedef struct KlParts {
-    double left, combined, seeds;
+    double left, seeds, combining[2], combined[2], sending[2]; /* [2]: for each chunk, and once */
     const KlAmount *keeps;
     const KlHeld *held;
     bool of_row;

@@ -141,15 +141,6 @@ is_read_last_by(const KlBuild *build, KlValueId value, uint32_t u)
            !build->program->is_kept[value];
 }
 
-/* Whether the backward pass does not need a value: it has no gradient, and no body with a later backward makes or
- * reads it. */
-static bool
-is_done(const KlBuild *build, KlValueId value)
-{
-    return !build->homes->is_graph ||
-           (!build->program->stages.needs_gradient[value] && !build->facts[value].is_used_back);
-}
-
 /* Of the values that unit `u` reads last: free those that the backward pass does not need or recomputes, and empty
  * those that cheap calls recompute. */
 static void
@@ -163,9 +154,13 @@ release_read(KlBuild *build, uint32_t u)
                 KlValueId value = input_of(build, run, i);
                 KlFacts *facts = &build->facts[value];
                 bool is_last = is_read_last_by(build, value, u);
+                /* Without a gradient, and if no body with a later backward makes or reads it. */
+                bool is_done =
+                    !build->homes->is_graph ||
+                    (!build->program->stages.needs_gradient[value] && !facts->is_used_back);
                 bool is_freed =
-                    is_last && (is_done(build, value) ||
-                                kl_units_is_recomputed(build, &build->units[facts->unit], value));
+                    is_last &&
+                    (is_done || kl_units_is_recomputed(build, &build->units[facts->unit], value));
                 bool is_light = build->schedule->lights.number[value] != 0;
                 facts->is_freed |= is_freed && !is_emptying;
                 if (is_emptying ? is_last && is_light : is_freed) {

@@ -14,6 +14,7 @@ struct KlSweepStorage {
     uint32_t last_use; /* the position of the last node that makes or reads it */
     uint32_t saved_by; /* of the first node that saves it, whose backward runs last; KL_ID_NONE */
     bool is_held;      /* it lives to the end of the forward pass */
+    bool is_result;    /* likewise, and longer: it is a result of the run */
     bool is_copy;      /* an import that is copied for this run */
     bool is_live;
     KlBytes size; /* live: the bytes that were counted */
@@ -338,7 +339,6 @@ kl_sweep_open(KlSweep *sweep, const KlSpan *span)
     sweep->span = *span;
     sweep->serial++;
     sweep->made = sweep->further = sweep->gradients = zero;
-    sweep->freed = 0;
     sweep->most = 0;
     sweep->n_uneven = sweep->n_again = 0;
     sweep->region = KL_ID_NONE;
@@ -347,12 +347,15 @@ kl_sweep_open(KlSweep *sweep, const KlSpan *span)
         const KlSweepNode *node = &sweep->nodes[span->combined[i]];
         for (uint32_t k = 0; k < node->n_outs; k++) {
             state_of(sweep, node->first_out + k)->is_inside = true;
+            storage_of(sweep, node->first_out + k)->is_result =
+                !sweep->sizes[node->first_out + k].is_freed;
         }
     }
     find_regions(sweep);
     find_lifetimes(sweep, 0, span->n_nodes);
     for (uint32_t i = 0; i < span->n_exports; i++) {
-        storage_of(sweep, span->exports[i])->is_held = true;
+        storage_of(sweep, span->exports[i])->is_result |=
+            span->is_live || !sweep->sizes[span->exports[i]].is_freed;
     }
 }
 
@@ -413,19 +416,6 @@ enter(KlSweep *sweep)
     }
 }
 
-/* Free the copies of imports that nothing saved. */
-static void
-drop_copies(KlSweep *sweep)
-{
-    for (uint32_t i = 0; i < sweep->span.n_imports; i++) {
-        KlValueId value = sweep->program->stages.imports[sweep->span.imports[i]].value;
-        KlSweepStorage *storage = storage_of(sweep, value);
-        if (storage->is_copy && storage->saved_by == KL_ID_NONE && !storage->is_held) {
-            drop(sweep, storage);
-        }
-    }
-}
-
 /* Return the size of a reduced loss's largest input, its terms, in whose memory its result lies; else 0. */
 static KlBytes
 terms_of(const KlSweep *sweep, const KlSweepNode *node)
@@ -444,8 +434,25 @@ static void
 drop_if_free(KlSweep *sweep, KlValueId value)
 {
     KlSweepStorage *storage = storage_of(sweep, value);
-    if (!storage->is_held && storage->saved_by == KL_ID_NONE && !storage->is_copy) {
+    bool is_held = storage->is_held || storage->is_result || storage->is_copy;
+    if (!is_held && storage->saved_by == KL_ID_NONE) {
         drop(sweep, storage);
+    }
+}
+
+/* Free the copies of imports that nothing saved, and what a joint wrote. */
+static void
+drop_rest(KlSweep *sweep)
+{
+    bool is_joint = !sweep->span.is_body && !sweep->span.is_live;
+    for (uint32_t at = 0; at < sweep->span.n_nodes && is_joint; at++) {
+        storage_of(sweep, node_at(sweep, at)->first_out)->is_held = false;
+        drop_if_free(sweep, node_at(sweep, at)->first_out);
+    }
+    for (uint32_t i = 0; i < sweep->span.n_imports; i++) {
+        KlValueId value = sweep->program->stages.imports[sweep->span.imports[i]].value;
+        storage_of(sweep, value)->is_copy = false;
+        drop_if_free(sweep, value);
     }
 }
 
@@ -527,7 +534,9 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     if (!sweep->span.is_live && sweep->known.is_cloned != NULL &&
         sweep->known.is_cloned[sweep->span.nodes[at]]) {
         /* The clone lives to the end of the run, like all memory that the run writes. */
-        add(&sweep->made, size_of(sweep, node->first_out + node->n_outs - 1));
+        KlValueId written = node->first_out + node->n_outs - 1;
+        add(&sweep->made, size_of(sweep, written));
+        add(&storage_of(sweep, written)->size, size_of(sweep, written));
     }
     KlBytes workspace = find_kept(sweep, at, &node->further);
     bool is_inner = inner_at(sweep, at) != KL_ID_NONE; /* and saves nothing until it runs again */
@@ -552,7 +561,7 @@ kl_sweep_forward(KlSweep *sweep, KlMoments *moments, KlError *error)
         for (uint32_t at = 0; at < sweep->span.n_nodes; at++) {
             go_through(sweep, at, moments);
         }
-        drop_copies(sweep);
+        drop_rest(sweep);
     }
     return status;
 }
@@ -603,10 +612,10 @@ kl_sweep_seed(KlSweep *sweep, KlValueId value)
     state_of(sweep, value)->n_users++;
 }
 
-void
-kl_sweep_let_go(KlSweep *sweep, KlValueId value)
+static void
+let_go_of(KlSweep *sweep, KlValueId value)
 {
-    storage_of(sweep, value)->is_held = false;
+    storage_of(sweep, value)->is_held = storage_of(sweep, value)->is_result = false;
     drop_if_free(sweep, value);
 }
 
@@ -703,18 +712,17 @@ make_gradient(KlSweep *sweep, const KlSweepNode *node, uint32_t k)
     /* A joint may read a copy that was gathered from chunks; its gradient is cut into chunks at the end. */
     bool is_gathered = !sweep->span.is_body &&
                        !is_given(sweep, sweep->program->stages.import_of[node->first_input + k]);
-    if (state->is_inside || is_gathered) {
-        bool is_shared =
-            parts_of(sweep, node) == NULL && is_handed_on(sweep, node, held_by(sweep, node), k);
-        shared = is_shared ? node->first_out : KL_ID_NONE;
-    } else {
-        state->n_coming--;
-        if (sweep->span.is_body && node->accruing == k) {
-            return zero; /* the call adds it directly to the accumulated gradient */
-        }
+    bool is_last = !state->is_inside && !is_gathered && --state->n_coming == 0;
+    if (!state->is_inside && !is_gathered && sweep->span.is_body && node->accruing == k) {
+        return zero; /* the call adds it directly to the accumulated gradient */
     }
     const KlHeld *held = held_by(sweep, node);
     bool is_part = parts_of(sweep, node) != NULL;
+    /* The last gradient of an import is copied, unless it is added to others. */
+    if (!(is_last && state->buffer == KL_ID_NONE) && !is_part &&
+        is_handed_on(sweep, node, held, k)) {
+        shared = node->first_out;
+    }
     bool is_expanded =
         state->is_inside && held != NULL && (is_part ? held->expands_part : held->expands);
     if (state->is_left && state->buffer == KL_ID_NONE) {
@@ -746,7 +754,8 @@ add_gradients(KlSweep *sweep, const KlSweepNode *node, bool *has_sums)
         }
         state->is_second = false;
         bool is_alone = state_of(sweep, state->buffer)->n_users == 1 && !state->is_expanded;
-        if (is_alone || !state->is_inside) {
+        bool is_joint = !sweep->span.is_body && !sweep->span.is_live; /* a call may send a view */
+        if (is_alone && (state->is_inside || !is_joint)) {
             continue;
         }
         *has_sums = true;
@@ -769,14 +778,15 @@ is_added(const KlSweep *sweep, KlValueId value)
     const KlSweepValue *state = &sweep->values[value];
     bool is_chunks = sweep->span.is_body && size_of(sweep, value).per_row > 0; /* of its own */
     return is_wanted(sweep, value) && !state->is_inside && state->n_coming == 0 && !is_chunks &&
-           (!sweep->span.is_live || sweep->known.has_grad[value]);
+           (sweep->span.is_body ||
+            (sweep->span.is_live ? sweep->known.has_grad[value] : sweep->sizes[value].is_summed));
 }
 
 static void
 free_saved(KlSweep *sweep, KlValueId value, uint32_t at)
 {
     KlSweepStorage *storage = value != KL_ID_NONE ? storage_of(sweep, value) : NULL;
-    if (storage != NULL && storage->saved_by == at && !storage->is_held) {
+    if (storage != NULL && storage->saved_by == at && !storage->is_held && !storage->is_result) {
         drop(sweep, storage);
     }
 }
@@ -909,11 +919,11 @@ let_go(KlSweep *sweep)
     const KlSpan *span = &sweep->span;
     for (uint32_t i = 0; i < span->n_exports; i++) {
         state_of(sweep, span->exports[i])->is_left = !sweep->sizes[span->exports[i]].is_let_go;
-        kl_sweep_let_go(sweep, span->exports[i]);
+        let_go_of(sweep, span->exports[i]);
     }
     for (uint32_t at = 0; at < span->n_nodes; at++) {
         const KlSweepNode *node = node_at(sweep, at);
-        kl_sweep_let_go(sweep, node->first_out);
+        let_go_of(sweep, node->first_out);
         if (parts_of(sweep, node) != NULL) {
             add(&sweep->made, times(-1, terms_of(sweep, node)));
         }
@@ -930,7 +940,6 @@ kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error)
     if (sweep->span.is_body) {
         let_go(sweep);
     }
-    double before = kl_sweep_live(sweep).fixed;
     for (uint32_t at = sweep->span.n_nodes; at-- > 0;) {
         if (has_gradient(sweep, node_at(sweep, at))) {
             run_again(sweep, region_at(sweep, at), moments);
@@ -940,7 +949,6 @@ kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error)
     if (sweep->span.n_nodes > 0) {
         note(sweep, sweep->span.nodes[0], zero, moments); /* gathered gradients are cut here */
     }
-    sweep->freed = before - kl_sweep_live(sweep).fixed;
     return KL_OK;
 }
 

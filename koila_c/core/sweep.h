@@ -68,10 +68,12 @@ typedef struct KlSize {
     uint32_t cut_in;      /* the last run whose chunks read rows of it where it has none */
     uint8_t itemsize;
     bool needs_gradient;
-    /* measure.c sets these three. */
+    /* measure.c sets these five. */
     bool is_put_together; /* its chunks are views of one tensor of all rows */
     bool is_there;        /* it exists already: the run that makes it allocates nothing */
     bool is_let_go;       /* likewise, but no gradient is sent to it: it is freed before backward */
+    bool is_freed;        /* a joint made it, and the schedule has freed it */
+    bool is_summed;       /* a joint adds the gradient that it makes to one that is there already */
     bool has_other_layout; /* its gradient has another memory layout than itself */
 } KlSize;
 
@@ -123,7 +125,6 @@ typedef struct KlSweep {
     int64_t rows;                     /* of the body's axis */
     uint32_t n_uneven, n_again;       /* nodes of the span that are uneven; that run again */
     KlBytes made, further, gradients; /* live now: storages, other saved bytes, gradients */
-    double freed;                     /* fixed bytes that the backward has freed */
     double most;                      /* the peak of the fixed bytes so far */
 } KlSweep;
 
@@ -151,9 +152,6 @@ KlBytes kl_sweep_live(const KlSweep *sweep);
 
 /* Note that the gradient of `value` exists during the whole backward; the caller counts its bytes. */
 void kl_sweep_seed(KlSweep *sweep, KlValueId value);
-
-/* Note that only the graph may still keep `value`. */
-void kl_sweep_let_go(KlSweep *sweep, KlValueId value);
 
 /* Run the backward of the graph that the forward built, and append its moments, if `moments` is not NULL. */
 KlStatus kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error);

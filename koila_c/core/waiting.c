@@ -243,14 +243,6 @@ is_alone(const KlWaiting *waiting, const KlRun *run, KlValueId value)
     return is_found;
 }
 
-/* Whether no call has written a value in place since it was made. */
-static bool
-is_as_made(const KlWaiting *waiting, KlValueId value)
-{
-    const KlNode *node = &waiting->tape->nodes[waiting->tape->values[value].node];
-    return !kl_stage_is_overwritten(waiting->tape, node, value - node->first_out, true);
-}
-
 /* Add a value to the lights, unless its chain would be longer than `longest`. */
 static KlStatus
 add_light(const KlWaiting *waiting, uint32_t run, KlValueId value, uint32_t longest)
@@ -302,7 +294,8 @@ kl_waiting_find_light(const KlWaiting *waiting, uint32_t number, const bool *may
             KlValueId value = node->first_out + k;
             waiting->known[value] |= IS_MADE;
             bool is_light = is_known && may_be[value] && (waiting->known[value] & IS_LIGHT) != 0 &&
-                            is_alone(waiting, run, value) && is_as_made(waiting, value);
+                            is_alone(waiting, run, value) &&
+                            !kl_stage_is_overwritten(waiting->tape, node, k, true);
             status = is_light ? add_light(waiting, number, value, longest) : KL_OK;
         }
     }

@@ -106,6 +106,7 @@ class Var(Reduction):
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
         _, _, correction = self.options(call)
         ns, means, squares = parts
+        ns = [one.detach() for one in ns]  # their gradients would take as much as the others'
         n = total(ns)
         if n <= correction:
             raise NotInChunksError(f"{call.func.__name__}: {int(n)} terms leave no freedom")
@@ -113,11 +114,14 @@ class Var(Reduction):
         middle = mean.detach()
         if not _is_known_finite([mean, *squares]):
             means, squares, middle = _beside_infinities(ns, means, squares, mean)
-        deviations = (  # one at a time: each is as large as the result
-            abs_squared(m - middle) * one.to(s.dtype) + s
-            for one, m, s in zip(ns, means, squares, strict=True)
-        )
-        var = total(deviations) / (n - correction).to(squares[0].dtype)
+
+        def deviation(k: int) -> torch.Tensor:
+            return abs_squared(means[k] - middle) * ns[k].to(squares[k].dtype) + squares[k]
+
+        var = deviation(0)
+        for k in range(1, len(ns)):  # one at a time: each is as large as the result
+            var = var + deviation(k)
+        var = var / (n - correction).to(var.dtype)
         value = root(var) if call.func.__name__.startswith("std") else var
         value = value.to(real_of(call.dtype))
         return (value, mean.to(call_mean_dtype(call, mean))) if self.has_mean(call) else value
