@@ -100,22 +100,22 @@ MUTANTS = [
     Mutant(
         "measure: what the graph of a joint keeps is not held",
         "koila_c/core/measure.c",
-        "step->held += step->live[i];",
+        "step->held += kl_sweep_live(&step->sweep).fixed - step->live[i];",
         "step->held += 0 * step->live[i];",
         MEASURE,
     ),
     Mutant(
         "measure: parts of a reduction get no gradients",
         "koila_c/core/measure.c",
-        "parts->seeds * seeds);",
-        "0 * parts->seeds * seeds);",
+        "saved * parts->seeds : 0);",
+        "0 * parts->seeds : 0);",
         MEASURE,
     ),
     Mutant(
         "measure: a gradient of all rows is not held",
         "koila_c/core/measure.c",
-        "hold_gradients(step, known->is_gathering ? 0 : gradient(step, value));",
-        "hold_gradients(step, known->is_gathering ? 0 : 0 * gradient(step, value));",
+        "hold_gradients(step, known->is_gathering ? 0 : gradient(step, value), 0);",
+        "hold_gradients(step, known->is_gathering ? 0 : 0 * gradient(step, value), 0);",
         MEASURE,
     ),
     Mutant(
@@ -128,8 +128,8 @@ MUTANTS = [
     Mutant(
         "measure: gradients that went back count as gradients on",
         "koila_c/core/measure.c",
-        "hold_gradients(step, gradients - left_gradients(step, of, true));",
-        "step->held += gradients - left_gradients(step, of, true);",
+        "hold_gradients(step, -left_gradients(step, of, true), 0);",
+        "step->held -= left_gradients(step, of, true);",
         "tests/test_memory_plan.py",
     ),
     Mutant(

@@ -60,12 +60,11 @@ note(Step *step, KlMoment moment)
 static void
 note_end(Step *step, double more)
 {
-    size_t n = step->stages->n_nodes;
-    while (n > 0 && step->stages->node_stage[n - 1] == KL_STAGE_NONE) {
-        n--;
-    }
-    if (n > 0) {
-        note(step, (KlMoment){.fixed = more, .node = (KlNodeId)(n - 1)});
+    for (KlNodeId node = (KlNodeId)step->stages->n_nodes; node-- > 0;) {
+        if (step->stages->node_stage[node] != KL_STAGE_NONE) {
+            note(step, (KlMoment){.fixed = more, .node = node});
+            return;
+        }
     }
 }
 
@@ -179,8 +178,7 @@ has_own_memory(const Step *step, KlValueId value)
 static void
 hold_parts(Step *step, KlValueId value, const KlParts *parts, double n)
 {
-    double *held = parts->added ? &step->held : &step->held_per_chunk;
-    *held += n * result_of(step, value, parts);
+    *(parts->added ? &step->held : &step->held_per_chunk) += n * result_of(step, value, parts);
 }
 
 /* Hold a result of a body, all chunks of it; each storage counts once. */
@@ -277,7 +275,8 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body, bool are_copies)
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = import_of(step, run, i);
         KlMeasureValue *known = &step->values[value];
-        bool is_cut = is_made_by_rows(step, value) && !step->sweep.sizes[value].is_put_together;
+        KlSize *size = &step->sweep.sizes[value];
+        bool is_cut = is_made_by_rows(step, value) && !size->is_put_together;
         if (are_copies && !is_cut && gradient(step, value) == whole(step, value)) {
             continue;
         }
@@ -293,7 +292,9 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body, bool are_copies)
             by_chunks +=
                 kl_program_is_body(run) && is_made_by_rows(step, value) ? gradient(step, value) : 0;
         }
-        step->sweep.sizes[value].is_summed |= known->is_gathering;
+        bool is_sum = known->is_root || (known->is_gathering && known->is_gathering_whole);
+        size->is_summed |= known->is_gathering;
+        size->is_remade |= is_sum || gradient(step, value) > whole(step, value);
     }
     return by_chunks;
 }
@@ -344,6 +345,7 @@ hold_handed_gradients(Step *step, const KlRun *run)
         bool is_first = known->body == step->loop->run + 1 && !known->is_coming;
         if (is_first && needs_gradient(step, value)) {
             known->is_coming = true;
+            step->sweep.sizes[value].is_remade |= known->is_gathering || known->is_gathering_whole;
             hold_gradients(step, 0, step->sweep.sizes[value].per_row);
         }
     }
@@ -400,6 +402,7 @@ run_tail(Step *step, const KlStep *of)
                 *(parts->added ? &moment.fixed : &step->held_per_chunk) += left;
             } else if (step->values[value].is_read_by_tail && !step->values[value].is_inner) {
                 moment.fixed += whole(step, value);
+                step->sweep.sizes[value].is_remade |= step->values[value].is_root;
                 hold_gradients(step, needs_gradient(step, value) ? whole(step, value) : 0, 0);
             }
         }
@@ -565,12 +568,6 @@ go_back_joint(Step *step, const KlStep *of)
     step->held -= step->live[of->run]; /* the sweep below counts it */
     step->live[of->run] = 0;
     sweep_again(step, run, true);
-    for (uint32_t k = 0; k < run->exports.n; k++) {
-        KlValueId value = export_of(step, run, k);
-        if (step->values[value].is_gathering) {
-            kl_sweep_seed(&step->sweep, value);
-        }
-    }
     (void)gather_gradients(step, run, UINT32_MAX, true);
     sweep_back(step);
     (void)gather_gradients(step, run, UINT32_MAX, false);
@@ -790,9 +787,8 @@ static void
 deliver(Step *step)
 {
     double more = step->outside->bytes_graphs;
-    for (size_t v = 0; v < step->stages->n_values; v++) {
-        KlValueId value = (KlValueId)v;
-        bool is_leaf = step->values[v].is_gathering && step->stages->is_leaf[v];
+    for (KlValueId value = 0; value < step->stages->n_values; value++) {
+        bool is_leaf = step->values[value].is_gathering && step->stages->is_leaf[value];
         if (is_leaf && gradient(step, value) > whole(step, value)) {
             more += whole(step, value);
         }

@@ -604,12 +604,17 @@ take(KlSweep *sweep, KlValueId value)
     }
 }
 
-void
-kl_sweep_seed(KlSweep *sweep, KlValueId value)
+/* Give a result the gradient that other runs send to it, which is there to the end; the caller counts it, if it is not made
+ * anew. */
+static void
+receive(KlSweep *sweep, KlValueId value)
 {
-    state_of(sweep, value)->is_expanded = true;
-    (void)put(sweep, value, KL_ID_NONE);
-    state_of(sweep, value)->n_users++;
+    KlSweepValue *state = state_of(sweep, value);
+    if (state->is_left && state->buffer == KL_ID_NONE) {
+        state->is_expanded = !sweep->sizes[value].is_remade;
+        (void)put(sweep, value, KL_ID_NONE);
+        state->n_users++;
+    }
 }
 
 static void
@@ -725,9 +730,7 @@ make_gradient(KlSweep *sweep, const KlSweepNode *node, uint32_t k)
     }
     bool is_expanded =
         state->is_inside && held != NULL && (is_part ? held->expands_part : held->expands);
-    if (state->is_left && state->buffer == KL_ID_NONE) {
-        kl_sweep_seed(sweep, value);
-    }
+    receive(sweep, value);
     state->is_second = state->buffer != KL_ID_NONE;
     if (!state->is_second) {
         state->is_expanded = is_expanded;
@@ -844,8 +847,10 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     const KlHeld *held = held_by(sweep, node);
     const bool is_made = parts_of(sweep, node) == NULL && !node->is_uneven;
     for (uint32_t k = 0; k < node->n_outs; k++) { /* indices have no gradient */
-        if (is_made && sweep->tape->values[node->first_out + k].meta.requires_grad) {
-            (void)put(sweep, node->first_out + k, KL_ID_NONE);
+        KlValueId out = node->first_out + k;
+        if (is_made && sweep->tape->values[out].meta.requires_grad) {
+            receive(sweep, out);
+            (void)put(sweep, out, KL_ID_NONE);
         }
     }
     KlBytes more = held != NULL ? backward_workspace(sweep, node, held) : zero, second = zero;
@@ -911,17 +916,22 @@ run_again(KlSweep *sweep, uint32_t region, KlMoments *moments)
     sweep->region = KL_ID_NONE;
 }
 
-/* Before a chunk's backward, free what was held only for the forward: exports, of which backward needs no more than an
- * edge of autograd's graph, the terms in whose memory a loss lies, and memory that the run wrote. */
+/* Before the backward, note the results that have a gradient; and of a chunk free what was held only for the forward:
+ * exports, of which backward needs no more than an edge of autograd's graph, the terms in whose memory a loss lies,
+ * and memory that the run wrote. */
 static void
 let_go(KlSweep *sweep)
 {
     const KlSpan *span = &sweep->span;
     for (uint32_t i = 0; i < span->n_exports; i++) {
-        state_of(sweep, span->exports[i])->is_left = !sweep->sizes[span->exports[i]].is_let_go;
-        let_go_of(sweep, span->exports[i]);
+        const KlSize *size = &sweep->sizes[span->exports[i]];
+        state_of(sweep, span->exports[i])->is_left =
+            span->is_body ? !size->is_let_go : size->is_summed;
+        if (span->is_body) {
+            let_go_of(sweep, span->exports[i]);
+        }
     }
-    for (uint32_t at = 0; at < span->n_nodes; at++) {
+    for (uint32_t at = 0; at < span->n_nodes && span->is_body; at++) {
         const KlSweepNode *node = node_at(sweep, at);
         let_go_of(sweep, node->first_out);
         if (parts_of(sweep, node) != NULL) {
@@ -937,7 +947,7 @@ kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error)
     if (status != KL_OK) {
         return status;
     }
-    if (sweep->span.is_body) {
+    if (!sweep->span.is_live) {
         let_go(sweep);
     }
     for (uint32_t at = sweep->span.n_nodes; at-- > 0;) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* sweep.h - the live bytes during one run (a segment on a chunk, or a joint), in its forward and backward pass.
  *
- * Call order: init; then for each run open, forward, live, and if it has a graph seed and back. The state is that of
+ * Call order: init; then for each run open, forward, live, and if it has a graph back. The state is that of
  * the run that was opened last. Live are values that later calls read, saved tensors, and gradients that are not
  * yet used; each storage counts once. The time is linear in nodes, inputs and outputs of the run. */
 #ifndef KL_SWEEP_H
@@ -68,12 +68,13 @@ typedef struct KlSize {
     uint32_t cut_in;      /* the last run whose chunks read rows of it where it has none */
     uint8_t itemsize;
     bool needs_gradient;
-    /* measure.c sets these five. */
+    /* measure.c sets these six. */
     bool is_put_together; /* its chunks are views of one tensor of all rows */
     bool is_there;        /* it exists already: the run that makes it allocates nothing */
     bool is_let_go;       /* likewise, but no gradient is sent to it: it is freed before backward */
     bool is_freed;        /* a joint made it, and the schedule has freed it */
-    bool is_summed;       /* a joint adds the gradient that it makes to one that is there already */
+    bool is_remade;       /* the gradient of a chunk is made of what was sent: a sum, or a cast */
+    bool is_summed;       /* of it, a gradient is there before a joint's backward makes another */
     bool has_other_layout; /* its gradient has another memory layout than itself */
 } KlSize;
 
@@ -149,9 +150,6 @@ KlStatus kl_sweep_forward(KlSweep *sweep, KlMoments *moments, KlError *error);
 
 /* Return the live bytes without gradients; after the forward these are saved tensors and exports. */
 KlBytes kl_sweep_live(const KlSweep *sweep);
-
-/* Note that the gradient of `value` exists during the whole backward; the caller counts its bytes. */
-void kl_sweep_seed(KlSweep *sweep, KlValueId value);
 
 /* Run the backward of the graph that the forward built, and append its moments, if `moments` is not NULL. */
 KlStatus kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error);
