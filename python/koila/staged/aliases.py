@@ -66,7 +66,10 @@ def memory_key(tensor: torch.Tensor) -> int | None:
     """Return a number of the memory of a tensor, which no other memory has while the tensor lives;
     None if it has none of its own."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+        try:
+            return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+        except (RuntimeError, NotImplementedError):
+            return None  # an opaque or fake tensor has no storage
 
 
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef | None:
