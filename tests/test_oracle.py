@@ -173,7 +173,7 @@ def test_the_number_of_chunks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer chunks than were asked for, and one that is left out."""
     with split(100):
         step()  # of fewer rows
-    grid = koila.running.stages.grid
-    monkeypatch.setattr(koila.running.stages, "grid", lambda rows, n, unit: grid(rows, n - 1, unit))
+    grid = koila.running.store.grid
+    monkeypatch.setattr(koila.running.store, "grid", lambda rows, n, unit: grid(rows, n - 1, unit))
     with pytest.raises(AssertionError, match="asked for 3 chunks: 11 rows ran as"), split(3):
         step()

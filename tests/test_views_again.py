@@ -254,7 +254,7 @@ def frames_of_other(step: Callable[[], object]) -> int:
 
     def look(frame: Any, event: str, _: Any) -> None:
         nonlocal n_calls
-        n_calls += event == "call" and frame.f_code.co_name == "run_other"
+        n_calls += event == "call" and frame.f_code.co_name == "_run_other"
 
     sys.setprofile(look)
     try:

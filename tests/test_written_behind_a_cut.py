@@ -394,7 +394,7 @@ def test_what_shares_memory_with_what_data_writes() -> None:
     with koila.config(chunks=2):
         loss = (Square.apply(layer(h.detach())) + h).pow(2).sum()
         h.data.mul_(0.5)
-        with pytest.raises(koila.StaleError, match=r"written through \.data before its backward"):
+        with pytest.raises(koila.StaleError, match=r"written through \.data or by"):
             loss.backward()
     assert layer.weight.grad is None
 
@@ -421,12 +421,8 @@ def test_what_plain_torch_wrote_before_a_call_writes_it_is_not_what_was_read(
         assert w.grad is not None
         return w.grad
 
-    with koila.config(chunks=chunks):
-        if is_trained:
-            with pytest.raises(koila.StaleError, match="embedding: a tensor of shape"):
-                run(koila.lazy)
-        else:  # the cut has kept a copy of what is small
-            torch.testing.assert_close(run(koila.lazy), run(eager), rtol=1e-10, atol=1e-13)
+    with koila.config(chunks=chunks):  # the part has kept a copy before the first write
+        torch.testing.assert_close(run(koila.lazy), run(eager), rtol=1e-10, atol=1e-13)
 
 
 @each_count
