@@ -842,7 +842,7 @@ REFUSALS = [
     r"changed in place after it was recorded .* and before the call ran; change it after backward",
     r"changed in place after the value that is differentiated was computed with it",
     r"only the number of this value is left, .* call backward\(\) before that",
-    r"which was written through \.data before its backward; write it after backward\(\)",
+    r"which was written through \.data or by a fused optimizer before its backward; write it after",
     # A part of a program that was cut off was asked for what only the whole knows.
     r"run it whole: koila\.config\(chunks=1\)",
     # A second backward through calls that save nothing, which torch allows.
