@@ -373,7 +373,7 @@ assert {np, copy, AveragedModel, checkpoint, checkpoint_sequential}
 _ALL = "[*net.parameters(), *head.parameters()]"
 OPTIMIZERS = [
     f"opt = torch.optim.SGD({_ALL}, 0.1)",
-    f"opt = torch.optim.SGD({_ALL}, 0.1, momentum=0.9, weight_decay=0.01)",
+    f"opt = torch.optim.SGD({_ALL}, 0.1, momentum=0.9, weight_decay=0.01, fused=True)",
     f"opt = torch.optim.Adam({_ALL}, 0.01, eps=1e-3)",
     f"opt = torch.optim.AdamW({_ALL}, 0.01, eps=1e-3, foreach=True)",
     "opt = torch.optim.SGD([{{'params': net.parameters(), 'lr': 0.1}},"
@@ -715,7 +715,7 @@ STEPS = [
     "g_loss.backward()\n"
     "opt.step()\n"
     "{name} = d_loss.item() + g_loss.item()",
-    "opt_d = torch.optim.Adam(disc.parameters(), 0.01, eps=1e-3)\n"
+    "opt_d = torch.optim.Adam(disc.parameters(), 0.01, eps=1e-3, fused=True)\n"
     "real = floats(y.shape[0], 4)\n"
     "fake = head(net(x))\n"
     "opt_d.zero_grad()\n"
