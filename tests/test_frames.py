@@ -17,7 +17,8 @@ import torch
 import koila
 from frames import frames_of
 
-#: By model and number of chunks.
+#: By model and number of chunks. A machine with other limits of memory takes a few more: `SPARE`.
+SPARE = 1.05
 MOST = {"small-1": 150, "small-4": 1108, "normalized-1": 655, "normalized-4": 12004}
 
 
@@ -34,7 +35,7 @@ def counted() -> dict[str, int]:
 
 @pytest.mark.parametrize("step", MOST)
 def test_of_a_step(step: str, counted: dict[str, int]) -> None:
-    assert counted[step] <= MOST[step]
+    assert counted[step] <= SPARE * MOST[step]
 
 
 def test_it_counts() -> None:
