@@ -7,8 +7,9 @@ Programs are chains of small layers, recorded once for each measurement and plan
 that makes koila cut them, never run while the clock is on: once with nothing known, and once more
 after that. The exponent is that of time = c * calls ** e, fitted to all sizes: 1 is linear.
 
-A last table has a network of batch normalizations under tight limits, given as shares of what it
-takes whole: how often it is staged and measured for a first plan, and for the next.
+The last table plans a network with batch normalizations under tight memory limits, which are given
+as shares of the bytes of a whole run. It counts how often koila stages and measures the network in
+the first step, and in the second.
 """
 
 from __future__ import annotations

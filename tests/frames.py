@@ -24,13 +24,16 @@ N_ROWS = 32
 N_BEFORE = 3
 
 
-def frames_of(work: Callable[[], object]) -> int:
-    """Return how many frames of koila's Python code `work` enters on this thread."""
+def frames_of(work: Callable[[], object], name: str = "") -> int:
+    """Return how many frames of koila's Python code `work` enters on this thread; with a name,
+    those of functions of this name."""
     n_frames = 0
 
     def look(frame: FrameType, event: str, _: object) -> None:
         nonlocal n_frames
-        n_frames += event == "call" and frame.f_code.co_filename.startswith(_FOLDER)
+        is_named = not name or frame.f_code.co_name == name
+        is_own = is_named and frame.f_code.co_filename.startswith(_FOLDER)
+        n_frames += event == "call" and is_own
 
     before = sys.getprofile()
     sys.setprofile(look)

@@ -131,7 +131,8 @@ class Model:
                 if maker is not None and maker.is_data and is_here:
                     stack.append(maker)
         run.nodes = sorted(chosen)
-        run.parts = {i: parts for i, parts in chosen.items() if self.nodes[i].mode == REDUCE}
+        reduced = ((self.nodes[i], parts) for i, parts in chosen.items())
+        run.parts = {node.first_out: parts for node, parts in reduced if node.mode == REDUCE}
         self._finish(run)
         return run
 
@@ -153,7 +154,8 @@ class Model:
 
     def _finish(self, run: Run) -> None:
         """Find what the run reads from outside, what leaves it, and when its values die."""
-        inside = {v for i in run.nodes for v in self.nodes[i].outs if i not in run.parts}
+        outs = [self.nodes[i].outs for i in run.nodes]
+        inside = {v for of in outs if of.start not in run.parts for v in of}
         run.combined = [] if run.is_body else self._combined_at(run.stage)
         inside.update(v for node in run.combined for v in node.outs)
         last_reader: dict[int, int] = {}
@@ -169,19 +171,19 @@ class Model:
                 else:
                     imports[number] = None
         run.imports = list(imports)
-        run.shadows = [
-            self.nodes[i].imports[0] for i in run.parts if self.nodes[i].stage != run.stage
-        ]
+        reduced = [self.nodes[i] for i in run.nodes if self.nodes[i].first_out in run.parts]
+        run.shadows = [node.imports[0] for node in reduced if node.stage != run.stage]
         run.shadows += [self.nodes[i].imports[0] for i in run.nodes if self.nodes[i].is_open]
         run.shadows = [number for number in run.shadows if number not in imports]
         for i in run.nodes:
             node = self.nodes[i]
             is_home = node.stage == run.stage
             for value in node.outs:
-                is_parts = i in run.parts and value == node.first_out
+                is_parts = value in run.parts
                 if self.program.is_leaf(value):
                     continue  # it has its number; the node runs for another of its results
-                if is_parts or (i not in run.parts and is_home and self._leaves(value, run)):
+                is_whole = node.first_out not in run.parts and is_home
+                if is_parts or (is_whole and self._leaves(value, run)):
                     run.exports.append(value)
                     if (
                         run.is_body

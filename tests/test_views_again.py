@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
+from frames import frames_of
 from written import Programs, each_count
 
 pytestmark = pytest.mark.sanitize
@@ -248,22 +248,6 @@ def test_what_gives_its_input_back(name: str, use: Callable[..., Any], chunks: i
     programs.check("run", chunks, False)
 
 
-def frames_of_other(step: Callable[[], object]) -> int:
-    """How often a run of stages asks Python to make a call."""
-    n_calls = 0
-
-    def look(frame: Any, event: str, _: Any) -> None:
-        nonlocal n_calls
-        n_calls += event == "call" and frame.f_code.co_name == "_run_other"
-
-    sys.setprofile(look)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return n_calls
-
-
 def test_views_of_what_is_not_written_stay_in_c() -> None:
     """One call that writes in place elsewhere makes no view of other memory dearer."""
 
@@ -280,8 +264,8 @@ def test_views_of_what_is_not_written_stay_in_c() -> None:
         assert w.grad is not None
         return w.grad
 
-    plain = frames_of_other(lambda: step(False, False))
-    assert frames_of_other(lambda: step(True, False)) == plain
-    assert frames_of_other(lambda: step(True, True)) >= plain + 2 * 16
+    plain = frames_of(lambda: step(False, False), "_run_other")
+    assert frames_of(lambda: step(True, False), "_run_other") == plain
+    assert frames_of(lambda: step(True, True), "_run_other") >= plain + 2 * 16
     assert torch.equal(step(True, False), step(False, False))
     assert torch.equal(step(True, True), step(False, True))

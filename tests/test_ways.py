@@ -300,7 +300,7 @@ def test_a_plan_stages_once_and_measures_few_ways(
 
 
 def test_a_refusal_measures_few_ways_and_the_next_none(counted: Counter[str]) -> None:
-    """The second says the same, of what the first measured."""
+    """The second step raises the same message, from what the first one measured."""
     torch.manual_seed(0)
     made = resnet()
     limit = int(there() + needs(made, 12) / 50)

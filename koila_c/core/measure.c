@@ -202,7 +202,7 @@ hold(Step *step, KlValueId value)
     }
 }
 
-/* Hold what a joint leaves, whose sweep is open, instead of what it held before. */
+/* Set the bytes that joint `i` holds to those that its sweep, which is open, has live. */
 static void
 hold_joint(Step *step, uint32_t i)
 {

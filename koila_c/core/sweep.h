@@ -73,7 +73,7 @@ typedef struct KlSize {
     bool is_there;        /* it exists already: the run that makes it allocates nothing */
     bool is_let_go;       /* likewise, but no gradient is sent to it: it is freed before backward */
     bool is_freed;        /* a joint made it, and the schedule has freed it */
-    bool is_remade;       /* the gradient of a chunk is made of what was sent: a sum, or a cast */
+    bool is_remade;       /* its chunk's gradient is a new tensor: a sum of gradients, or a cast */
     bool is_summed;       /* of it, a gradient is there before a joint's backward makes another */
     bool has_other_layout; /* its gradient has another memory layout than itself */
 } KlSize;

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -302,30 +301,15 @@ def _noting_optimizer(original: Callable[..., None]) -> Callable[..., None]:
     return patched
 
 
-class _Thread(threading.local):
-    """What this thread calls after the step of an optimizer that runs, by the optimizer's id."""
-
-    def __init__(self) -> None:
-        self.after_step: dict[int, Callable[[], None]] = {}
-
-
-_thread = _Thread()
-
-
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Let pending calls read the parameters that an optimizer changes."""
     budget.note_optimizer(optimizer)
-    _thread.after_step.pop(id(optimizer), None)
-    after = bridge.before_step(optimizer)
-    if after is not None:
-        _thread.after_step[id(optimizer)] = after
+    bridge.before_step(optimizer)
     reports.note_step(optimizer)
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-    after = _thread.after_step.pop(id(optimizer), None)
-    if after is not None:
-        after()
+    bridge.after_step(optimizer)
     sharded.free_gathered()
     numbers.settle_outdated(is_over=True)
 

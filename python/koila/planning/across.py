@@ -111,9 +111,10 @@ def record(
     def run_other(
         i: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if i in run.parts:
-            reduction, call = calls.parts_of(program, program.node(i), func, args, kwargs, start)
-            return _core.held(tape, reduction.partials, (run.parts[i], call), {})
+        node = program.node(i)
+        if node.first_out in run.parts:
+            reduction, call = calls.call_of(program, node, func, args, kwargs, start)
+            return _core.held(tape, reduction.partials, (run.parts[node.first_out], call), {})
         return _core.held(tape, func, args, kwargs)
 
     def cut_import(tensor: torch.Tensor, import_id: int) -> torch.Tensor:

@@ -103,17 +103,14 @@ def scheduled(
     runs = schedule_words.runs_of(program)
     # A part before the last one with a call only counts what the call divides by.
     last = {i: run.index for run in runs for i in run.nodes}
-    stages = (
-        Stage(
-            position,
-            [last[i] for i in run.nodes].count(run.index),
-            len(grid_of(run)) if run.is_body else 1,
-            max(stop - start for start, stop in grid_of(run)) if run.is_body else None,
-            str(passes.get(run.index, none)),
-            schedule_words.why_twice(program, run, passes.get(run.index, none)),
-        )
-        for position, run in enumerate(runs, 1)
-    )
+    stages = []
+    for position, run in enumerate(runs, 1):
+        rows = [stop - start for start, stop in grid_of(run)] if run.is_body else []
+        of_run = passes.get(run.index, none)
+        why = schedule_words.why_twice(program, run, of_run)
+        n_calls = [last[i] for i in run.nodes].count(run.index)
+        n_chunks, n_rows = len(rows) or 1, max(rows, default=None)
+        stages.append(Stage(position, n_calls, n_chunks, n_rows, str(of_run), why))
     return Scheduled(tuple(stages), schedule_words.way_in_words(program, way, schedule))
 
 

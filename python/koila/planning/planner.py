@@ -153,7 +153,7 @@ def _is_graph_behind(program: Program) -> bool:
     those without joints count."""
     if program.is_part:
         return [run.is_body for run in program.runs if run.nodes or run.combined] == [True]
-    return bool([tensor for tensor in program.entered if tensor.grad_fn is not None])
+    return any(tensor.grad_fn is not None for tensor in program.entered)
 
 
 def _is_less_in_one(chunks: int, program: Program, way: Way, shared: int) -> bool:

@@ -112,20 +112,20 @@ _IN_PIECES = tuple(Way(n_pieces=n_pieces) for n_pieces in _PIECES)
 
 @dataclasses.dataclass
 class _Known:
-    """What is known of the ways to run a program."""
+    """Results of measuring and cutting a program for its ways, kept to be found once."""
 
     options: dict[Way, Option]
     #: By `Way.cuts`: the segments of all bodies; 0: the program cannot run so.
     n_cut: dict[tuple[int, bool], int] = dataclasses.field(default_factory=dict)
     #: By way: the values that bodies leave for others and that it offloads, frees or recomputes.
     freed: dict[Way, frozenset[int]] = dataclasses.field(default_factory=dict)
-    #: By storage: the bytes of what bodies leave for backward, once they were looked for.
+    #: By storage: the bytes of the activations that bodies keep for backward; None: not found yet.
     left: dict[int, int] | None = None
-    along: list[Way] | None = None  # the ways along a second axis, once they were looked for
+    along: list[Way] | None = None  # the ways along a second axis; None: not found yet
 
 
-#: By a program's sizes and the bytes that it needs as it is at each moment, which also tell of what
-#: exists already: graphs, gradients, numbers drawn.
+#: The programs of the last steps. The key has a program's sizes, and the bytes at each moment of
+#: its plain schedule: these differ also where other graphs, gradients or drawn numbers exist.
 _seen: dict[tuple[object, ...], _Known] = {}
 _N_SEEN = 4
 #: Of programs with more bytes of moments than this, nothing is remembered for later steps.
@@ -133,7 +133,7 @@ _MOST_MOMENTS = 2**17
 
 
 def _known_of(program: Program, is_graph: bool) -> _Known:
-    """Return what is known of a program, or of one before that is its like."""
+    """Return the results for a program: its own, or those of an earlier step with the same key."""
     known: _Known | None = program.measured.get(is_graph)
     if known is not None:
         return known
@@ -150,9 +150,10 @@ def _known_of(program: Program, is_graph: bool) -> _Known:
 
 
 class Ways:
-    """The ways to run a program. Each is measured once, and only if what is known of others does
-    not rule it out: a way fits in no more rows than one that saves more memory, and costs no less
-    than in these.
+    """The ways to run a program.
+
+    A way is measured once, and not at all if the measure of another rules it out: it cannot fit in
+    more rows than a way that saves more memory, and cannot cost less than it would in these rows.
     """
 
     def __init__(self, program: Program, is_graph: bool) -> None:
@@ -259,7 +260,7 @@ class Ways:
         shorter = (self._n_cut(Way(n)) for n in (1, *SEGMENTS) if n < way.n_segments)
         return way.n_segments == 1 or self._n_cut(way) > max(shorter)
 
-    # What is known of a way before it is measured.
+    # Bounds of a way's bytes and cost, found without measuring it.
 
     def _saving_more(self, way: Way) -> Way | None:
         """Return a way that needs no more bytes in chunks of any size; None: none is known."""

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import _core
 from koila.basics import engine, surroundings
@@ -44,10 +45,12 @@ from koila.staged.program import Program
 
 
 class _State(threading.local):
-    """The cuts of this thread whose parts have not run backward yet."""
+    """The cuts of this thread whose parts have not run backward yet; and what to call after the
+    step of an optimizer that runs, by the optimizer's id."""
 
     def __init__(self) -> None:
         self.cuts: weakref.WeakSet[Cut] = weakref.WeakSet()
+        self.after_step: dict[int, Callable[[], None]] = {}
 
 
 #: Buffers that a part reads are copied when it is cut off, since plain torch may write them unseen:
@@ -166,14 +169,27 @@ def before_plain_write(func: Callable[..., Any], tensor: torch.Tensor) -> Callab
     return _keep_copies(func, (tensor,)) if _state.cuts else None
 
 
-@in_turn
-def before_step(optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
+def before_step(optimizer: torch.optim.Optimizer) -> None:
     """Run pending calls before an optimizer writes parameters. If a backward that is still to come
     has to read these as they were, the program is cut before the step, and its part keeps copies.
+    Call `after_step` after the step."""
+    _state.after_step.pop(id(optimizer), None)  # of a step that raised
+    after = _before_step(optimizer)
+    if after is not None:
+        _state.after_step[id(optimizer)] = after
 
-    Returns:
-        What to call after the step, or None.
-    """
+
+def after_step(optimizer: torch.optim.Optimizer) -> None:
+    """Keep the copies of what the step of an optimizer has written."""
+    after = _state.after_step.pop(id(optimizer), None)
+    if after is not None:
+        after()
+
+
+@in_turn
+def _before_step(optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
+    """Do the work of `before_step`. Return what to call after the step, or None."""
+    func, what = type(optimizer).step, "an optimizer's step"
     if _core.is_busy():  # in a hook of the user's: nothing can run or be cut
         before = [(one, aliases.version_of(one)) for one in _written_by(optimizer)]
         for one, _ in before:
@@ -181,14 +197,11 @@ def before_step(optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
         return functools.partial(_note_unseen, before)
     given = _read_later(optimizer)
     if not any(map(_core.leaves_of, given)):
-        flush.flush(_STEP)
-    elif not _make_way(type(optimizer).step, _STEP) and not planner.is_whole():
+        flush.flush(what)
+    elif not _make_way(func, what) and not planner.is_whole():
         for one in given:
             watch_here(one)  # a later backward of these calls would read what is written now
-    return _keep_copies(type(optimizer).step, given) if given and _state.cuts else None
-
-
-_STEP = "an optimizer's step"
+    return _keep_copies(func, given) if given and _state.cuts else None
 
 
 def _note_unseen(before: list[tuple[torch.Tensor, int | None]]) -> None:
@@ -200,8 +213,7 @@ def _note_unseen(before: list[tuple[torch.Tensor, int | None]]) -> None:
     """
     for one, version in before:
         if aliases.version_of(one) == version:
-            lost = dict.fromkeys(_core.leaves_of(one))
-            _core.memo().setdefault("watched", {}).update(lost)
+            aliases.lose(_core.leaves_of(one))
 
 
 def _read_later(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:
@@ -212,7 +224,7 @@ def _read_later(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:
     if _core.pending_bytes(True):
         read |= _memory_of_leaves()
     written = _written_by(optimizer) if read else ()
-    return tuple(one for one in written if aliases.memory_key(one) in read)
+    return tuple(one for one in written if aliases.memory_of(one) in read)
 
 
 def _written_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
@@ -221,15 +233,15 @@ def _written_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from (one for one in group["params"] if one.grad is not None)
 
 
-def _memory_of_leaves() -> set[int]:
-    """Return the storages of the tensors that entered this thread's tape."""
+def _memory_of_leaves() -> set[StorageWeakRef]:
+    """Return the memory of the tensors that entered this thread's tape."""
     found = set()
     with contextlib.suppress(IndexError):  # after the last value
         for value in itertools.count():
             real = Info.of(value).real
-            key = aliases.memory_key(real) if real is not None else None
-            if key is not None:
-                found.add(key)
+            memory = aliases.memory_of(real) if real is not None else None
+            if memory is not None:
+                found.add(memory)
     return found
 
 

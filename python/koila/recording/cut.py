@@ -24,6 +24,7 @@ from koila.planning import unsplit
 from koila.recording.handed_out import Gradient, Group, Memory, Pass, Root, Same, apply, task
 from koila.running import checkpoints, overwritten, replay, spent
 from koila.running.repeated import Layout
+from koila.staged import aliases
 from koila.staged.facts import Info
 from koila.staged.program import Program
 
@@ -108,11 +109,10 @@ class Cut:
         numbers in it are not those that the part has read, and its backward raises."""
 
         def take() -> None:
-            for leaf in leaves:
-                if is_same:
-                    _core.refresh_leaf(leaf)
-                else:
-                    _core.memo().setdefault("watched", {})[leaf] = None
+            for leaf in leaves if is_same else ():
+                _core.refresh_leaf(leaf)
+            if not is_same:
+                aliases.lose(leaves)
 
         roots = self.waiting
         if roots:

@@ -39,8 +39,8 @@ def dim_of_chunks(program: Program, node: Node) -> int | None:
     chunks read the whole value."""
     if not reduction_of(node).is_by_chunk:
         return None
-    func, args, kwargs = _core.call(node.id)
-    dim = _call(program, node, func, args, kwargs).word("dim")
+    _, call = call_of(program, node, *_core.call(node.id))
+    dim = call.word("dim")
     return int(dim) % len(program.info(node.first_out).shape)
 
 
@@ -53,7 +53,7 @@ def known() -> int:
     return sum(1 << i for i, name in enumerate(NAMES) if name in REDUCTIONS)
 
 
-def _call(
+def call_of(
     program: Program,
     node: Node,
     func: Callable[..., Any],
@@ -61,7 +61,19 @@ def _call(
     kwargs: dict[str, Any],
     start: int = 0,
     memo: dict[str, Any] | None = None,
-) -> Call:
+) -> tuple[Reduction, Call]:
+    """Return the reduction of a node and its call: on one chunk, to compute partials; or as it was
+    recorded, to combine them.
+
+    Args:
+        program: the program.
+        node: the reduction.
+        func: the function to call.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        start: the first row of the chunk.
+        memo: results shared by all runs of the chunk.
+    """
     known = program.signatures.get(node.id)
     if known is None:
         _, row, _, _, n_rows, *_ = _core.node(node.id)
@@ -69,40 +81,17 @@ def _call(
         dtype = program.info(node.first_out).dtype
         known = program.signatures[node.id] = table.ROWS[row]["call"], dtype, n_rows
     signature, dtype, n_rows = known
-    return Call(func, args, kwargs, signature, dtype, start, n_rows, memo)
-
-
-def parts_of(
-    program: Program,
-    node: Node,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    start: int,
-    memo: dict[str, Any] | None = None,
-) -> tuple[Reduction, Call]:
-    """Return the reduction of a node and its call on one chunk, from which to compute partials.
-
-    Args:
-        program: the program.
-        node: the reduction.
-        func: the function to call on the chunk.
-        args: its positional arguments on the chunk.
-        kwargs: its keyword arguments on the chunk.
-        start: the first row of the chunk.
-        memo: results shared by all runs of the chunk.
-    """
-    return reduction_of(node), _call(program, node, func, args, kwargs, start, memo)
+    return reduction_of(node), Call(func, args, kwargs, signature, dtype, start, n_rows, memo)
 
 
 def combine(
     program: Program, node: Node, parts: list[list[torch.Tensor]]
 ) -> tuple[torch.Tensor, ...]:
     """Return the outputs of a reduction from the partials of all chunks, parts[part][chunk]."""
-    func, args, kwargs = _core.call(node.id)
-    value = reduction_of(node).combine(parts, _call(program, node, func, args, kwargs))
+    reduction, call = call_of(program, node, *_core.call(node.id))
+    value = reduction.combine(parts, call)
     values = tuple(value) if isinstance(value, tuple | list) else (value,)
-    if reduction_of(node).is_by_chunk:
+    if reduction.is_by_chunk:
         return values
     return tuple(
         _laid_out(program, node, out, one) for out, one in zip(node.outs, values, strict=True)

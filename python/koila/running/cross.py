@@ -171,17 +171,19 @@ class Cross:
             # Without a graph the tensor itself: some of torch's kernels depend on `requires_grad`,
             # and a value that is computed in two programs must have the same bits in both.
             return tensor.detach() if is_graph and tensor.requires_grad else tensor
-        alias = self.aliases.get(key)
-        if alias is None:
-            alias = self.aliases[key] = alias_of(tensor)
-        if alias.grad is None:
-            self.fresh[id(alias)] = self, key, alias
-        return alias
+        if key not in self.aliases:
+            self.aliases[key] = alias_of(tensor)
+        return self._await_gradient(key)
 
     def _known_alias(self, key: Key, is_graph: bool) -> torch.Tensor | None:
         """Return the alias that a graph read before; None: there is none."""
-        alias = self.aliases.get(key) if is_graph and self.needs_gradient else None
-        if alias is not None and alias.grad is None:
+        is_known = is_graph and self.needs_gradient and key in self.aliases
+        return self._await_gradient(key) if is_known else None
+
+    def _await_gradient(self, key: Key) -> torch.Tensor:
+        """Return an alias, and note that it gets a gradient, unless it has one already."""
+        alias = self.aliases[key]
+        if alias.grad is None:
             self.fresh[id(alias)] = self, key, alias
         return alias
 

@@ -115,7 +115,7 @@ def deliver(
         shared = set(map(id, leaves_behind(reals)))
         entries = [_entry(real, gradient, id(real) in shared) for real, gradient in found]
     found.clear()
-    reals.clear()
+    reals.clear()  # the graphs behind run now, without what only this program still holds of them
     try:
         with surroundings.inside():
             return finish([output for output, _ in entries], [sent for _, sent in entries])

@@ -150,7 +150,7 @@ class Interpreter:
         return across.record(stages.program, run, imports, stop - start, start, dim)
 
     def _tail(self, step: Step) -> None:
-        if [loop.chunk for loop in self.loops if loop.chunk]:
+        if self.loops[0].chunk or self.chunk:  # not the first chunk, or piece of one
             return
         *others, last = step.runs
         for run in others:
@@ -279,9 +279,7 @@ class Interpreter:
                 cross = stages.cross.get(value)
                 if value in stages.roots and cross is not None:
                     cross.seeds["whole",] = stages.roots[value]
-                node = stages.program.node_of(value)
-                is_parts = node is not None and node.id in run.parts
-                if not stages.program.is_hooked(value) or is_parts:
+                if not stages.program.is_hooked(value) or value in run.parts:
                     continue
                 assert cross is not None
                 gradient = cross.gather_gradient(stages.grid_of(run))

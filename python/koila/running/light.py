@@ -20,12 +20,8 @@ if TYPE_CHECKING:
 
 def homes_of(program: Program, run: Run) -> list[int]:
     """Return the outputs of a body that have rows and are no partials of reductions."""
-    made = [(value, program.node_of(value)) for value in run.exports]
-    return [
-        value
-        for value, node in made
-        if node is not None and node.id not in run.parts and program.info(value).place is not None
-    ]
+    exports = (value for value in run.exports if value not in run.parts)
+    return [value for value in exports if program.info(value).place is not None]
 
 
 class Filled:

@@ -224,7 +224,8 @@ class Prepared:
             return Prepared._draw
         if accrue.is_for(self.program, node):
             return Prepared._accrue
-        if node.id in self.run_.parts and self.store.is_plain(node.first_out, self.run_):
+        value = node.first_out
+        if value in self.run_.parts and self.store.is_plain(value, self.run_):
             return Prepared._reduce_whole
         if func is norms.batch_norm or node.leaf_writes:
             return Prepared._run_tracked
@@ -234,7 +235,7 @@ class Prepared:
         """Return the same for a call that leaves running statistics as they are."""
         if node.mode == ROWS and func in batch_softmax.N_OWN:
             return Prepared._normalize
-        return Prepared._reduce if node.id in self.run_.parts else Prepared._take
+        return Prepared._reduce if node.first_out in self.run_.parts else Prepared._take
 
     def _begin(
         self, _: Node, _chunk: int, _func: Callable[..., Any], args: _Args, _kwargs: _Kwargs
@@ -288,8 +289,8 @@ class Prepared:
         memo = self.store.memos.setdefault((node.id, chunk), {})
         start = self.grid[chunk][0] if self.grid else 0
         words = self.program, node, func, args, kwargs, start, memo
-        reduction, call = calls.parts_of(*words)
-        return reduction.partials(self.run_.parts[node.id], call)
+        reduction, call = calls.call_of(*words)
+        return reduction.partials(self.run_.parts[node.first_out], call)
 
     def _take(
         self, node: Node, _: int, func: Callable[..., Any], args: _Args, kwargs: _Kwargs

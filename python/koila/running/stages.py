@@ -64,12 +64,12 @@ class Stages(Store):
 
     def prepared(self, run: Run, is_graph: bool) -> Prepared:
         """Return a run prepared for its chunks; for a body, the same until the loop ends."""
-        made = self.ready.get((run.index, is_graph)) if run.is_body else None
-        if made is None:
-            made = Prepared(self, run, is_graph)
-        if run.is_body:
-            self.ready[run.index, is_graph] = made
-        return made
+        if not run.is_body:
+            return Prepared(self, run, is_graph)
+        key = run.index, is_graph
+        if key not in self.ready:
+            self.ready[key] = Prepared(self, run, is_graph)
+        return self.ready[key]
 
     def run_nodes(
         self,
@@ -94,8 +94,7 @@ class Stages(Store):
         Returns:
             The values that the nodes computed, by value number.
         """
-        ready = self.ready.get((run.index, is_graph)) if run.is_body else None
-        return (ready or self.prepared(run, is_graph)).run(chunk, stand_ins, look, again)
+        return self.prepared(run, is_graph).run(chunk, stand_ins, look, again)
 
     def run_joint(self, run: Run, is_graph: bool) -> dict[int, GradientEdge]:
         """Run a joint and keep its outputs.

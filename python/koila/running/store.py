@@ -136,7 +136,7 @@ class Store:
         self.begin_outputs(run.exports)  # `seeds` looks there, also for what no stage reads
         is_alone, grid = self.is_alone(run), self.grid_of(run)
         for value in values:
-            cross, parts = self.cross[value], run.parts_of.get(value)
+            cross, parts = self.cross[value], run.parts.get(value)
             if parts is None:
                 cross.add_chunk(chunk, env[value], grid)
             elif is_alone and self.is_plain(value, run):
@@ -157,7 +157,7 @@ class Store:
         pairs: list[tuple[Any, torch.Tensor | None]] = []
         grid = self.grid_of(run)
         for value in run.exports:
-            cross, parts = self.cross[value], run.parts_of.get(value)
+            cross, parts = self.cross[value], run.parts.get(value)
             if parts is not None:
                 pairs += cross.part_seeds(chunk, parts, left[value])
             else:

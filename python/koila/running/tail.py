@@ -96,22 +96,20 @@ def seed(
     program = stages.program
     stand_ins: dict[int, Cross] = {}
     leaves: list[tuple[Cross, Any, torch.Tensor]] = []
-    parts = {i: (numbers, run) for run in runs for i, numbers in run.parts.items()}
+    parts = {value: (numbers, run) for run in runs for value, numbers in run.parts.items()}
     read = _read_by_tail(program)
     for value in filter(read.union(program.roots).__contains__, program.left_by(runs)):
-        node = program.node_of(value)
-        assert node is not None
         added = calls.added_by_maker(program, value)
         info, needs_gradient = program.info(value), program.needs_gradient(value)
         cross = Cross(info, needs_gradient, stages.fresh, added=added)
-        if node.id in parts:
+        if value in parts:
             early = stages.cross[value].parts
-            numbers, run = parts[node.id]
+            numbers, run = parts[value]
             leaves += cross.zero_parts(numbers, left[value], stages.grid_of(run), early)
         else:
             leaves += cross.zero_whole(value in read)
         stand_ins[value] = cross
-    of_body = {i: numbers for i, (numbers, _) in parts.items()}
+    of_body = {value: numbers for value, (numbers, _) in parts.items()}
     with reduction.counting(_counts(program, stand_ins, of_body)) as counts:
         kept = _Kept(lambda: _storages(stages, counts.values()))
         with kept.look():
@@ -161,7 +159,7 @@ def _counts(
         if node is None or node.mode != REDUCE:
             continue
         by_sizes = calls.reduction_of(node).counts
-        late = set(of_body[node.id]) - by_sizes
+        late = set(of_body[value]) - by_sizes
         for parts in cross.parts.values():
             yield from (t for part, t in parts.items() if part not in late)
 

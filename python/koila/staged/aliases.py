@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,23 +63,16 @@ def note_input(tensor: torch.Tensor) -> None:
         _foreign.add(storage._cdata)
 
 
-def memory_key(tensor: torch.Tensor) -> int | None:
-    """Return a number of the memory of a tensor, which no other memory has while the tensor lives;
-    None if it has none of its own."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
-            return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
-        except (RuntimeError, NotImplementedError):
-            return None  # an opaque or fake tensor has no storage
-
-
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef | None:
     """Return a weak reference to the memory of a tensor; None if it has none of its own, as a
     sparse tensor."""
     # The parameters of modules such as nn.LazyLinear raise in their torch functions.
     with torch._C.DisableTorchFunctionSubclass():
         is_strided = tensor.layout is torch.strided
-        return StorageWeakRef(tensor.untyped_storage()) if is_strided else None
+        try:
+            return StorageWeakRef(tensor.untyped_storage()) if is_strided else None
+        except (RuntimeError, NotImplementedError):
+            return None  # an opaque or fake tensor has no storage
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
@@ -119,6 +113,12 @@ class Kept:
         is_same = version_of(self.tensor) == self.version
         is_watched = self.checksum is not None
         return not is_same or (is_watched and meta.checksum(self.tensor) != self.checksum)
+
+
+def lose(leaves: Iterable[int]) -> None:
+    """Note that leaves of this thread's tape no longer have the numbers that pending calls are to
+    read: a backward through these raises."""
+    _core.memo().setdefault("watched", {}).update(dict.fromkeys(leaves))
 
 
 def note_leaf(value: int, tensor: torch.Tensor) -> None:

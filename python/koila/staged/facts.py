@@ -143,8 +143,8 @@ class Run:
     axis: int
     segment: int = 0  # which segment of its body it is
     nodes: list[int] = field(default_factory=list)  # in the order they run
-    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by reduction: its parts here
-    parts_of: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the same by its value
+    #: By the first value of a reduction: which of its partials this run computes.
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
     imports: list[int] = field(default_factory=list)  # numbers of the imports that it reads
     exports: list[int] = field(default_factory=list)  # values that other runs or the user read
     inner: list[int] = field(default_factory=list)  # exports that only segments of its body read

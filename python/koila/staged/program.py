@@ -132,10 +132,9 @@ class Program:
         self.made = _Cache(functools.partial(_made, self.handle)).__getitem__
         self.node = _Cache(functools.partial(_node, self.handle)).__getitem__
         self._rows = _Cache(_row)
-        #: Caches of `planning/ways.py` (by whether the program is differentiated: what is known of
-        #: the ways to run it) and of this class (by the segments of a way).
+        #: A cache of `planning/ways.py`: the measures of this program, with and without backward.
         self.measured: dict[bool, Any] = {}
-        self._cut_before: dict[tuple[int, bool], Program] = {}
+        self._cut_before: dict[tuple[int, bool], Program] = {}  # by `Way.cuts`
         #: A cache of `reductions/calls.py`: by reduction, its signature, dtype, rows of all chunks.
         self.signatures: dict[int, tuple[str, torch.dtype, int]] = {}
 
@@ -194,7 +193,7 @@ class Program:
         """A call that cannot run in stages, and why (the program must run whole); or None."""
         return self._find_unstageable()
 
-    @property
+    @functools.cached_property
     def cloned(self) -> set[int]:
         """The in-place calls that write a clone instead; see `_find_unstageable_write`."""
         _ = self.unstageable
@@ -216,11 +215,11 @@ class Program:
         has_gradient: bool,
     ) -> Run:
         reductions = [self.node(i) for i in combined]
-        numbers, by_value = {}, {}
-        for i, bits in zip(nodes, parts, strict=True) if any(parts) else ():
+        numbers = {}
+        for i, bits in zip(nodes, parts, strict=True):
             if bits:
-                numbers[i] = by_value[self.node(i).first_out] = parts_in(bits)
-        lists = nodes, numbers, by_value, imports, exports, inner, reductions, shadows
+                numbers[self.node(i).first_out] = parts_in(bits)
+        lists = nodes, numbers, imports, exports, inner, reductions, shadows
         return Run(index, stage, axis, segment, *lists, has_gradient)
 
     def row_of(self, node: Node) -> str:
@@ -331,7 +330,7 @@ class Program:
             cut = copy.copy(self)
             cut.handle = _core.cut_program(self.handle, *way.cuts)
             cut._cuts, cut._cloned, cut._cut_before = way.cuts, set(), {}
-            for depends_on_cuts in ("runs", "unstageable"):
+            for depends_on_cuts in ("runs", "unstageable", "cloned"):
                 cut.__dict__.pop(depends_on_cuts, None)
             self._cut_before[way.cuts] = cut
         return self._cut_before[way.cuts]
@@ -424,7 +423,8 @@ class Program:
             writes = [i for i in run.nodes if self.nodes[i].writes]
             if not writes:
                 continue
-            maker = {v: i for i in run.nodes if i not in run.parts for v in self.nodes[i].outs}
+            outs = ((i, self.nodes[i].outs) for i in run.nodes)
+            maker = {v: i for i, of in outs if of.start not in run.parts for v in of}
             exported = {v: self.info(v).storage for v in run.exports if v in maker}
             cloned_by: dict[int, int] = {}  # by storage: the last write that goes to a clone of it
             for i in writes:
