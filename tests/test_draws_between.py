@@ -233,6 +233,32 @@ def test_a_draw_that_cannot_be_seen_is_an_error(unseen: Draw, chunks: int | None
     assert state().numel() > 0
 
 
+def test_a_thread_that_took_the_place_of_one_that_drew() -> None:
+    """The system gives its number again: it has not drawn, and an unseen draw is an error still."""
+    idle = threading.Event()
+
+    def draw() -> None:
+        F.dropout(koila.lazy(torch.ones(ROWS, 5)), 0.5).sum().item()
+
+    first = threading.Thread(target=draw)
+    first.start()
+    first.join()
+    others = [threading.Thread(target=idle.wait) for _ in range(8)]
+    for other in others:
+        other.start()
+    try:
+        assert first.ident in [other.ident for other in others]
+        loss = F.dropout(koila.lazy(torch.ones(ROWS, 5)), 0.5).mean()
+        bound_before(3)
+        with pytest.raises(koila.KoilaError, match="lost"):
+            loss.item()
+    finally:
+        idle.set()
+        for other in others:
+            other.join()
+    loss.item()
+
+
 def test_another_thread_that_draws_is_no_error() -> None:
     """The generator is shared: whose numbers come first is not said there."""
     loss = F.dropout(koila.lazy(torch.ones(ROWS, 5)), 0.5).mean()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exclusive use of a thread's tape by Python functions that read it more than once or run it."""
+"""Threads: exclusive use of a thread's tape, and a key for what is noted by thread."""
 
 from __future__ import annotations
 
@@ -14,6 +14,24 @@ from koila import _core
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class Thread:
+    """A thread's key. It dies with its thread: the next thread may get the same `get_ident()`."""
+
+    __slots__ = ("__weakref__",)
+
+
+_own = threading.local()
+
+
+def this_thread() -> Thread:
+    """Return the running thread's key, to note things by thread in a weak set or mapping."""
+    try:
+        return cast("Thread", _own.key)
+    except AttributeError:
+        _own.key = Thread()
+        return cast("Thread", _own.key)
 
 
 def in_turn(func: Callable[P, R]) -> Callable[P, R]:

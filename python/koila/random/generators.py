@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import hashlib
-import threading
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
 from koila import _core
 from koila.basics import generator_state, surroundings
 from koila.basics.lines import user_line
-from koila.basics.threads import in_turn
+from koila.basics.threads import Thread, in_turn, this_thread
 from koila.messages.errors import KoilaError
 from koila.random import noise_drawn, plain
 from koila.staged import one_call
@@ -49,23 +49,25 @@ def states() -> dict[torch.device, torch.Tensor]:
 
 #: By thread: the generator states at which its first waiting call must draw, and the line of that
 #: call. All threads share the generators.
-_expected: dict[int, tuple[dict[torch.device, torch.Tensor], str]] = {}
+_expected: WeakKeyDictionary[Thread, tuple[dict[torch.device, torch.Tensor], str]] = (
+    WeakKeyDictionary()
+)
 #: Threads that have recorded a random call. Draws of several threads have no defined order.
-_drawing: set[int] = set()
+_drawing: WeakSet[Thread] = WeakSet()
 
 
 def note_recorded() -> None:
     """Note that this thread recorded its first waiting random call: until it has drawn, no other
     call may move the generators."""
-    _drawing.add(threading.get_ident())
-    _expected[threading.get_ident()] = states(), user_line()
+    _drawing.add(this_thread())
+    _expected[this_thread()] = states(), user_line()
     plain.watch(make_way)
 
 
 def note_drawn() -> None:
     """Note that this thread drew."""
     if not _core.has_draw(False):
-        _expected.pop(threading.get_ident(), None)
+        _expected.pop(this_thread(), None)
         plain.unwatch()
     _disturb_others()
 
@@ -73,14 +75,14 @@ def note_drawn() -> None:
 def _disturb_others() -> None:
     """Note that this thread moved the generators: other threads no longer expect a certain
     state."""
-    for thread in set(_expected) - {threading.get_ident()}:
-        _expected.pop(thread, None)
+    for thread in list(_expected):
+        if thread is not this_thread():
+            _expected.pop(thread, None)
 
 
 def _do_others_draw() -> bool:
     """Tell whether other threads record random calls, whose programs may draw at any moment."""
-    _drawing.intersection_update([thread.ident for thread in threading.enumerate()])
-    return bool(_drawing - {threading.get_ident()})
+    return any(thread is not this_thread() for thread in _drawing)
 
 
 def check_undisturbed() -> None:
@@ -89,12 +91,12 @@ def check_undisturbed() -> None:
     Raises:
         KoilaError: something that koila cannot see has drawn since.
     """
-    states, recorded = _expected.get(threading.get_ident(), ({}, ""))
+    states, recorded = _expected.get(this_thread(), ({}, ""))
     if not _core.has_draw(False) or all(
         torch.equal(state, generator_state.get(generator_of(d))) for d, state in states.items()
     ):
         return
-    _expected.pop(threading.get_ident(), None)  # the error is raised once; a second try runs
+    _expected.pop(this_thread(), None)  # the error is raised once; a second try runs
     if _do_others_draw():
         return
     raise KoilaError(
@@ -110,7 +112,7 @@ def check_undisturbed() -> None:
 def check_live() -> None:
     """Prepare for a live run of all pending calls, which draws their random numbers."""
     check_undisturbed()
-    _expected.pop(threading.get_ident(), None)  # a run that stops half way has drawn a part
+    _expected.pop(this_thread(), None)  # a run that stops half way has drawn a part
     plain.unwatch()
     _disturb_others()
 

@@ -13,6 +13,7 @@ import threading
 import types
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional
@@ -20,6 +21,7 @@ from torch._ops import OpOverloadPacket
 
 from koila import _core
 from koila.basics import table
+from koila.basics.threads import Thread, this_thread
 
 _OWNERS: tuple[Any, ...] = (torch, torch._VF, torch.Tensor, torch.nn.functional)
 # Ops by name: functions that make a tensor of noise from its sizes; all but one have no row.
@@ -41,7 +43,7 @@ def draws(name: str) -> bool:
 
 
 _lock = threading.Lock()
-_waiting: set[int] = set()  # ids of the threads with a recorded call that has yet to draw
+_waiting: WeakSet[Thread] = WeakSet()  # the threads with a recorded call that has yet to draw
 _before: Callable[[], None] | None = None  # called before a plain draw
 _after: Callable[[torch.Tensor], torch.Tensor] | None = None  # applied to the result of MAKERS
 #: The functions of torch that are replaced at present: owner, name, and torch's own function.
@@ -108,7 +110,7 @@ def watch(before: Callable[[], None]) -> None:
     global _before
     with _lock:
         _before = before
-        _waiting.add(threading.get_ident())
+        _waiting.add(this_thread())
         _put_in()
 
 
@@ -138,8 +140,7 @@ def _put_in() -> None:
 def unwatch() -> None:
     """Note that all recorded calls of this thread have drawn."""
     with _lock:
-        _waiting.discard(threading.get_ident())
-        _waiting.intersection_update(thread.ident for thread in threading.enumerate())
+        _waiting.discard(this_thread())
         _put_back()
 
 
