@@ -100,6 +100,23 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define place_reduced(by_) place_reduced, .reduce = KL_REDUCE_##by_
 #define place_spatial(n_) place_spatial, .n_mixed = n_
 
+/* Declare the rules, which begin what a cell stands for. If one is not defined, the extension does not link: hidden names
+ * are not looked up when it is loaded. */
+#define FIRST(first_, ...) first_
+#define NAME(...) FIRST(__VA_ARGS__, )
+#define RULES(name_, call_, weight_cell, shape_cell, dtype_cell, place_cell, saves_cell, ...)      \
+    KlRule NAME(shape_##shape_cell), NAME(dtype_##dtype_cell), NAME(place_##place_cell);           \
+    KlSavesRule NAME(saves_##saves_cell);
+#define OP RULES
+#define BOTH RULES
+#define VIEW RULES
+#define INPLACE RULES
+#define RANDOM RULES
+#define ALIAS(alias_, name_)
+#pragma GCC visibility push(hidden)
+#include "ops.def"
+#pragma GCC visibility pop
+
 /* The optional cells come last, as fields of KlRow. */
 #define CELLS(weight_cell, shape_cell, dtype_cell, place_cell, saves_cell, effects_cell, ...)      \
     .is_heavy = WEIGHT_##weight_cell, .shape = shape_##shape_cell, .dtype = dtype_##dtype_cell,    \

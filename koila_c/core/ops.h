@@ -236,10 +236,8 @@ typedef struct KlInferred {
     KlAxisId breaks;  /* declined: the order that must be broken first; else KL_ID_NONE */
 } KlInferred;
 
-typedef KlStatus (*KlShapeRule)(const KlCall *call, KlInferred *result, KlError *error);
-typedef KlStatus (*KlDtypeRule)(const KlCall *call, KlInferred *result, KlError *error);
-typedef KlStatus (*KlPlaceRule)(const KlCall *call, KlInferred *result, KlError *error);
-typedef void (*KlSavesRule)(const KlCall *call, const KlInferred *result, KlSaves *saves);
+typedef KlStatus KlRule(const KlCall *call, KlInferred *result, KlError *error);
+typedef void KlSavesRule(const KlCall *call, const KlInferred *result, KlSaves *saves);
 
 /* Bytes as multiples of a call's result, of its first operand, and of masks: a byte per element of the larger. */
 typedef struct KlAmount {
@@ -303,10 +301,8 @@ struct KlRow {
     const char *call; /* the C-level function's signature: "x, dim=None, keepdim=False" */
     KlRowKind kind;
     bool is_heavy; /* too slow to recompute: made of products */
-    KlShapeRule shape;
-    KlDtypeRule dtype;
-    KlPlaceRule place;
-    KlSavesRule saves; /* kl_rules_keep: as `keeps` says */
+    KlRule *shape, *dtype, *place;
+    KlSavesRule *saves; /* kl_rules_keep: as `keeps` says */
     KlKeeps keeps;
     KlEffects effects;
     /* Parameters of cells, as the 2 of conv(2): */

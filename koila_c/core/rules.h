@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules.h - declares all rules that cells of ops.def can name, and the functions that rules share.
+/* rules.h - begins the definition of a rule that cells of ops.def name, and declares the functions that rules share.
  *
  * For ops.c, infer.c and rules_*.c only. A rule is a function of one call: shape rules make the outputs
  * (n_outs, shape, strides, alias), dtype rules fill their dtypes, place rules fill result->split and the
@@ -158,195 +158,88 @@ bool kl_rules_factor(const KlMeta *from, const KlPlace *place, int64_t rows, con
 bool kl_rules_rewrite(KlInferred *result, uint32_t arg, uint32_t entry, uint8_t part,
                       int64_t scale);
 
+/* --- labels (rules_labels.c): see NOTE [labels] there ----------------------------------------- */
+
+/* A letter for each dim of a value (NOTE [labels] in rules_labels.c). Equal letters are aligned; 0: no letter. */
+typedef struct KlLabels {
+    uint8_t of[KL_DIMS_MAX]; /* [n_dims] */
+} KlLabels;
+
+enum { KL_LABELS_MAX = 8 }; /* the inputs that a rule can label; later ones have no letters */
+
+/* The letters of a call's inputs and outputs. */
+typedef struct KlWiring {
+    KlLabels inputs[KL_LABELS_MAX]; /* [n_inputs] */
+    KlLabels outs[4];               /* [n_outs] */
+    KlReduce reduce;                /* rows that no output has: how they are combined; NONE: ONCE */
+    const char *reason; /* ... with this reason; also for rows in a dim without letter */
+} KlWiring;
+
+/* Place a call: find the letter of the rows, slice each input that has it, and place the outputs. */
+KlStatus kl_rules_wire(const KlCall *call, KlInferred *result, const KlWiring *wiring);
+
+/* Return the letters 1 .. n_dims, from the left. */
+KlLabels kl_rules_letters(int32_t n_dims);
+/* Return the letters of an operand with `n_dims` dims that broadcasts from the right to `full`, of n_dims_full. */
+KlLabels kl_rules_letters_right(KlLabels full, int32_t n_dims_full, int32_t n_dims);
+
+/* --- small tools (rules_labels.c) ------------------------------------------------------------- */
+
+/* Whether the strides are those of a new row-major tensor, including dims of size 1 (which torch's choice
+ * of memory format reads). */
+bool kl_rules_is_plain(const KlMeta *meta);
+/* Set the strides of a new output: row-major if every tensor of the call is plain, else unknown. */
+void kl_rules_settle_plain(const KlCall *call, KlInferred *result);
+/* kl_rules_out, then kl_rules_settle_plain. */
+KlStatus kl_rules_out_plain(const KlCall *call, KlInferred *result, const KlMeta *like,
+                            KlError *error);
+/* Likewise, considering torch's memory formats: outputs of 4 dims are channels_last if one of the first
+ * `n_deciders` inputs, all of 4 dims, suggests it, else row-major. Other numbers of dims: as
+ * kl_rules_settle_plain. */
+void kl_rules_settle_format(const KlCall *call, KlInferred *result, uint32_t n_deciders);
+/* Note that args[arg] is saved, if it is a tensor. */
+void kl_rules_save(const KlCall *call, KlSaves *saves, uint32_t arg);
+/* Whether args[arg] is a tensor that requires grad. */
+bool kl_rules_needs_grad(const KlCall *call, uint32_t arg);
+/* Note that a new tensor of n elements is saved. */
+void kl_rules_save_new(const KlInferred *result, KlSaves *saves, int64_t n, KlDtype dtype);
+/* Whether view(-1, shape[-1]) needs no copy. */
+bool kl_rules_is_foldable(const KlMeta *meta);
+/* Get args[arg] as `n` numbers, one for each spatial dim: a tuple, one number for all, or the fallback. */
+KlStatus kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fallback,
+                          int64_t *values); /* rules_conv.c */
+/* Likewise, but the argument is required, and a tuple must have `n` entries. */
+KlStatus kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *values);
+
+/* --- losses (rules_loss.c, rules_loss_nll.c) -------------------------------------------------- */
+
+/* Find whether the loss's argument `reduction`, an int, is not "none". */
+KlStatus kl_rules_reduction(const KlCall *call, bool *is_reduced);
+/* Make the output of a loss: with the shape of its terms, or a scalar. */
+KlStatus kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms,
+                            KlError *error);
+
 /* --- the rules --------------------------------------------------------------------------------------- */
 
-#define KL_SHAPE(word) KlStatus shape_##word(const KlCall *call, KlInferred *result, KlError *error)
-#define KL_DTYPE(word) KlStatus dtype_##word(const KlCall *call, KlInferred *result, KlError *error)
-#define KL_PLACE(word) KlStatus place_##word(const KlCall *call, KlInferred *result, KlError *error)
+/* The head of the definition of the rule for a cell `word` of ops.def; ops.c declares all rules that cells name. */
+#define KL_SHAPE(word) KL_RULE(shape_##word)
+#define KL_DTYPE(word) KL_RULE(dtype_##word)
+#define KL_PLACE(word) KL_RULE(place_##word)
+#define KL_RULE(name)                                                                              \
+    KlRule name;                                                                                   \
+    KlStatus name(const KlCall *call __attribute__((unused)),                                      \
+                  KlInferred *result __attribute__((unused)),                                      \
+                  KlError *error __attribute__((unused)))
 #define KL_SAVES(word)                                                                             \
-    void saves_##word(const KlCall *call, const KlInferred *result, KlSaves *saves)
+    KlSavesRule saves_##word;                                                                      \
+    void saves_##word(const KlCall *call __attribute__((unused)),                                  \
+                      const KlInferred *result __attribute__((unused)), KlSaves *saves)
 
-/* elementwise: rules_shape.c */
-KL_SHAPE(broadcast);   /* all tensors broadcast; numbers in words 0 and 1 count as 0-dim tensors */
-KL_SHAPE(tensor_pair); /* broadcast; both words are tensors */
-KL_SHAPE(tensors);     /* all tensors broadcast; numbers are parameters */
-KL_SHAPE(swapped);     /* broadcast; the first two operands are exchanged */
-KL_SHAPE(same);        /* the shape and the order of dims of the first input, new memory */
-KL_SHAPE(isfinite);
-KL_SHAPE(isinf);
-KL_SHAPE(preserve);  /* the shape of the first input, the strides of empty_like */
-KL_SHAPE(row_major); /* the shape of the first input, row-major */
-KL_SHAPE(pow);
-KL_SHAPE(where);
-KL_SHAPE(masked_fill);
-KL_SHAPE(fill);
-
-/* copies, casts, new values: rules_like.c */
-KL_SHAPE(cast);
-KL_SHAPE(clone);
-KL_SHAPE(contiguous);
-KL_SHAPE(full_like); /* the fill value in word 1 */
-KL_SHAPE(itself);
-KL_SHAPE(like); /* options from word 1 on */
-KL_SHAPE(new);  /* sizes in word 1 */
-KL_SHAPE(new_full);
-
-/* views: rules_view.c keeps the elements' order, rules_move.c the dims */
-KL_SHAPE(flatten);
-KL_SHAPE(ravel);
-KL_SHAPE(reshape);
-KL_SHAPE(reshape_as);
-KL_SHAPE(unflatten);
-KL_SHAPE(view);
-KL_SHAPE(view_as);
-KL_SHAPE(alias); /* the first input again */
-KL_SHAPE(diagonal);
-KL_SHAPE(expand);
-KL_SHAPE(expand_as);
-KL_SHAPE(movedim);
-KL_SHAPE(narrow);
-KL_SHAPE(permute);
-KL_SHAPE(select);
-KL_SHAPE(squeeze);
-KL_SHAPE(t);
-KL_SHAPE(transpose);
-KL_SHAPE(unfold);
-KL_SHAPE(unsqueeze);
-
-/* rules_complex.c */
-KL_SHAPE(conj);
-KL_SHAPE(imag);
-KL_SHAPE(real);
-KL_SHAPE(view_as_complex);
-KL_SHAPE(view_as_real);
-
-/* rules_join.c, rules_repeat.c */
-KL_SHAPE(cat);
-KL_SHAPE(chunk);
-KL_SHAPE(flip);
-KL_SHAPE(repeat);
-KL_SHAPE(repeat_interleave);
-KL_SHAPE(roll);
-KL_SHAPE(split); /* by one size or by a list of sizes */
-KL_SHAPE(stack);
-KL_SHAPE(tile);
-KL_SHAPE(tril);
-KL_SHAPE(unbind);
-KL_SHAPE(unsafe_chunk);
-KL_SHAPE(unsafe_split);
-
-/* rules_reduce.c: dims in word 1, keepdim in word 2, unless the op's own word says otherwise */
-KL_SHAPE(reduce);
-KL_SHAPE(reduce_given); /* declines an empty tuple of dims */
-KL_SHAPE(amax);
-KL_SHAPE(argmax);
-KL_SHAPE(kthvalue);
-KL_SHAPE(max);
-KL_SHAPE(median);
-KL_SHAPE(mode);
-KL_SHAPE(prod);
-KL_SHAPE(std);
-KL_SHAPE(vector_norm);
-KL_SHAPE(cumulate);
-KL_SHAPE(histc);
-KL_SHAPE(sort);
-KL_SHAPE(topk);
-
-/* rules_index.c, rules_gather.c */
-KL_SHAPE(gather);
-KL_SHAPE(getitem);
-KL_SHAPE(index_add);
-KL_SHAPE(index_fill);
-KL_SHAPE(index_select);
-KL_SHAPE(select_masked);
-KL_SHAPE(scatter);
-KL_SHAPE(setitem);
-KL_SHAPE(take_along_dim);
-
-/* rules_dtype.c: "same" is the dtype of the first input. Dtypes that torch refuses are declined. Variants for some kinds
- * of dtypes only, such as same_float, are in ops.c. */
-KL_DTYPE(same);
-KL_DTYPE(abs); /* complex gives real */
-KL_DTYPE(square);
-KL_DTYPE(to_float);      /* ints become the default dtype */
-KL_DTYPE(promote);       /* torch's promotion of words 0 and 1 */
-KL_DTYPE(promote_float); /* likewise, and ints become the default dtype */
-KL_DTYPE(promote_sub);
-KL_DTYPE(all_float); /* all tensors of one type, float or complex */
-KL_DTYPE(all_same);
-KL_DTYPE(clamp);
-KL_DTYPE(compare);
-KL_DTYPE(div);
-KL_DTYPE(index); /* int64 */
-KL_DTYPE(join);
-KL_DTYPE(max);
-KL_DTYPE(to_all);
-KL_DTYPE(to_bool);
-KL_DTYPE(to_complex);
-KL_DTYPE(to_mean);
-KL_DTYPE(to_sum); /* ints become int64; a dtype may be given */
-KL_DTYPE(to_var);
-KL_DTYPE(value_index);
-KL_DTYPE(vector_norm);
-KL_DTYPE(where);
-KL_DTYPE(where_method);
-
-/* rules_like.c: casts that need no copy return the input itself */
-KL_DTYPE(cast);
-KL_DTYPE(like);
-KL_DTYPE(to);
-KL_DTYPE(to_dense);
-KL_DTYPE(type);
-KL_DTYPE(type_as);
-
-/* rules_place.c */
-KL_PLACE(rowwise);  /* each row on its own; inputs are aligned from the right, by broadcasting */
-KL_PLACE(moved);    /* the rows move by dim_map; ONCE if their dim is gone */
-KL_PLACE(along);    /* likewise, for ops that mix a dim */
-KL_PLACE(scan);     /* along; by rows if the call is given the totals of earlier chunks */
-KL_PLACE(reduced);  /* along, or a reduction that is split if the rows' dim is gone */
-KL_PLACE(constant); /* reads only sizes, no rows */
-
-/* in the file of the op's shape rule */
-KL_PLACE(cat);
-KL_PLACE(chunk);
-KL_PLACE(expand);
-KL_PLACE(factor); /* kl_rules_factor finds the rows in the output */
-KL_PLACE(factor_other);
-KL_PLACE(factor_sizes); /* likewise, and in the sizes of word 1 */
-KL_PLACE(gather);
-KL_PLACE(getitem);
-KL_PLACE(histc);
-KL_PLACE(index_add);
-KL_PLACE(index_fill);
-KL_PLACE(index_select);
-KL_PLACE(select_masked);
-KL_PLACE(max);
-KL_PLACE(narrow);
-KL_PLACE(repeat);
-KL_PLACE(repeat_interleave);
-KL_PLACE(scatter);
-KL_PLACE(setitem);
-KL_PLACE(split);
-KL_PLACE(squeeze);
-KL_PLACE(stack);
-KL_PLACE(take_along_dim);
-KL_PLACE(unflatten);
-KL_PLACE(vector_norm);
-
-/* rules_saves.c: cells `saves` that are functions; the others are macros in ops.c */
-void kl_rules_keep(const KlCall *call, const KlInferred *result, KlSaves *saves);
-KL_SAVES(index);
-KL_SAVES(scatter_reduce);
-KL_SAVES(select_masked);
-KL_SAVES(setitem);
-KL_SAVES(log_sigmoid);
-KL_SAVES(max);
-KL_SAVES(roll);
-KL_SAVES(pow);
-KL_SAVES(softmax);
-KL_SAVES(input_indices);
-
-#include "rules_nn.h"
+/* Rules that other rules call, and that infer.c knows. */
+KlRule shape_broadcast, shape_cast, shape_itself, shape_like, shape_tensor_pair;
+KlRule dtype_promote, dtype_same, dtype_uniform_float, dtype_value_index;
+KlRule place_along, place_moved, place_rowwise, place_scan;
+KlSavesRule kl_rules_keep; /* as KlRow.keeps says */
+KlSavesRule saves_all, saves_index;
 
 #endif

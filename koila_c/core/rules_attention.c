@@ -95,8 +95,7 @@ is_fused(const KlCall *call, double dropout, bool is_grouped)
     return is_fit;
 }
 
-KlStatus
-shape_attention(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(attention)
 {
     double dropout = 0.0;
     bool is_causal = false, is_grouped = false;
@@ -130,8 +129,7 @@ shape_attention(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-dtype_attention(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(attention)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     bool is_uniform = call->inputs[KEY]->dtype == dtype && call->inputs[VALUE]->dtype == dtype;
@@ -139,8 +137,7 @@ dtype_attention(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error
     return is_uniform && kl_meta_dtype_is_float(dtype) ? KL_OK : KL_DECLINED;
 }
 
-KlStatus
-place_attention(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(attention)
 {
     double dropout = 0.0;
     bool is_causal = false, is_grouped = false;
@@ -186,8 +183,7 @@ is_batch_of_matrices(const KlMeta *meta)
     return meta->is_strided && kl_rules_view_strides(meta, &batch);
 }
 
-void
-saves_attention(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(attention)
 {
     double dropout = 0.0;
     bool is_causal = false, is_grouped = false;

@@ -18,16 +18,14 @@ view_of(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_conj(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(conj)
 {
     bool is_complex = kl_meta_dtype_is_complex(call->inputs[0]->dtype);
     return is_complex ? view_of(call, result, error) : shape_itself(call, result, error);
 }
 
 /* A view of every second number of a complex value. */
-KlStatus
-shape_imag(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(imag)
 {
     if (!kl_meta_dtype_is_complex(call->inputs[0]->dtype)) {
         return KL_DECLINED;
@@ -39,15 +37,13 @@ shape_imag(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_real(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(real)
 {
     bool is_complex = kl_meta_dtype_is_complex(call->inputs[0]->dtype);
     return is_complex ? shape_imag(call, result, error) : shape_itself(call, result, error);
 }
 
-KlStatus
-shape_view_as_real(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(view_as_real)
 {
     if (!kl_meta_dtype_is_complex(call->inputs[0]->dtype) ||
         call->inputs[0]->n_dims == KL_DIMS_MAX) {
@@ -64,8 +60,7 @@ shape_view_as_real(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* The last dim holds the pairs: its stride must be 1, and the other strides even. */
-KlStatus
-shape_view_as_complex(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(view_as_complex)
 {
     const KlMeta *input = call->inputs[0];
     int32_t last = input->n_dims - 1;
@@ -92,8 +87,7 @@ shape_view_as_complex(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* Two real tensors of one type. */
-KlStatus
-dtype_to_complex(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(to_complex)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     for (uint32_t i = 1; i < call->n_inputs; i++) {

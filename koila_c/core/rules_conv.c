@@ -130,8 +130,7 @@ size_out(const Conv *conv, int32_t i, int64_t size, int64_t kernel)
     return free < 0 ? 0 : free / conv->stride[i] + 1;
 }
 
-KlStatus
-shape_conv(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(conv)
 {
     Conv conv;
     const int32_t n = call->row->n_spatial;
@@ -165,8 +164,7 @@ shape_conv(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-place_conv(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(conv)
 {
     bool is_batched = call->inputs[0]->n_dims == call->inputs[1]->n_dims;
     KlWiring wiring = {.reason = "the batch is in channels, positions or weights of a convolution"};
@@ -438,8 +436,7 @@ work(const KlCall *call, const KlInferred *result, Conv *conv, KlSaves *saves)
 }
 
 /* If padding="same" must pad the two sides differently, torch pads the input first and saves the padded copy. */
-void
-saves_conv(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(conv)
 {
     Conv conv;
     const KlMeta *input = call->inputs[0], *weight = call->inputs[1];

@@ -30,30 +30,28 @@ set_float(const KlCall *call, KlInferred *result, KlDtype dtype)
     return KL_OK;
 }
 
-KlStatus
-dtype_same(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(same)
 {
     kl_rules_set_dtypes(result, call->inputs[0]->dtype);
     return is_among(call->inputs[0]->dtype, call->row->kinds) ? KL_OK : KL_DECLINED;
 }
 
-KlStatus
-dtype_abs(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+/* Complex gives real. */
+KL_DTYPE(abs)
 {
     kl_rules_set_dtypes(result, real_of(call->inputs[0]->dtype));
     return KL_OK;
 }
 
-KlStatus
-dtype_square(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(square)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     kl_rules_set_dtypes(result, dtype == KL_DTYPE_BOOL ? KL_DTYPE_INT64 : dtype);
     return KL_OK;
 }
 
-KlStatus
-dtype_to_float(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+/* Ints become the default dtype. */
+KL_DTYPE(to_float)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     return is_among(dtype, call->row->kinds) ? set_float(call, result, dtype) : KL_DECLINED;
@@ -68,15 +66,14 @@ promote_among(const KlCall *call, KlInferred *result, KlKinds kinds)
     return status == KL_OK && !is_among(dtype, kinds) ? KL_DECLINED : status;
 }
 
-KlStatus
-dtype_promote(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+/* torch's promotion of words 0 and 1. */
+KL_DTYPE(promote)
 {
     return promote_among(call, result, call->row->kinds);
 }
 
 /* sub refuses bools */
-KlStatus
-dtype_promote_sub(const KlCall *call, KlInferred *result, KlError *error)
+KL_DTYPE(promote_sub)
 {
     for (uint32_t i = 0; i < 2; i++) {
         const KlMeta *input = kl_rules_input(call, i);
@@ -87,39 +84,35 @@ dtype_promote_sub(const KlCall *call, KlInferred *result, KlError *error)
     return dtype_promote(call, result, error);
 }
 
-KlStatus
-dtype_promote_float(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+/* Likewise, and ints become the default dtype. */
+KL_DTYPE(promote_float)
 {
     KlDtype dtype = KL_DTYPE_OTHER;
     KlStatus status = kl_rules_result_type(call, 0, 2, &dtype);
     return status == KL_OK ? set_float(call, result, dtype) : status;
 }
 
-KlStatus
-dtype_div(const KlCall *call, KlInferred *result, KlError *error)
+KL_DTYPE(div)
 {
     return kl_rules_is_given(call, 2) ? promote_among(call, result, KL_KINDS_REAL)
                                       : dtype_promote_float(call, result, error);
 }
 
-KlStatus
-dtype_to_bool(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(to_bool)
 {
     kl_rules_set_dtypes(result, KL_DTYPE_BOOL);
     return KL_OK;
 }
 
 /* A comparison needs a common dtype, although its result is a bool. */
-KlStatus
-dtype_compare(const KlCall *call, KlInferred *result, KlError *error)
+KL_DTYPE(compare)
 {
     KlStatus status = dtype_promote(call, result, error);
     return status == KL_OK ? dtype_to_bool(call, result, error) : status;
 }
 
 /* lerp, addcdiv and similar ops: floats of one dtype */
-KlStatus
-dtype_all_same(const KlCall *call, KlInferred *result, KlError *error)
+KL_DTYPE(all_same)
 {
     for (uint32_t i = 1; i < call->n_inputs; i++) {
         if (call->inputs[i]->dtype != call->inputs[0]->dtype) {
@@ -129,8 +122,8 @@ dtype_all_same(const KlCall *call, KlInferred *result, KlError *error)
     return dtype_same(call, result, error);
 }
 
-KlStatus
-dtype_all_float(const KlCall *call, KlInferred *result, KlError *error)
+/* All tensors of one type, float or complex. */
+KL_DTYPE(all_float)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     return kl_rules_is_integral(dtype) ? KL_DECLINED : dtype_all_same(call, result, error);
@@ -154,22 +147,19 @@ promote_beside(const KlCall *call, KlInferred *result, uint32_t input)
     return status;
 }
 
-KlStatus
-dtype_where(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(where)
 {
     return promote_beside(call, result, 0);
 }
 
 /* x.where(condition, y) */
-KlStatus
-dtype_where_method(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(where_method)
 {
     return promote_beside(call, result, 1);
 }
 
 /* clamp(x, min, max): the bounds take part in promotion */
-KlStatus
-dtype_clamp(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(clamp)
 {
     KlDtype dtype = KL_DTYPE_OTHER;
     if (!kl_rules_is_given(call, 1) && !kl_rules_is_given(call, 2)) {
@@ -183,8 +173,8 @@ dtype_clamp(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return KL_OK;
 }
 
-KlStatus
-dtype_to_sum(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+/* Ints become int64; a dtype may be given. */
+KL_DTYPE(to_sum)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     KlDtype sum = kl_rules_is_integral(dtype) ? KL_DTYPE_INT64 : dtype;
@@ -192,8 +182,7 @@ dtype_to_sum(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return KL_OK;
 }
 
-KlStatus
-dtype_to_mean(const KlCall *call, KlInferred *result, KlError *error)
+KL_DTYPE(to_mean)
 {
     KlDtype dtype = kl_rules_dtype(call, call->inputs[0]->dtype);
     if (kl_rules_is_integral(dtype)) {
@@ -205,8 +194,7 @@ dtype_to_mean(const KlCall *call, KlInferred *result, KlError *error)
 
 /* std, var: real for complex inputs, too; the mean, the second output, has the input's dtype. batch_norm names a dtype to
  * get the statistics of half-precision inputs in float32. */
-KlStatus
-dtype_to_var(const KlCall *call, KlInferred *result, KlError *error)
+KL_DTYPE(to_var)
 {
     KlDtype dtype = kl_rules_dtype(call, call->inputs[0]->dtype);
     if (kl_rules_is_integral(dtype)) {
@@ -218,8 +206,7 @@ dtype_to_var(const KlCall *call, KlInferred *result, KlError *error)
     return KL_OK;
 }
 
-KlStatus
-dtype_vector_norm(const KlCall *call, KlInferred *result, KlError *error)
+KL_DTYPE(vector_norm)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     if (kl_rules_is_integral(dtype) || kl_rules_dtype(call, dtype) != dtype) {
@@ -229,24 +216,21 @@ dtype_vector_norm(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* all, any: a bool, but uint8 for uint8, for backward compatibility */
-KlStatus
-dtype_to_all(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(to_all)
 {
     bool is_byte = call->inputs[0]->dtype == KL_DTYPE_UINT8;
     kl_rules_set_dtypes(result, is_byte ? KL_DTYPE_UINT8 : KL_DTYPE_BOOL);
     return KL_OK;
 }
 
-KlStatus
-dtype_index(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(index)
 {
     kl_rules_set_dtypes(result, KL_DTYPE_INT64);
     return KL_OK;
 }
 
 /* values, and their indices */
-KlStatus
-dtype_value_index(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(value_index)
 {
     if (kl_meta_dtype_is_complex(call->inputs[0]->dtype)) {
         return KL_DECLINED;

@@ -316,8 +316,7 @@ set_product_strides(const Pair *pair, const Equation *equation, KlMeta *out)
     }
 }
 
-KlStatus
-shape_einsum(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(einsum)
 {
     Equation equation;
     KlStatus status = read_equation(call, &equation);
@@ -341,8 +340,7 @@ shape_einsum(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-place_einsum(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(einsum)
 {
     Equation equation;
     KlStatus status = read_equation(call, &equation);
@@ -371,8 +369,7 @@ save_operand(const KlCall *call, const KlInferred *result, const Pair *pair, KlS
     }
 }
 
-void
-saves_einsum(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(einsum)
 {
     Equation equation;
     if (read_equation(call, &equation) != KL_OK) {

@@ -11,8 +11,7 @@ is_index(const KlMeta *meta)
 }
 
 /* weight (n, d), indices (*) -> (*, d) */
-KlStatus
-shape_embedding(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(embedding)
 {
     const KlMeta *weight = kl_rules_input(call, 0);
     const KlMeta *indices = kl_rules_input(call, 1);
@@ -28,8 +27,7 @@ shape_embedding(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_contiguous(result, &out, error);
 }
 
-KlStatus
-place_embedding(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(embedding)
 {
     enum { LETTER_FEATURE = 20 };
     bool is_scaled = false;
@@ -47,8 +45,7 @@ place_embedding(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error
 }
 
 /* input (n, d), indices, max_norm, norm_type: rescales in place the rows of the table that are looked up */
-KlStatus
-shape_embedding_renorm(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(embedding_renorm)
 {
     const KlMeta *weight = kl_rules_input(call, 0);
     const KlMeta *indices = kl_rules_input(call, 1);
@@ -58,14 +55,12 @@ shape_embedding_renorm(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out(result, weight, error);
 }
 
-KlStatus
-place_embedding_renorm(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(embedding_renorm)
 {
     return kl_rules_once(result, "the whole batch shrinks one table");
 }
 
-KlStatus
-shape_one_hot(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(one_hot)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     int64_t n_classes = 0;
@@ -79,8 +74,7 @@ shape_one_hot(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_contiguous(result, &out, error);
 }
 
-KlStatus
-place_one_hot(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(one_hot)
 {
     KlLabels letters = kl_rules_letters(call->inputs[0]->n_dims);
     const KlWiring wiring = {.inputs = {letters}, .outs = {letters}};
@@ -120,8 +114,7 @@ read_bag(const KlCall *call)
     return (char)(!is_fit ? 0 : mode[1] == 'a' ? 'x' : mode[0]);
 }
 
-KlStatus
-shape_embedding_bag(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(embedding_bag)
 {
     if (read_bag(call) == 0) {
         return KL_DECLINED;
@@ -131,15 +124,13 @@ shape_embedding_bag(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_contiguous(result, &out, error);
 }
 
-KlStatus
-dtype_embedding_bag(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(embedding_bag)
 {
     kl_rules_set_dtypes(result, call->inputs[1]->dtype);
     return KL_OK;
 }
 
-KlStatus
-place_embedding_bag(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(embedding_bag)
 {
     enum { LETTER_FEATURE = 20 };
     const KlWiring wiring = {.inputs = {{{1}}, {{0, LETTER_FEATURE}}, {{1}}},
@@ -150,8 +141,7 @@ place_embedding_bag(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(e
 
 /* Saved: the bag of each index, and the start, the length and the maxima of each bag. Backward sorts the indices. For
  * sums in float32 torch has a kernel that saves less and computes the rest in backward. */
-void
-saves_embedding_bag(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(embedding_bag)
 {
     const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
     const KlMeta *each = kl_rules_input(call, BAG_WEIGHTS);

@@ -6,6 +6,8 @@
 
 #include <string.h>
 
+KlRule shape_scatter;
+KlSavesRule saves_scatter_reduce;
 static const char index_couples[] = "an index reaches across the samples";
 
 /* Return how many tensors of the source's size the backward of a reduction makes, as measured; -1: there is none such. */
@@ -52,8 +54,7 @@ fits(const KlMeta *small, const KlMeta *large, int32_t free_dim)
     return true;
 }
 
-KlStatus
-shape_gather(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(gather)
 {
     const KlMeta *index = NULL;
     int32_t dim = 0;
@@ -80,8 +81,7 @@ match_but(const KlCall *call, KlInferred *result, uint32_t other, const KlPlace 
     return reason == NULL ? KL_OK : kl_rules_once(result, reason);
 }
 
-KlStatus
-place_scatter(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(scatter)
 {
     int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
@@ -89,8 +89,7 @@ place_scatter(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
                            : match_but(call, result, KL_ID_NONE, &want);
 }
 
-KlStatus
-place_gather(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(gather)
 {
     int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     const KlPlace *of_index = &call->inputs[1]->place;
@@ -103,8 +102,7 @@ place_gather(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* scatter(x, dim, index, src or value), scatter_add: the result has x's shape */
-KlStatus
-shape_scatter(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(scatter)
 {
     const KlMeta *input = call->inputs[0], *index = NULL, *source = kl_rules_input(call, 3);
     int32_t dim = 0;
@@ -122,8 +120,7 @@ shape_scatter(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_contiguous(result, input, error);
 }
 
-KlStatus
-shape_index_select(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(index_select)
 {
     const KlMeta *input = call->inputs[0], *index = NULL;
     int32_t dim = 0;
@@ -136,8 +133,7 @@ shape_index_select(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_contiguous(result, &out, error);
 }
 
-KlStatus
-place_index_select(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(index_select)
 {
     const KlPlace *of_value = &call->inputs[0]->place, *of_index = &call->inputs[1]->place;
     int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
@@ -153,8 +149,7 @@ place_index_select(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(er
 }
 
 /* select_masked(x, mask, n_each): x[mask], if the mask selects n_each elements in each entry of dim 0 */
-KlStatus
-shape_select_masked(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(select_masked)
 {
     const KlMeta *input = call->inputs[0];
     const KlMeta *mask = kl_rules_input(call, 1);
@@ -179,8 +174,7 @@ shape_select_masked(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-place_select_masked(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(select_masked)
 {
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
     int32_t n_masked = call->inputs[1]->n_dims;
@@ -200,8 +194,7 @@ place_select_masked(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(e
 }
 
 /* Backward needs the mask. Forward and backward each allocate the indices of the selected elements. */
-void
-saves_select_masked(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(select_masked)
 {
     int64_t n_indices = result->outs[0].shape[0] * call->inputs[1]->n_dims;
     saves->inputs |= kl_rules_needs_grad(call, 0) ? UINT64_C(1) << 1 : 0;
@@ -210,8 +203,7 @@ saves_select_masked(const KlCall *call, const KlInferred *result, KlSaves *saves
 }
 
 /* index_add(x, dim, index, source), index_copy: slices of source are written at the indices */
-KlStatus
-shape_index_add(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(index_add)
 {
     const KlMeta *input = call->inputs[0], *index = NULL, *source = kl_rules_input(call, 3);
     int32_t dim = 0;
@@ -235,8 +227,7 @@ shape_index_add(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-place_index_add(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(index_add)
 {
     int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
@@ -246,8 +237,7 @@ place_index_add(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error
     return match_but(call, result, 1, &want);
 }
 
-KlStatus
-shape_index_fill(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(index_fill)
 {
     const KlMeta *input = call->inputs[0], *index = NULL, *value = kl_rules_input(call, 3);
     int32_t dim = 0;
@@ -263,8 +253,7 @@ shape_index_fill(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-place_index_fill(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(index_fill)
 {
     int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     const KlPlace *place = &call->inputs[0]->place;
@@ -276,8 +265,7 @@ place_index_fill(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(erro
     return KL_OK;
 }
 
-void
-saves_scatter_reduce(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(scatter_reduce)
 {
     kl_rules_keep(call, result, saves);
     int64_t n = count_made(call), n_of_result = n == 3 || n == 4 ? n + 1 : n; /* amax, amin */
@@ -287,8 +275,7 @@ saves_scatter_reduce(const KlCall *call, const KlInferred *result, KlSaves *save
 }
 
 /* take_along_dim(x, indices, dim): as gather, with the other dims broadcast */
-KlStatus
-shape_take_along_dim(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(take_along_dim)
 {
     KlMeta value = *call->inputs[0];
     const KlMeta *index = kl_rules_input(call, 1);
@@ -309,8 +296,7 @@ shape_take_along_dim(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-place_take_along_dim(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(take_along_dim)
 {
     int32_t dim = kl_rules_legal_dim(call, 2, 0, call->inputs[0]->n_dims);
     const KlPlace *of_index = &call->inputs[1]->place;

@@ -11,8 +11,7 @@ input_of(const KlCall *call, uint32_t i)
 }
 
 /* Make the gradient of each input, with its shape and unknown strides. */
-KlStatus
-shape_gradient_of(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(gradient_of)
 {
     if (call->args[INPUTS].kind != KL_ARG_VALUES) {
         return KL_DECLINED;
@@ -26,16 +25,13 @@ shape_gradient_of(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-dtype_gradient_of(const KlCall *call, KlInferred *result, KlError *error)
+KL_DTYPE(gradient_of)
 {
-    (void)call, (void)result, (void)error;
     return KL_OK; /* they have those of the inputs */
 }
 
 /* derived.py has checked that each row of an output depends only on the same row of the inputs. */
-KlStatus
-place_gradient_of(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(gradient_of)
 {
     for (uint32_t i = 0; i < call->args[READ].input; i++) {
         if (!kl_place_is_rows(&call->inputs[i]->place)) {
@@ -50,8 +46,7 @@ place_gradient_of(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(err
 
 /* The bytes are counted when the call is recorded. In its backward, gradients are held during the backward of the calls
  * that it differentiates. */
-void
-saves_gradient_of(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(gradient_of)
 {
     saves_all(call, result, saves);
     saves->is_extra_rows = kl_rules_int(call, N_KEPT, 0, &saves->bytes_extra) == KL_OK &&

@@ -38,8 +38,7 @@ index_strides(const KlOutline *outline, KlMeta *out, KlError *error)
     return KL_OK;
 }
 
-KlStatus
-shape_getitem(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(getitem)
 {
     KlOutline outline;
     KlStatus status = kl_outline_read(call, &outline, error);
@@ -200,8 +199,7 @@ taken_dim(const KlCall *call, const KlInferred *result, const KlOutline *outline
                : kl_outline_result_dim(outline, basic);
 }
 
-KlStatus
-place_getitem(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(getitem)
 {
     KlOutline outline;
     KlStatus status = kl_outline_read(call, &outline, error);
@@ -296,8 +294,7 @@ check_value(const KlCall *call, const KlOutline *outline, KlError *error)
     return status;
 }
 
-KlStatus
-shape_setitem(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(setitem)
 {
     KlOutline outline;
     KlStatus status =
@@ -313,8 +310,7 @@ shape_setitem(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* The call writes through a view: in backward torch copies the view's gradient and then fills it with zeros. */
-void
-saves_setitem(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(setitem)
 {
     KlOutline outline;
     KlError ignored;
@@ -367,8 +363,7 @@ target_place(const KlCall *call, const KlInferred *result, const KlOutline *outl
     return "samples are written into a part of a value";
 }
 
-KlStatus
-place_setitem(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(setitem)
 {
     KlOutline outline;
     KlPlace place = call->inputs[0]->place;

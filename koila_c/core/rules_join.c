@@ -69,8 +69,7 @@ join_shape(KlMeta *out, const KlMeta *input, int32_t at, KlError *error)
     return KL_OK;
 }
 
-KlStatus
-shape_cat(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(cat)
 {
     int32_t at = 0;
     if (call->args[0].kind != KL_ARG_VALUES) {
@@ -95,8 +94,7 @@ shape_cat(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_stack(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(stack)
 {
     int32_t at = 0;
     if (call->args[0].kind != KL_ARG_VALUES || call->inputs[0]->n_dims == KL_DIMS_MAX) {
@@ -129,8 +127,7 @@ shape_stack(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-dtype_join(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(join)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     for (uint32_t i = 1; i < call->n_inputs; i++) {
@@ -191,8 +188,7 @@ join_batch(const KlCall *call, KlInferred *result, int32_t at)
     return KL_OK;
 }
 
-KlStatus
-place_cat(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(cat)
 {
     int32_t at = 0;
     KlStatus status =
@@ -204,8 +200,7 @@ place_cat(const KlCall *call, KlInferred *result, KlError *error)
     return is_batch ? join_batch(call, result, at) : join_beside(call, result);
 }
 
-KlStatus
-place_stack(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(stack)
 {
     return join_beside(call, result);
 }
@@ -265,8 +260,7 @@ split_by(const KlCall *call, KlInferred *result, int32_t at, const int64_t *size
 }
 
 /* split(x, size, dim) and split(x, [sizes], dim) */
-KlStatus
-shape_split(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(split)
 {
     int32_t at = 0;
     if (call->inputs[0]->n_dims == 0) {
@@ -284,8 +278,7 @@ shape_split(const KlCall *call, KlInferred *result, KlError *error)
                                      : KL_DECLINED;
 }
 
-KlStatus
-shape_chunk(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(chunk)
 {
     int32_t at = 0;
     int64_t n = 0;
@@ -311,20 +304,17 @@ untracked(KlStatus status, const KlCall *call, KlInferred *result)
     return status;
 }
 
-KlStatus
-shape_unsafe_chunk(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(unsafe_chunk)
 {
     return untracked(shape_chunk(call, result, error), call, result);
 }
 
-KlStatus
-shape_unsafe_split(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(unsafe_split)
 {
     return untracked(shape_split(call, result, error), call, result);
 }
 
-KlStatus
-shape_unbind(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(unbind)
 {
     const KlMeta *input = call->inputs[0];
     int32_t at = 0;
@@ -363,8 +353,7 @@ set_turns(KlMeta *out, const KlPlace *place, int64_t turn)
     return out->shape[place->dim] % turn == 0 && out->place.outer > 0;
 }
 
-KlStatus
-place_split(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(split)
 {
     const KlPlace *place = &call->inputs[0]->place;
     int64_t turn = kl_rules_rows(call, result) * place->inner;
@@ -391,8 +380,7 @@ place_split(const KlCall *call, KlInferred *result, KlError *error)
     return KL_OK;
 }
 
-KlStatus
-place_chunk(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(chunk)
 {
     const KlPlace *place = &call->inputs[0]->place;
     int32_t at = 0;

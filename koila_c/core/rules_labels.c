@@ -198,8 +198,7 @@ kl_rules_is_foldable(const KlMeta *meta)
 }
 
 /* Every tensor of the call has the dtype of the first, which is no bool. */
-KlStatus
-dtype_uniform(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(uniform)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     for (uint32_t i = 1; i < call->n_inputs; i++) {
@@ -211,16 +210,16 @@ dtype_uniform(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return dtype == KL_DTYPE_BOOL ? KL_DECLINED : KL_OK;
 }
 
-KlStatus
-dtype_uniform_float(const KlCall *call, KlInferred *result, KlError *error)
+/* As uniform, of real floating-point dtypes. */
+KL_DTYPE(uniform_float)
 {
     KlStatus status = dtype_uniform(call, result, error);
     bool is_float = kl_meta_dtype_is_float(result->outs[0].dtype);
     return status == KL_OK && !is_float ? KL_DECLINED : status;
 }
 
-void
-saves_all(const KlCall *call, const KlInferred *KL_UNUSED(result), KlSaves *saves)
+/* Every tensor argument, whichever needs the gradient. */
+KL_SAVES(all)
 {
     for (uint32_t i = 0; i < call->n_inputs && i < 64; i++) {
         saves->inputs |= UINT64_C(1) << i;

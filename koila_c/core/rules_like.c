@@ -58,8 +58,7 @@ has_one(const KlMeta *meta)
     return false;
 }
 
-KlStatus
-shape_contiguous(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(contiguous)
 {
     const KlMeta *input = call->inputs[0];
     KlFormat format = KL_FORMAT_CONTIGUOUS;
@@ -85,8 +84,7 @@ shape_contiguous(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* The first input itself. */
-KlStatus
-shape_itself(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(itself)
 {
     KlStatus status = kl_rules_out(result, call->inputs[0], error);
     if (status == KL_OK) {
@@ -95,8 +93,7 @@ shape_itself(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_clone(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(clone)
 {
     KlFormat format = KL_FORMAT_PRESERVE;
     KlStatus status = get_format(call, 1, KL_FORMAT_PRESERVE, &format);
@@ -117,8 +114,7 @@ find_format(const KlCall *call)
 }
 
 /* x.float(memory_format=None): a copy, until the dtype rule finds that none is needed */
-KlStatus
-shape_cast(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(cast)
 {
     for (uint32_t i = 1; i < call->n_args; i++) {
         if (call->args[i].kind == KL_ARG_TEXT) {
@@ -153,16 +149,14 @@ cast_to(const KlCall *call, KlInferred *result, KlDtype dtype, bool is_copied)
     return KL_OK;
 }
 
-KlStatus
-dtype_cast(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(cast)
 {
     return cast_to(call, result, call->row->dtype_to, false);
 }
 
 /* to(dtype, non_blocking, copy), to(device, dtype, non_blocking, copy), to(other, non_blocking, copy);
  * to(0) is the first accelerator, which is not known by its number. */
-KlStatus
-dtype_to(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(to)
 {
     const KlMeta *other = kl_rules_input(call, 1);
     KlArgKind first = call->args[1].kind, second = call->args[2].kind;
@@ -187,8 +181,7 @@ dtype_to(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return cast_to(call, result, dtype, is_copied);
 }
 
-KlStatus
-dtype_type_as(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(type_as)
 {
     const KlMeta *other = kl_rules_input(call, 1);
     if (other == NULL) {
@@ -200,15 +193,13 @@ dtype_type_as(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 }
 
 /* x.to_dense(dtype=None): what has rows is dense already */
-KlStatus
-dtype_to_dense(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(to_dense)
 {
     return cast_to(call, result, kl_rules_dtype(call, call->inputs[0]->dtype), false);
 }
 
 /* x.type(dtype); x.type() only returns the name of the type */
-KlStatus
-dtype_type(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(type)
 {
     return call->args[1].kind == KL_ARG_DTYPE ? cast_to(call, result, call->args[1].u.dtype, false)
                                               : KL_DECLINED;
@@ -248,41 +239,35 @@ like(const KlCall *call, KlInferred *result, uint32_t first, KlError *error)
     return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], format) : status;
 }
 
-KlStatus
-shape_like(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(like)
 {
     return like(call, result, 1, error);
 }
 
 /* input, low, high, options */
-KlStatus
-shape_randint_like(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(randint_like)
 {
     return call->n_inputs == 1 ? like(call, result, 3, error) : KL_DECLINED;
 }
 
-KlStatus
-shape_full_like(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(full_like)
 {
     return kl_rules_is_number(&call->args[1]) ? like(call, result, 2, error) : KL_DECLINED;
 }
 
-KlStatus
-dtype_like(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(like)
 {
     kl_rules_set_dtypes(result, kl_rules_dtype(call, call->inputs[0]->dtype));
     return KL_OK;
 }
 
-KlStatus
-dtype_like_float(const KlCall *call, KlInferred *result, KlError *error)
+KL_DTYPE(like_float)
 {
     KlStatus status = dtype_like(call, result, error);
     return status == KL_OK && !kl_meta_dtype_is_float(result->outs[0].dtype) ? KL_DECLINED : status;
 }
 
-KlStatus
-dtype_like_real(const KlCall *call, KlInferred *result, KlError *error)
+KL_DTYPE(like_real)
 {
     KlStatus status = dtype_like(call, result, error);
     return status == KL_OK && kl_meta_dtype_is_complex(result->outs[0].dtype) ? KL_DECLINED
@@ -311,21 +296,18 @@ new_value(const KlCall *call, KlInferred *result, uint32_t first, KlError *error
     return status;
 }
 
-KlStatus
-shape_new(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(new)
 {
     return new_value(call, result, 2, error);
 }
 
-KlStatus
-shape_new_full(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(new_full)
 {
     return kl_rules_is_number(&call->args[2]) ? new_value(call, result, 3, error) : KL_DECLINED;
 }
 
 /* The value depends on no row. Whether one of its sizes is the number of rows is decided when a call reads it. */
-KlStatus
-place_constant(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(constant)
 {
     result->split.is_open = true;
     for (int32_t dim = 0; dim < result->outs[0].n_dims; dim++) {

@@ -83,8 +83,7 @@ broadcast_all(const KlCall *call, KlMeta *terms, KlError *error)
     return status;
 }
 
-KlStatus
-shape_loss(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(loss)
 {
     KlMeta terms;
     KlStatus status = kl_rules_input(call, 0) == NULL || kl_rules_input(call, 1) == NULL
@@ -94,22 +93,19 @@ shape_loss(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* Decline targets, args[1], that require grad: torch refuses them, or saves tensors that no rule describes. */
-KlStatus
-shape_loss_plain_target(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(loss_plain_target)
 {
     return kl_rules_needs_grad(call, 1) ? KL_DECLINED : shape_loss(call, result, error);
 }
 
 /* margin_ranking_loss: the third argument is the target */
-KlStatus
-shape_loss_ranking(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(loss_ranking)
 {
     return kl_rules_needs_grad(call, 2) ? KL_DECLINED : shape_loss(call, result, error);
 }
 
 /* input and target have one shape; weights broadcast to it and require no grad */
-KlStatus
-shape_loss_equal(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(loss_equal)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     const KlMeta *target = kl_rules_input(call, 1);
@@ -127,14 +123,12 @@ shape_loss_equal(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
 }
 
-KlStatus
-shape_loss_equal_target(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(loss_equal_target)
 {
     return kl_rules_needs_grad(call, 1) ? KL_DECLINED : shape_loss_equal(call, result, error);
 }
 
-KlStatus
-place_loss(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(loss)
 {
     KlMeta terms;
     bool is_reduced = false;
@@ -165,15 +159,13 @@ count_terms(const KlCall *call)
 }
 
 /* l1_loss: the difference */
-void
-saves_loss_l1(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(loss_l1)
 {
     kl_rules_save_new(result, saves, count_terms(call), call->inputs[0]->dtype);
 }
 
 /* Backward computes with pos_weight, and for the gradient of a target, in temporary tensors. */
-void
-saves_loss_logits(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(loss_logits)
 {
     int64_t n = kl_rules_input(call, 3) != NULL ? 2 : 0;
     saves_all(call, result, saves);
@@ -181,8 +173,7 @@ saves_loss_logits(const KlCall *call, const KlInferred *result, KlSaves *saves)
     saves->bytes_backward = n * kl_meta_n_bytes(call->inputs[0]);
 }
 
-void
-saves_loss_kl(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(loss_kl)
 {
     bool is_log = false;
     (void)kl_rules_bool(call, 3, false, &is_log);
@@ -198,22 +189,19 @@ saves_loss_kl(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-void
-saves_loss_poisson(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(loss_poisson)
 {
     kl_rules_save(call, saves, 1);
     kl_rules_save_new(result, saves, kl_meta_n_elements(call->inputs[0]), call->inputs[0]->dtype);
 }
 
-void
-saves_loss_hinge(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(loss_hinge)
 {
     kl_rules_save_new(result, saves, count_terms(call), call->inputs[0]->dtype);
     kl_rules_save_new(result, saves, 2 * count_terms(call), KL_DTYPE_BOOL);
 }
 
-void
-saves_loss_ranking(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(loss_ranking)
 {
     int64_t n = count_terms(call) + kl_meta_n_elements(call->inputs[2]);
     kl_rules_save_new(result, saves, n, call->inputs[0]->dtype);
@@ -247,14 +235,12 @@ shape_vectors(const KlCall *call, uint32_t n_vectors, KlInferred *result, KlErro
     return kl_rules_make_loss(call, result, &terms, error);
 }
 
-KlStatus
-shape_loss_cosine(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(loss_cosine)
 {
     return kl_rules_needs_grad(call, 2) ? KL_DECLINED : shape_vectors(call, 2, result, error);
 }
 
-KlStatus
-shape_loss_triplet(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(loss_triplet)
 {
     return shape_vectors(call, 3, result, error);
 }
@@ -276,8 +262,7 @@ make_margins(const KlCall *call, int32_t n_dims, KlInferred *result, KlError *er
 }
 
 /* The fifth word is the weight (c). */
-KlStatus
-shape_loss_margin(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(loss_margin)
 {
     const KlMeta *input = kl_rules_input(call, 0), *weight = kl_rules_input(call, 4);
     int64_t p = 1;
@@ -290,14 +275,12 @@ shape_loss_margin(const KlCall *call, KlInferred *result, KlError *error)
                : KL_DECLINED;
 }
 
-KlStatus
-shape_loss_multilabel(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(loss_multilabel)
 {
     return make_margins(call, 2, result, error);
 }
 
-KlStatus
-place_loss_vectors(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(loss_vectors)
 {
     bool is_reduced = false;
     KlStatus status = kl_rules_reduction(call, &is_reduced);
@@ -315,8 +298,7 @@ place_loss_vectors(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(er
 }
 
 /* cosine_embedding_loss: products, norms and masks, one entry for each row */
-void
-saves_loss_cosine(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(loss_cosine)
 {
     const KlMeta *input = call->inputs[0];
     int64_t n = kl_meta_n_elements(input) / input->shape[input->n_dims - 1];
@@ -328,8 +310,7 @@ saves_loss_cosine(const KlCall *call, const KlInferred *result, KlSaves *saves)
 }
 
 /* triplet_margin_loss: two differences (three with swap), their norms, the clamp */
-void
-saves_loss_triplet(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(loss_triplet)
 {
     const KlMeta *input = call->inputs[0];
     bool is_swapped = false;
@@ -340,16 +321,14 @@ saves_loss_triplet(const KlCall *call, const KlInferred *result, KlSaves *saves)
 }
 
 /* multilabel_margin_loss: a tensor that marks the targets */
-void
-saves_loss_multilabel(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(loss_multilabel)
 {
     saves_all(call, result, saves);
     kl_rules_save_new(result, saves, kl_meta_n_elements(call->inputs[0]), call->inputs[0]->dtype);
 }
 
 /* All floats have one dtype; int tensors are class numbers and are allowed. */
-KlStatus
-dtype_loss(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(loss)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     for (uint32_t i = 0; i < call->n_inputs; i++) {
@@ -363,8 +342,7 @@ dtype_loss(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 }
 
 /* Likewise, without half precision, for which the CPU has no kernel. */
-KlStatus
-dtype_loss_wide(const KlCall *call, KlInferred *result, KlError *error)
+KL_DTYPE(loss_wide)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     return dtype == KL_DTYPE_FLOAT32 || dtype == KL_DTYPE_FLOAT64 ? dtype_loss(call, result, error)

@@ -54,8 +54,7 @@ read_terms(const KlCall *call, KlMeta *terms, KlError *error)
     return is_fit && is_typed ? KL_OK : KL_DECLINED;
 }
 
-KlStatus
-shape_cross_entropy(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(cross_entropy)
 {
     KlMeta terms;
     double smoothing = 0.0;
@@ -71,8 +70,7 @@ shape_cross_entropy(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
 }
 
-KlStatus
-shape_nll(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(nll)
 {
     KlMeta terms;
     KlStatus status = read_terms(call, &terms, error);
@@ -83,22 +81,19 @@ shape_nll(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* nll_loss takes one or two dims, nll_loss2d four; nll_loss_nd reshapes others for one of them */
-KlStatus
-shape_nll_flat(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(nll_flat)
 {
     const KlMeta *input = kl_rules_input(call, INPUT);
     return input == NULL || input->n_dims > 2 ? KL_DECLINED : shape_nll(call, result, error);
 }
 
-KlStatus
-shape_nll_2d(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(nll_2d)
 {
     const KlMeta *input = kl_rules_input(call, INPUT);
     return input == NULL || input->n_dims != 4 ? KL_DECLINED : shape_nll(call, result, error);
 }
 
-KlStatus
-dtype_nll(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(nll)
 {
     kl_rules_set_dtypes(result, call->inputs[INPUT]->dtype);
     return kl_meta_dtype_is_float(call->inputs[INPUT]->dtype) ? KL_OK : KL_DECLINED;
@@ -126,8 +121,7 @@ place_classes(const KlCall *call, KlInferred *result)
     return status == KL_OK ? kl_rules_reduce(result, KL_REDUCE_CLASSES) : status;
 }
 
-KlStatus
-place_nll(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(nll)
 {
     const KlMeta *input = call->inputs[INPUT];
     bool is_reduced = false;
@@ -165,8 +159,7 @@ save_dense(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_
     }
 }
 
-void
-saves_nll(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(nll)
 {
     save_dense(call, result, saves, INPUT);
     save_dense(call, result, saves, TARGET);
@@ -174,8 +167,7 @@ saves_nll(const KlCall *call, const KlInferred *result, KlSaves *saves)
     kl_rules_save_new(result, saves, 1, call->inputs[INPUT]->dtype); /* the sum of the weights */
 }
 
-void
-saves_cross_entropy(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(cross_entropy)
 {
     const KlMeta *input = call->inputs[INPUT];
     const KlMeta *target = call->inputs[TARGET];
@@ -206,8 +198,7 @@ saves_cross_entropy(const KlCall *call, const KlInferred *result, KlSaves *saves
 
 /* --- ctc_loss: log_probs (t, n, c), targets, input_lengths, target_lengths, ... ---------------- */
 
-KlStatus
-shape_ctc(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(ctc)
 {
     const KlMeta *log_probs = kl_rules_input(call, 0);
     if (log_probs == NULL || log_probs->n_dims != 3 || kl_meta_n_elements(log_probs) == 0 ||
@@ -218,16 +209,14 @@ shape_ctc(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_make_loss(call, result, &terms, error);
 }
 
-KlStatus
-place_ctc(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(ctc)
 {
     return kl_rules_once(result, "ctc_loss takes the lengths of all samples at once");
 }
 
 /* The forward variables of each path are saved, (n, t, 2 * longest target + 1), and backward allocates as many beside
  * them. The length of the longest target depends on the data; it is at most the targets' size. */
-void
-saves_ctc(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(ctc)
 {
     const KlMeta *log_probs = call->inputs[0];
     const KlMeta *targets = call->inputs[1];

@@ -126,8 +126,7 @@ SHAPE_ADDED(baddbmm, 3, 3)
 #undef SHAPE_ADDED
 
 /* torch pads rows of the result to whole 16 bytes; sizes that need padding are declined. */
-KlStatus
-shape_grouped_mm(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(grouped_mm)
 {
     const KlMeta *left = kl_rules_input(call, 0), *right = kl_rules_input(call, 1);
     const KlMeta *offsets = kl_rules_input(call, 2);
@@ -144,14 +143,12 @@ shape_grouped_mm(const KlCall *call, KlInferred *result, KlError *error)
     return make_plain(result, shape, 2, error);
 }
 
-KlStatus
-place_grouped(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(grouped)
 {
     return kl_rules_once(result, "groups of samples begin where others end");
 }
 
-KlStatus
-shape_addbmm(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(addbmm)
 {
     KlStatus status = shape_pair(call, 1, 3, 3, result, error);
     if (status != KL_OK) {
@@ -185,14 +182,12 @@ shape_pairs(const KlCall *call, uint32_t arg, KlInferred *result, KlError *error
     return status;
 }
 
-KlStatus
-shape_outer(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(outer)
 {
     return shape_pairs(call, 0, result, error);
 }
 
-KlStatus
-shape_addr(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(addr)
 {
     KlStatus status = shape_pairs(call, 1, result, error);
     status = status == KL_OK ? check_addend(call, result, error) : status;
@@ -202,8 +197,7 @@ shape_addr(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_linear(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(linear)
 {
     const KlMeta *input = NULL, *weight = NULL;
     const KlMeta *bias = kl_rules_input(call, 2);
@@ -221,8 +215,7 @@ shape_linear(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_out_contiguous(result, &out, error) : status;
 }
 
-KlStatus
-shape_bilinear(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(bilinear)
 {
     const KlMeta *left = NULL, *right = NULL;
     const KlMeta *weight = kl_rules_input(call, 2);
@@ -250,7 +243,6 @@ shape_bilinear(const KlCall *call, KlInferred *result, KlError *error)
 #define PLACE_PRODUCT(word, left, right, out, reduction)                                           \
     KL_PLACE(word)                                                                                 \
     {                                                                                              \
-        (void)error;                                                                               \
         const KlWiring wiring = {.inputs = {left, right}, .outs = {out}, .reduce = reduction};     \
         return kl_rules_wire(call, result, &wiring);                                               \
     }
@@ -281,7 +273,6 @@ wire_added(const KlCall *call, KlInferred *result, KlLabels left, KlLabels right
 #define PLACE_ADDED(word, left, right, out)                                                        \
     KL_PLACE(word)                                                                                 \
     {                                                                                              \
-        (void)error;                                                                               \
         return wire_added(call, result, left, right, out);                                         \
     }
 PLACE_ADDED(addmm, letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, LETTER_COLUMN, 0),
@@ -296,8 +287,7 @@ PLACE_ADDED(addbmm, letters(1, LETTER_ROW, LETTER_SUM), letters(1, LETTER_SUM, L
             letters(LETTER_ROW, LETTER_COLUMN, 0))
 #undef PLACE_ADDED
 
-KlStatus
-place_linear(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(linear)
 {
     int32_t last = call->inputs[0]->n_dims - 1;
     bool has_bias = call->n_inputs > 2;
@@ -311,8 +301,7 @@ place_linear(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return kl_rules_wire(call, result, &wiring);
 }
 
-KlStatus
-place_bilinear(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(bilinear)
 {
     KlLabels lead = kl_rules_letters(call->inputs[0]->n_dims - 1);
     const KlWiring wiring = {.inputs = {lead, lead},

@@ -98,8 +98,7 @@ set_exchanged_strides(KlMeta *out)
     }
 }
 
-KlStatus
-shape_matmul(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(matmul)
 {
     const KlMeta *left = kl_rules_input(call, 0);
     const KlMeta *right = kl_rules_input(call, 1);
@@ -160,8 +159,7 @@ label_operand(const KlMeta *meta, int32_t n_out_batch, uint8_t before, uint8_t l
     return labels;
 }
 
-KlStatus
-place_matmul(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(matmul)
 {
     const KlMeta *left = call->inputs[0];
     const KlMeta *right = call->inputs[1];
@@ -241,8 +239,7 @@ save_expanded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint
     }
 }
 
-void
-saves_matmul(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(matmul)
 {
     KlMeta left = *call->inputs[0];
     KlMeta right = *call->inputs[1];
@@ -276,8 +273,7 @@ saves_matmul(const KlCall *call, const KlInferred *result, KlSaves *saves)
     save_expanded(call, result, saves, 1, &right, left.requires_grad, n_out);
 }
 
-void
-saves_linear(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(linear)
 {
     if (kl_rules_needs_grad(call, 1)) {
         save_folded(call, result, saves, 0, call->inputs[0]);
@@ -289,8 +285,7 @@ saves_linear(const KlCall *call, const KlInferred *result, KlSaves *saves)
                         kl_meta_is_contiguous(call->inputs[0]);
 }
 
-void
-saves_bilinear(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(bilinear)
 {
     const int64_t *sizes = call->inputs[2]->shape; /* of the result, and of both sides */
     int64_t n_second = kl_rules_needs_grad(call, 1) ? sizes[2] : 0;

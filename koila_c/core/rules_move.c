@@ -38,8 +38,7 @@ view_in_order(const KlCall *call, KlInferred *result, const int32_t *order, KlEr
     return status;
 }
 
-KlStatus
-shape_permute(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(permute)
 {
     const KlMeta *input = call->inputs[0];
     int32_t order[KL_DIMS_MAX] = {0};
@@ -71,8 +70,7 @@ swap_dims(const KlCall *call, KlInferred *result, int32_t dim0, int32_t dim1, Kl
     return view_in_order(call, result, order, error);
 }
 
-KlStatus
-shape_transpose(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(transpose)
 {
     int32_t dim0 = 0, dim1 = 0;
     if (!kl_rules_is_given(call, 1) || !kl_rules_is_given(call, 2)) {
@@ -85,8 +83,7 @@ shape_transpose(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? swap_dims(call, result, dim0, dim1, error) : status;
 }
 
-KlStatus
-shape_t(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(t)
 {
     int32_t n_dims = call->inputs[0]->n_dims;
     if (n_dims > 2) {
@@ -95,8 +92,7 @@ shape_t(const KlCall *call, KlInferred *result, KlError *error)
     return swap_dims(call, result, 0, n_dims == 2 ? 1 : 0, error);
 }
 
-KlStatus
-shape_movedim(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(movedim)
 {
     const KlMeta *input = call->inputs[0];
     int32_t order[KL_DIMS_MAX];
@@ -134,8 +130,7 @@ shape_movedim(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? view_in_order(call, result, order, error) : status;
 }
 
-KlStatus
-shape_unsqueeze(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(unsqueeze)
 {
     const KlMeta *input = call->inputs[0];
     int32_t at = 0;
@@ -157,8 +152,7 @@ shape_unsqueeze(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_squeeze(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(squeeze)
 {
     const KlMeta *input = call->inputs[0];
     uint32_t dims = 0;
@@ -179,8 +173,7 @@ shape_squeeze(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* Squeeze leaves a dim that consists of the rows as it is, but would remove it in a chunk of one row. */
-KlStatus
-place_squeeze(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(squeeze)
 {
     const KlPlace *place = &call->inputs[0]->place;
     uint32_t dims = 0;
@@ -222,8 +215,7 @@ kl_rules_expand(const KlMeta *input, KlMeta *out, const int64_t *sizes, int32_t 
     return KL_OK;
 }
 
-KlStatus
-shape_expand(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(expand)
 {
     const KlMeta *input = call->inputs[0];
     const int64_t *sizes = NULL;
@@ -242,8 +234,7 @@ shape_expand(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-place_expand(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(expand)
 {
     const KlPlace *place = &call->inputs[0]->place;
     int32_t dim = result->dim_map[place->dim];
@@ -260,8 +251,7 @@ place_expand(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return KL_OK;
 }
 
-KlStatus
-shape_expand_as(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(expand_as)
 {
     const KlMeta *other = kl_rules_input(call, 1);
     if (other == NULL) {
@@ -274,8 +264,7 @@ shape_expand_as(const KlCall *call, KlInferred *result, KlError *error)
                            : status;
 }
 
-KlStatus
-shape_diagonal(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(diagonal)
 {
     const KlMeta *input = call->inputs[0];
     int64_t offset = 0;
@@ -315,8 +304,7 @@ get_dim_and_ints(const KlCall *call, int32_t *dim, int64_t *second, int64_t *thi
 }
 
 /* x.unfold(dim, size, step): windows of `size` in a new last dim. */
-KlStatus
-shape_unfold(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(unfold)
 {
     const KlMeta *input = call->inputs[0];
     int32_t at = 0;
@@ -346,8 +334,7 @@ shape_unfold(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_select(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(select)
 {
     const KlMeta *input = call->inputs[0];
     int32_t at = 0;
@@ -367,8 +354,8 @@ shape_select(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_alias(const KlCall *call, KlInferred *result, KlError *error)
+/* The first input again. */
+KL_SHAPE(alias)
 {
     KlStatus status = kl_rules_out(result, call->inputs[0], error);
     if (status == KL_OK) {
@@ -380,8 +367,7 @@ shape_alias(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* narrow(x, dim, start, length) */
-KlStatus
-shape_narrow(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(narrow)
 {
     const KlMeta *input = call->inputs[0];
     int32_t at = 0;
@@ -405,8 +391,7 @@ shape_narrow(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* A part that consists of whole repetitions of all rows still has rows, as in a slice. */
-KlStatus
-place_narrow(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(narrow)
 {
     KlPlace place = call->inputs[0]->place;
     int64_t turn = kl_rules_rows(call, result) * place.inner;

@@ -11,8 +11,7 @@ has_batch_statistics(const KlCall *call)
 }
 
 /* Input 0 is real floating-point; weights and statistics have its dtype, or float32 with a half-precision input. */
-KlStatus
-dtype_norm(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(norm)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     bool is_half = dtype == KL_DTYPE_FLOAT16 || dtype == KL_DTYPE_BFLOAT16;
@@ -80,8 +79,7 @@ read_normalized(const KlCall *call, uint32_t n_weights, int32_t *n, KlError *err
     return KL_OK;
 }
 
-KlStatus
-shape_layer_norm(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(layer_norm)
 {
     int32_t n = 0;
     KlStatus status = read_normalized(call, 2, &n, error);
@@ -89,16 +87,14 @@ shape_layer_norm(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_rms_norm(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(rms_norm)
 {
     int32_t n = 0;
     KlStatus status = read_normalized(call, 1, &n, error);
     return status == KL_OK ? kl_rules_out_plain(call, result, call->inputs[0], error) : status;
 }
 
-KlStatus
-place_layer_norm(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(layer_norm)
 {
     int32_t n = 0;
     KlStatus status = read_normalized(call, 0, &n, error);
@@ -126,8 +122,7 @@ count_groups(const KlCall *call)
     return count;
 }
 
-void
-saves_layer_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(layer_norm)
 {
     saves_all(call, result, saves);
     kl_rules_save_new(result, saves, 2 * count_groups(call), stats_dtype(call)); /* mean, rstd */
@@ -137,8 +132,7 @@ saves_layer_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
 }
 
 /* torch composes it of smaller ops, which compute in float32 for half precision. Their temporary memory is measured. */
-void
-saves_rms_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(rms_norm)
 {
     const KlMeta *input = call->inputs[0];
     const bool is_half = kl_meta_dtype_bytes(input->dtype) == 2;
@@ -178,8 +172,7 @@ make_like(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_group_norm(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(group_norm)
 {
     int64_t n_groups = 0;
     const KlMeta *input = kl_rules_input(call, 0);
@@ -196,8 +189,7 @@ shape_group_norm(const KlCall *call, KlInferred *result, KlError *error)
     return make_like(call, result, error);
 }
 
-KlStatus
-place_group_norm(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(group_norm)
 {
     const KlWiring wiring = {
         .inputs = {{{1}}}, .outs = {{{1}}}, .reason = "normalised over the batch"};
@@ -227,8 +219,7 @@ save_dense(const KlCall *call, const KlInferred *result, KlSaves *saves)
     }
 }
 
-void
-saves_group_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(group_norm)
 {
     int64_t n_groups = 0;
     (void)kl_rules_int(call, 1, 0, &n_groups);
@@ -257,8 +248,7 @@ read_batch_norm(const KlCall *call, bool *is_training)
     return KL_OK;
 }
 
-KlStatus
-shape_batch_norm(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(batch_norm)
 {
     bool is_training = false;
     KlStatus status = read_batch_norm(call, &is_training);
@@ -275,8 +265,7 @@ shape_batch_norm(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-place_batch_norm(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(batch_norm)
 {
     bool is_training = false;
     KlStatus status = read_batch_norm(call, &is_training);
@@ -297,8 +286,7 @@ place_batch_norm(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(erro
     return kl_rules_wire(call, result, &wiring);
 }
 
-void
-saves_batch_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(batch_norm)
 {
     bool is_training = false;
     const KlMeta *input = call->inputs[0];
@@ -320,8 +308,7 @@ saves_batch_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
 
 /* torch runs it as a batch_norm of (1, n * c, ...), so rows are independent. Running statistics are updated with the mean
  * over the rows' statistics, and written even if they are only read. */
-KlStatus
-shape_instance_norm(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(instance_norm)
 {
     bool is_training = false;
     KlStatus status = read_batch_norm(call, &is_training);
@@ -335,8 +322,7 @@ shape_instance_norm(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_contiguous(result, call->inputs[0], error);
 }
 
-void
-saves_instance_norm(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(instance_norm)
 {
     const KlMeta *input = call->inputs[0];
     int64_t n = input->shape[0] * input->shape[1];

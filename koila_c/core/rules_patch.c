@@ -45,8 +45,7 @@ count_windows(const Window *window, const int64_t *size)
 }
 
 /* (n, c, h, w) -> (n, c * kernel, windows), or both without n */
-KlStatus
-shape_im2col(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(im2col)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     Window window;
@@ -67,8 +66,7 @@ shape_im2col(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* (n, c * kernel, windows) -> (n, c, h, w), or both without n */
-KlStatus
-shape_col2im(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(col2im)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     Window window;
@@ -106,21 +104,18 @@ wire_first(const KlCall *call, KlInferred *result, int32_t n_dims)
     return kl_rules_wire(call, result, &wiring);
 }
 
-KlStatus
-place_im2col(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(im2col)
 {
     return wire_first(call, result, 4);
 }
 
-KlStatus
-place_col2im(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(col2im)
 {
     return wire_first(call, result, 3);
 }
 
 /* input (n, c, [d,] h, w), grid (n, [d',] h', w', 2 or 3) -> (n, c, [d',] h', w') */
-KlStatus
-shape_grid_sampler(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(grid_sampler)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     const KlMeta *grid = kl_rules_input(call, 1);
@@ -142,8 +137,7 @@ shape_grid_sampler(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_plain(call, result, &out, error);
 }
 
-KlStatus
-place_grid_sampler(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(grid_sampler)
 {
     const KlWiring wiring = {.inputs = {{{1}}, {{1}}},
                              .outs = {{{1}}},
@@ -152,8 +146,7 @@ place_grid_sampler(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(er
 }
 
 /* theta (n, 2, 3) and size (n, c, h, w) -> (n, h, w, 2); with depth (n, 3, 4) -> (n, d, h, w, 3) */
-KlStatus
-shape_affine_grid(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(affine_grid)
 {
     const KlMeta *theta = kl_rules_input(call, 0);
     const int64_t *size = NULL;
@@ -178,8 +171,7 @@ shape_affine_grid(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_contiguous(result, &out, error);
 }
 
-KlStatus
-place_affine_grid(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(affine_grid)
 {
     const KlWiring wiring = {.inputs = {{{1}}}, .outs = {{{1}}}, .reason = "the batch is in theta"};
     KlStatus status = kl_rules_wire(call, result, &wiring);

@@ -2,8 +2,8 @@
 /* rules_place.c - the place rules of ops that work row by row, or along whole dims. */
 #include "rules.h"
 
-KlStatus
-place_rowwise(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+/* Each row on its own; inputs are aligned from the right, by broadcasting. */
+KL_PLACE(rowwise)
 {
     KlMeta *out = &result->outs[0];
     uint32_t first = kl_rules_first_rows(call);
@@ -46,15 +46,15 @@ is_kept(const KlCall *call, const KlInferred *result)
     return !kl_place_is_rows(place) || result->dim_map[place->dim] >= 0;
 }
 
-KlStatus
-place_moved(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+/* The rows move by dim_map; ONCE if their dim is gone. */
+KL_PLACE(moved)
 {
     return is_kept(call, result) ? move_first(call, result)
                                  : kl_rules_once(result, "the batch dim itself is taken apart");
 }
 
-KlStatus
-place_along(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+/* Likewise, for ops that mix a dim. */
+KL_PLACE(along)
 {
     return is_kept(call, result) ? move_first(call, result)
                                  : kl_rules_once(result, "every sample depends on the others");
@@ -62,8 +62,7 @@ place_along(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 
 /* cumsum and similar ops. The last word is koila's own: the totals of the chunks before (koila/reductions/scans.py). By
  * rows is possible if the rows are the outermost digit of the dim. */
-KlStatus
-place_scan(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(scan)
 {
     const KlPlace *place = &call->inputs[0]->place;
     bool has_starts = call->n_args > 2 && call->args[call->n_args - 1].kind == KL_ARG_VALUE;
@@ -83,8 +82,8 @@ kl_rules_reduce_moved(const KlCall *call, KlInferred *result, KlReduce reduce)
     return is_kept(call, result) ? move_first(call, result) : kl_rules_reduce(result, reduce);
 }
 
-KlStatus
-place_reduced(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+/* As along, or a reduction that is split if the rows' dim is gone. */
+KL_PLACE(reduced)
 {
     return kl_rules_reduce_moved(call, result, call->row->reduce);
 }

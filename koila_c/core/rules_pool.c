@@ -109,8 +109,7 @@ pool_windows(const KlCall *call, bool has_dilation, KlInferred *result, KlError 
     return make_outs(call, result, &out, error);
 }
 
-KlStatus
-shape_adaptive_pool(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(adaptive_pool)
 {
     const KlMeta *input = NULL;
     const int32_t n = call->row->n_spatial;
@@ -138,14 +137,12 @@ shape_adaptive_pool(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_avg_pool(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(avg_pool)
 {
     return pool_windows(call, false, result, error);
 }
 
-KlStatus
-shape_max_pool(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(max_pool)
 {
     /* With a gradient torch calls another kernel, whose result lies otherwise: it is recorded as that (composed.py). */
     bool is_other = call->row->n_spatial == 1 && call->row->n_outs == 1 && call->is_grad_enabled &&
@@ -154,8 +151,8 @@ shape_max_pool(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK && is_other ? KL_DECLINED : status;
 }
 
-KlStatus
-dtype_with_indices(const KlCall *call, KlInferred *result, KlError *error)
+/* The second output holds positions. */
+KL_DTYPE(with_indices)
 {
     KlStatus status = dtype_uniform_float(call, result, error);
     result->outs[1].dtype = KL_DTYPE_INT64;
@@ -163,8 +160,7 @@ dtype_with_indices(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* All dims but the last n_mixed have letters: the op treats their entries one by one. */
-KlStatus
-place_spatial(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(spatial)
 {
     KlLabels lead = kl_rules_letters(call->inputs[0]->n_dims - call->row->n_mixed);
     const KlWiring wiring = {
@@ -172,8 +168,7 @@ place_spatial(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return kl_rules_wire(call, result, &wiring);
 }
 
-void
-saves_max_pool(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(max_pool)
 {
     kl_rules_save(call, saves, 0);
     if (result->n_outs > 1) {
@@ -184,8 +179,7 @@ saves_max_pool(const KlCall *call, const KlInferred *result, KlSaves *saves)
 }
 
 /* With output size 1 torch computes a mean, which saves nothing. */
-void
-saves_adaptive_avg_pool(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(adaptive_avg_pool)
 {
     const KlMeta *out = &result->outs[0];
     for (int32_t dim = out->n_dims - call->row->n_spatial; dim < out->n_dims; dim++) {

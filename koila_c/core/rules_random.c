@@ -68,21 +68,18 @@ shape_drop(const KlCall *call, bool is_feature, KlInferred *result, KlError *err
     return KL_OK;
 }
 
-KlStatus
-shape_dropout(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(dropout)
 {
     return shape_drop(call, false, result, error);
 }
 
-KlStatus
-shape_feature_dropout(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(feature_dropout)
 {
     return shape_drop(call, true, result, error);
 }
 
 /* input, p, train -> output, mask */
-KlStatus
-shape_native_dropout(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(native_dropout)
 {
     double p = 0.0;
     bool is_drawn = false, is_training = true;
@@ -107,16 +104,14 @@ shape_native_dropout(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-dtype_native_dropout(const KlCall *call, KlInferred *result, KlError *error)
+KL_DTYPE(native_dropout)
 {
     KlStatus status = dtype_same(call, result, error);
     result->outs[1].dtype = KL_DTYPE_BOOL;
     return status;
 }
 
-KlStatus
-place_feature_dropout(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(feature_dropout)
 {
     KlLabels labels = {{1, 2}};
     if (!result->is_random) {
@@ -139,14 +134,12 @@ save_noise(const KlCall *call, const KlInferred *result, KlSaves *saves, bool is
     }
 }
 
-void
-saves_dropout(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(dropout)
 {
     save_noise(call, result, saves, false);
 }
 
-void
-saves_feature_dropout(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(feature_dropout)
 {
     save_noise(call, result, saves, true);
 }
@@ -166,8 +159,7 @@ has_default_generator(const KlCall *call)
 }
 
 /* bernoulli, normal: a new row-major value of the shape the tensors broadcast to */
-KlStatus
-shape_draw(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(draw)
 {
     KlMeta out = {.n_dims = 0};
     KlStatus status = has_default_generator(call) && call->n_inputs > 0 ? KL_OK : KL_DECLINED;
@@ -179,8 +171,7 @@ shape_draw(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* normal_, uniform_, bernoulli_ ...: written over the first input */
-KlStatus
-shape_draw_inplace(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(draw_inplace)
 {
     KlStatus status = shape_draw(call, result, error);
     result->is_random = true;
@@ -188,8 +179,7 @@ shape_draw_inplace(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* input, num_samples, replacement: (n, c) -> (n, num_samples) */
-KlStatus
-shape_multinomial(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(multinomial)
 {
     int64_t n = 0;
     bool is_replaced = false;
@@ -206,8 +196,7 @@ shape_multinomial(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_contiguous(result, &out, error);
 }
 
-KlStatus
-place_multinomial(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(multinomial)
 {
     KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims - 1);
     const KlWiring wiring = {
@@ -217,8 +206,7 @@ place_multinomial(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(err
 
 /* rrelu: input, lower, upper, training. In training it is declined, since the number of draws depends on how many values
  * are negative. The slopes are saved even if none is drawn. */
-KlStatus
-shape_rrelu(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(rrelu)
 {
     bool is_training = false;
     KlStatus status = kl_rules_bool(call, 3, false, &is_training);
@@ -232,8 +220,7 @@ shape_rrelu(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-void
-saves_rrelu(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(rrelu)
 {
     kl_rules_save(call, saves, INPUT);
     kl_rules_save_new(result, saves, kl_meta_n_elements(call->inputs[0]), call->inputs[0]->dtype);

@@ -38,29 +38,25 @@ reduce_args(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t arg_k
     return status == KL_OK ? reduce_dims(call, result, dims, is_kept, 1, error) : status;
 }
 
-KlStatus
-shape_reduce(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(reduce)
 {
     return reduce_args(call, result, 1, 2, error);
 }
 
 /* all, any, count_nonzero: an empty tuple means no dim, not all of them. */
-KlStatus
-shape_reduce_given(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(reduce_given)
 {
     bool is_empty = call->args[1].kind == KL_ARG_INTS && call->args[1].n == 0;
     return is_empty ? KL_DECLINED : reduce_args(call, result, 1, 2, error);
 }
 
-KlStatus
-shape_vector_norm(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(vector_norm)
 {
     return reduce_args(call, result, 2, 3, error);
 }
 
 /* std(x), std(x, unbiased), std(x, dim, unbiased, keepdim), std(x, dim, *, correction, keepdim) */
-KlStatus
-shape_std(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(std)
 {
     uint32_t dims = 0;
     bool is_kept = false;
@@ -97,28 +93,24 @@ reduce_one(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs
     return status == KL_OK ? reduce_dims(call, result, dims, is_kept, n_outs, error) : status;
 }
 
-KlStatus
-shape_argmax(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(argmax)
 {
     return reduce_one(call, result, 1, 1, true, error);
 }
 
-KlStatus
-shape_prod(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(prod)
 {
     return reduce_one(call, result, 1, 1, false, error);
 }
 
-KlStatus
-shape_amax(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(amax)
 {
     return kl_meta_n_elements(call->inputs[0]) == 0 ? KL_DECLINED
                                                     : reduce_args(call, result, 1, 2, error);
 }
 
 /* max(x), max(x, dim, keepdim) -> values, indices; max(x, other) is elementwise */
-KlStatus
-shape_max(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(max)
 {
     if (call->args[1].kind == KL_ARG_VALUE) {
         return kl_rules_is_given(call, 2) ? KL_DECLINED : shape_broadcast(call, result, error);
@@ -126,8 +118,7 @@ shape_max(const KlCall *call, KlInferred *result, KlError *error)
     return reduce_one(call, result, 1, kl_rules_is_given(call, 1) ? 2 : 1, false, error);
 }
 
-KlStatus
-dtype_max(const KlCall *call, KlInferred *result, KlError *error)
+KL_DTYPE(max)
 {
     if (call->args[1].kind == KL_ARG_VALUE) {
         return dtype_promote(call, result, error);
@@ -137,8 +128,7 @@ dtype_max(const KlCall *call, KlInferred *result, KlError *error)
 
 /* max without dim is split like amax, with the number of elements that have the maximum. With a dim it is not: if
  * elements are equal, torch chooses the index. */
-KlStatus
-place_max(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(max)
 {
     if (call->args[1].kind == KL_ARG_VALUE) {
         return place_rowwise(call, result, error);
@@ -162,26 +152,22 @@ reduce_last(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error
                            : status;
 }
 
-KlStatus
-shape_mode(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(mode)
 {
     return reduce_last(call, result, 1, error);
 }
 
-KlStatus
-shape_kthvalue(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(kthvalue)
 {
     return reduce_last(call, result, 2, error);
 }
 
-KlStatus
-shape_median(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(median)
 {
     return reduce_one(call, result, 1, kl_rules_is_given(call, 1) ? 2 : 1, false, error);
 }
 
-KlStatus
-place_vector_norm(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(vector_norm)
 {
     double order = 2;
     KlStatus status = kl_rules_float(call, 1, 2, &order);
@@ -220,8 +206,7 @@ along_dim(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs,
 }
 
 /* cumsum, and cummax with its indices */
-KlStatus
-shape_cumulate(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(cumulate)
 {
     if (!kl_rules_is_given(call, 1)) {
         return KL_DECLINED;
@@ -234,8 +219,7 @@ shape_cumulate(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* sort, and argsort without the values */
-KlStatus
-shape_sort(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(sort)
 {
     KlStatus status = along_dim(call, result, 1, call->row->n_outs, error);
     for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
@@ -244,8 +228,7 @@ shape_sort(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_topk(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(topk)
 {
     const KlMeta *input = call->inputs[0];
     int64_t k = 0;
@@ -267,16 +250,14 @@ shape_topk(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_histc(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(histc)
 {
     int64_t bins = 0;
     KlStatus status = kl_rules_int(call, 1, 100, &bins);
     return status == KL_OK && bins > 0 ? kl_rules_out_shape(result, &bins, 1, error) : KL_DECLINED;
 }
 
-KlStatus
-place_histc(const KlCall *KL_UNUSED(call), KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(histc)
 {
     return kl_rules_once(result, "all samples are counted");
 }

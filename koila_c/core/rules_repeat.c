@@ -49,21 +49,18 @@ shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result, KlError *
     return repeat_by(call, result, repeats, (int32_t)n, error);
 }
 
-KlStatus
-shape_repeat(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(repeat)
 {
     return shape_repeats(call, call->inputs[0]->n_dims, result, error);
 }
 
-KlStatus
-shape_tile(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(tile)
 {
     return shape_repeats(call, 0, result, error);
 }
 
 /* [b0 b1] repeated is [b0 b1 b0 b1]: `outer` of the row's digit grows. */
-KlStatus
-place_repeat(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(repeat)
 {
     const KlMeta *input = call->inputs[0];
     KlPlace place = input->place;
@@ -78,8 +75,7 @@ place_repeat(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return KL_OK;
 }
 
-KlStatus
-shape_repeat_interleave(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(repeat_interleave)
 {
     const KlMeta *input = call->inputs[0];
     int64_t times = 0;
@@ -114,8 +110,7 @@ shape_repeat_interleave(const KlCall *call, KlInferred *result, KlError *error)
 
 /* [b0 b1] interleaved is [b0 b0 b1 b1]: `inner` of the row's digit grows. Without a dim the value is flattened
  * first. */
-KlStatus
-place_repeat_interleave(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(repeat_interleave)
 {
     const KlMeta *input = call->inputs[0];
     KlPlace place = input->place;
@@ -156,8 +151,7 @@ move_within(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error
     return status;
 }
 
-KlStatus
-shape_flip(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(flip)
 {
     uint32_t dims = 0;
     if (!kl_rules_is_given(call, 1)) {
@@ -173,8 +167,7 @@ shape_flip(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_roll(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(roll)
 {
     const int64_t *ints = NULL;
     uint32_t n_shifts = 0, n_dims = 0;
@@ -196,8 +189,7 @@ shape_roll(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* tril and triu mix the last two dims, since the diagonal depends on the position in both. */
-KlStatus
-shape_tril(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(tril)
 {
     const KlMeta *input = call->inputs[0];
     int64_t diagonal = 0;

@@ -60,14 +60,13 @@ upsample(const KlCall *call, uint32_t arg_scales, KlInferred *result, KlError *e
     return status;
 }
 
-KlStatus
-shape_nearest(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(nearest)
 {
     return upsample(call, 2, result, error);
 }
 
-KlStatus
-shape_linear_between(const KlCall *call, KlInferred *result, KlError *error)
+/* Linear, bilinear, bicubic. */
+KL_SHAPE(linear_between)
 {
     return upsample(call, 3, result, error);
 }
@@ -168,8 +167,7 @@ shape_padded(const KlCall *call, PadMode mode, KlInferred *result, KlError *erro
     return KL_OK;
 }
 
-KlStatus
-shape_pad(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(pad)
 {
     PadMode mode = PAD_CONSTANT;
     KlStatus status = read_mode(call, &mode);
@@ -181,14 +179,12 @@ shape_pad(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? shape_padded(call, mode, result, error) : status;
 }
 
-KlStatus
-shape_constant_pad(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(constant_pad)
 {
     return shape_padded(call, PAD_CONSTANT, result, error);
 }
 
-KlStatus
-place_pad(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(pad)
 {
     int64_t pads[KL_DIMS_MAX][2];
     const KlMeta *input = call->inputs[0];
@@ -204,8 +200,7 @@ place_pad(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
 }
 
-void
-saves_pad(const KlCall *call, const KlInferred *KL_UNUSED(result), KlSaves *saves)
+KL_SAVES(pad)
 {
     PadMode mode = PAD_CONSTANT;
     if (read_mode(call, &mode) == KL_OK && (mode == PAD_REFLECT || mode == PAD_REPLICATE)) {
@@ -236,8 +231,7 @@ read_factor(const KlCall *call, int32_t n_dims_min, const KlMeta **input, int64_
 }
 
 /* (*, c * r * r, h, w) -> (*, c, h * r, w * r) */
-KlStatus
-shape_pixel_shuffle(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(pixel_shuffle)
 {
     const KlMeta *input = NULL;
     int64_t factor = 0;
@@ -252,8 +246,7 @@ shape_pixel_shuffle(const KlCall *call, KlInferred *result, KlError *error)
     return make_shuffled(call, result, &out, error);
 }
 
-KlStatus
-shape_pixel_unshuffle(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(pixel_unshuffle)
 {
     const KlMeta *input = NULL;
     int64_t factor = 0;
@@ -269,8 +262,7 @@ shape_pixel_unshuffle(const KlCall *call, KlInferred *result, KlError *error)
     return make_shuffled(call, result, &out, error);
 }
 
-KlStatus
-shape_channel_shuffle(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(channel_shuffle)
 {
     const KlMeta *input = NULL;
     int64_t groups = 0;
@@ -281,8 +273,7 @@ shape_channel_shuffle(const KlCall *call, KlInferred *result, KlError *error)
     return make_shuffled(call, result, input, error);
 }
 
-KlStatus
-place_channel_shuffle(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(channel_shuffle)
 {
     KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
     labels.of[1] = 0;

@@ -148,8 +148,7 @@ read_layer(const KlCall *call, Layer *layer)
 }
 
 /* All tensors except the lengths have one real floating-point dtype, the result's; lengths are int64. */
-KlStatus
-dtype_rnn(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(rnn)
 {
     const KlMeta *lengths = call->row->is_packed ? kl_rules_input(call, 1) : NULL;
     KlDtype dtype = call->inputs[0]->dtype;
@@ -164,8 +163,7 @@ dtype_rnn(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
 
 /* output (t, n, directions * h), then the last states. batch_first exchanges the first two dims by a view; rows that
  * packing has sorted by their lengths are copied back instead. */
-KlStatus
-shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(rnn)
 {
     Layer layer;
     KlStatus status = read_layer(call, &layer);
@@ -202,8 +200,7 @@ shape_rnn(const KlCall *call, KlInferred *result, KlError *error)
     return KL_OK;
 }
 
-KlStatus
-place_rnn(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(rnn)
 {
     Layer layer;
     KlStatus status = read_layer(call, &layer);
@@ -243,8 +240,7 @@ save_fused(const Layer *layer, int64_t n_rows, int64_t n_steps, KlSaves *saves)
 /* Saved: gates and states of each step, the results between layers (with dropout twice), and a copy of a transposed input
  * for each direction. Temporary: the input's contribution to the gates, for all steps of a layer; with two directions,
  * also the results of both. Without a graph: the results of the steps, and of the layer before. */
-void
-saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(rnn)
 {
     Layer layer;
     if (read_layer(call, &layer) != KL_OK) {
@@ -298,8 +294,7 @@ saves_rnn(const KlCall *call, const KlInferred *result, KlSaves *saves)
 
 /* --- cells: input (n, i), hx (n, h), w_ih, w_hh, b_ih, b_hh ----------------------------------- */
 
-KlStatus
-shape_rnn_cell(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(rnn_cell)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     const KlArg *state = &call->args[1];
@@ -335,8 +330,7 @@ shape_rnn_cell(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-place_rnn_cell(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(rnn_cell)
 {
     KlWiring wiring = {.inputs = {{{1}}},
                        .reason = "the batch is in features or weights of a cell"};
@@ -347,8 +341,7 @@ place_rnn_cell(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error)
     return kl_rules_wire(call, result, &wiring);
 }
 
-void
-saves_rnn_cell(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(rnn_cell)
 {
     int64_t n = kl_meta_n_elements(&result->outs[0]);
     saves_all(call, result, saves);

@@ -32,8 +32,7 @@ kl_rules_keep(const KlCall *call, const KlInferred *KL_UNUSED(result), KlSaves *
 }
 
 /* The kernel needs a contiguous dim; of other inputs it makes a copy. */
-void
-saves_softmax(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(softmax)
 {
     saves->outputs = 1;
     if (!kl_meta_is_contiguous(call->inputs[0])) {
@@ -42,8 +41,7 @@ saves_softmax(const KlCall *call, const KlInferred *result, KlSaves *saves)
 }
 
 /* max(x) saves x and the result, max(x, dim) the indices, max(x, y) both inputs; median likewise */
-void
-saves_max(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(max)
 {
     if (result->n_outs == 2) {
         saves->outputs = 2;
@@ -54,8 +52,7 @@ saves_max(const KlCall *call, const KlInferred *result, KlSaves *saves)
     saves->outputs = kl_rules_input(call, 1) == NULL ? 1 : 0;
 }
 
-void
-saves_pow(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(pow)
 {
     keep(call, 0, saves);
     keep(call, 1, saves);
@@ -68,8 +65,7 @@ saves_pow(const KlCall *call, const KlInferred *result, KlSaves *saves)
 }
 
 /* x[...]: the index tensors, including those made from lists */
-void
-saves_index(const KlCall *call, const KlInferred *KL_UNUSED(result), KlSaves *saves)
+KL_SAVES(index)
 {
     const KlArg *index = &call->args[1];
     for (uint32_t i = 0; index->kind == KL_ARG_INDEX && i < index->n; i++) {
@@ -84,8 +80,7 @@ saves_index(const KlCall *call, const KlInferred *KL_UNUSED(result), KlSaves *sa
 }
 
 /* the input, and an index or a number of terms for each result */
-void
-saves_input_indices(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(input_indices)
 {
     keep(call, 0, saves);
     saves->bytes_extra =
@@ -94,8 +89,7 @@ saves_input_indices(const KlCall *call, const KlInferred *result, KlSaves *saves
 }
 
 /* its input, and on the CPU a buffer as large */
-void
-saves_log_sigmoid(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(log_sigmoid)
 {
     keep(call, 0, saves);
     if (result->outs[0].device == 0) {
@@ -105,8 +99,7 @@ saves_log_sigmoid(const KlCall *call, const KlInferred *result, KlSaves *saves)
 }
 
 /* One dim after the other, each into a new tensor. */
-void
-saves_roll(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(roll)
 {
     const KlArg *shifts = &call->args[1];
     if (shifts->kind == KL_ARG_INTS && shifts->n > 1) {

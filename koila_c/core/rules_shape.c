@@ -97,8 +97,7 @@ iterate_all(const KlCall *call, KlInferred *result, bool has_number, KlError *er
 }
 
 /* Numbers count as 0-dim tensors, so TensorIterator does not use its fast path. */
-KlStatus
-shape_broadcast(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(broadcast)
 {
     bool has_number = false;
     for (uint32_t i = 0; i < 2 && i < call->n_args; i++) {
@@ -107,31 +106,27 @@ shape_broadcast(const KlCall *call, KlInferred *result, KlError *error)
     return iterate_all(call, result, has_number, error);
 }
 
-KlStatus
-shape_tensor_pair(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(tensor_pair)
 {
     bool is_pair = call->args[0].kind == KL_ARG_VALUE && call->args[1].kind == KL_ARG_VALUE;
     return is_pair ? shape_broadcast(call, result, error) : KL_DECLINED;
 }
 
 /* Numbers are parameters, no operands. */
-KlStatus
-shape_tensors(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(tensors)
 {
     return iterate_all(call, result, false, error);
 }
 
 /* pow(2, x) makes a tensor of its number, pow(x, 2) does not. */
-KlStatus
-shape_pow(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(pow)
 {
     bool is_parameter = kl_rules_is_number(&call->args[1]);
     return is_parameter ? shape_tensors(call, result, error) : shape_broadcast(call, result, error);
 }
 
 /* The first two inputs are exchanged: rsub(x, y) is y - x; x.where(condition, y). */
-KlStatus
-shape_swapped(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(swapped)
 {
     KlStatus status = broadcast_all(call, result, error);
     if (status != KL_OK || call->n_inputs > 3) {
@@ -149,8 +144,7 @@ shape_swapped(const KlCall *call, KlInferred *result, KlError *error)
     return KL_OK;
 }
 
-KlStatus
-shape_where(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(where)
 {
     if (!kl_rules_is_given(call, 1) || !kl_rules_is_given(call, 2)) {
         return KL_DECLINED; /* where(condition) is nonzero */
@@ -160,8 +154,7 @@ shape_where(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* masked_fill(x, mask, value): a row-major copy, filled */
-KlStatus
-shape_masked_fill(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(masked_fill)
 {
     const KlMeta *mask = kl_rules_input(call, 1);
     const KlMeta *value = kl_rules_input(call, 2);
@@ -177,16 +170,15 @@ shape_masked_fill(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* fill_(x, value): a number or a 0-dim tensor */
-KlStatus
-shape_fill(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(fill)
 {
     const KlMeta *value = kl_rules_input(call, 1);
     bool is_value = value == NULL ? kl_rules_is_number(&call->args[1]) : value->n_dims == 0;
     return is_value ? kl_rules_out(result, call->inputs[0], error) : KL_DECLINED;
 }
 
-KlStatus
-shape_same(const KlCall *call, KlInferred *result, KlError *error)
+/* The shape and the order of dims of the first input, new memory. */
+KL_SHAPE(same)
 {
     KlStatus status = kl_rules_out(result, call->inputs[0], error);
     if (status == KL_OK) {
@@ -195,8 +187,8 @@ shape_same(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-shape_preserve(const KlCall *call, KlInferred *result, KlError *error)
+/* The shape of the first input, the strides of empty_like. */
+KL_SHAPE(preserve)
 {
     KlStatus status = kl_rules_out(result, call->inputs[0], error);
     if (status == KL_OK) {
@@ -207,8 +199,7 @@ shape_preserve(const KlCall *call, KlInferred *result, KlError *error)
 
 /* isfinite multiplies two comparisons, so the rule for the layout is applied twice. Ints are always finite: they get
  * ones_like. */
-KlStatus
-shape_isfinite(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(isfinite)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     if (!kl_meta_dtype_is_float(dtype) && !kl_meta_dtype_is_complex(dtype)) {
@@ -224,8 +215,7 @@ shape_isfinite(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* isinf runs abs and a comparison with a number, so the rule for the layout is applied twice. */
-KlStatus
-shape_isinf(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(isinf)
 {
     KlStatus status = shape_same(call, result, error);
     if (status == KL_OK) {
@@ -238,8 +228,7 @@ shape_isinf(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* The output of log_sigmoid is row-major for any input. */
-KlStatus
-shape_row_major(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(row_major)
 {
     return kl_rules_out_contiguous(result, call->inputs[0], error);
 }

@@ -6,8 +6,7 @@
 
 /* --- softmax, log_softmax: input, dim, dtype; logs, most: of a dim of the rows, see koila/reductions/batch_softmax.py */
 
-KlStatus
-shape_softmax(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(softmax)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     int32_t dim = 0;
@@ -19,8 +18,7 @@ shape_softmax(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-dtype_softmax(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_DTYPE(softmax)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     if (kl_rules_is_given(call, 2)) {
@@ -33,8 +31,7 @@ dtype_softmax(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return kl_meta_dtype_is_float(dtype) ? KL_OK : KL_DECLINED;
 }
 
-KlStatus
-place_softmax(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(softmax)
 {
     int32_t n_dims = call->inputs[0]->n_dims;
     int32_t dim = kl_rules_legal_dim(call, 1, 0, n_dims);
@@ -114,8 +111,7 @@ wire_pair(const KlCall *call, KlInferred *result, const KlMeta *full, int32_t di
     return kl_rules_wire(call, result, &wiring);
 }
 
-KlStatus
-shape_cosine_similarity(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(cosine_similarity)
 {
     KlMeta full;
     int32_t dim = 0;
@@ -123,8 +119,7 @@ shape_cosine_similarity(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? make_reduced(call, result, &full, dim, false, error) : status;
 }
 
-KlStatus
-place_cosine_similarity(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(cosine_similarity)
 {
     KlMeta full;
     int32_t dim = 0;
@@ -147,8 +142,7 @@ read_cross(const KlCall *call, KlMeta *full, int32_t *dim, KlError *error)
     return status;
 }
 
-KlStatus
-shape_cross(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(cross)
 {
     KlMeta full;
     int32_t dim = 0;
@@ -156,8 +150,7 @@ shape_cross(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? kl_rules_out_contiguous(result, &full, error) : status;
 }
 
-KlStatus
-place_cross(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(cross)
 {
     KlMeta full;
     int32_t dim = 0;
@@ -166,8 +159,7 @@ place_cross(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* For each side that needs a gradient, saves it, its norm before and after clamping, and the other side normalized. */
-void
-saves_cosine_similarity(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(cosine_similarity)
 {
     KlMeta full;
     int32_t dim = 0;
@@ -192,8 +184,7 @@ read_distance(const KlCall *call, KlMeta *full, int32_t *dim, bool *is_kept, KlE
     return status == KL_OK ? kl_rules_bool(call, 4, false, is_kept) : status;
 }
 
-KlStatus
-shape_pairwise_distance(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(pairwise_distance)
 {
     KlMeta full;
     int32_t dim = 0;
@@ -202,8 +193,7 @@ shape_pairwise_distance(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? make_reduced(call, result, &full, dim, is_kept, error) : status;
 }
 
-KlStatus
-place_pairwise_distance(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(pairwise_distance)
 {
     KlMeta full;
     int32_t dim = 0;
@@ -212,8 +202,7 @@ place_pairwise_distance(const KlCall *call, KlInferred *result, KlError *error)
     return status == KL_OK ? wire_pair(call, result, &full, dim, is_kept) : status;
 }
 
-void
-saves_pairwise_distance(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(pairwise_distance)
 {
     KlMeta full;
     int32_t dim = 0;
@@ -227,8 +216,7 @@ saves_pairwise_distance(const KlCall *call, const KlInferred *result, KlSaves *s
 
 enum { LETTER_ROW = 20, LETTER_COLUMN = 21 };
 
-KlStatus
-shape_cdist(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(cdist)
 {
     const KlMeta *left = kl_rules_input(call, 0);
     const KlMeta *right = kl_rules_input(call, 1);
@@ -256,8 +244,7 @@ shape_cdist(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_plain(call, result, &out, error);
 }
 
-KlStatus
-place_cdist(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(cdist)
 {
     const KlMeta *out = &result->outs[0];
     KlLabels full = kl_rules_letters(out->n_dims - 2);
@@ -276,8 +263,7 @@ place_cdist(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return kl_rules_wire(call, result, &wiring);
 }
 
-void
-saves_cdist(const KlCall *call, const KlInferred *result, KlSaves *saves)
+KL_SAVES(cdist)
 {
     const KlMeta *out = &result->outs[0];
     saves_all(call, result, saves);
@@ -294,8 +280,7 @@ saves_cdist(const KlCall *call, const KlInferred *result, KlSaves *saves)
 
 /* --- glu: input, dim; prelu: input, weight ---------------------------------------------------- */
 
-KlStatus
-shape_glu(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(glu)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     int32_t dim = 0;
@@ -318,8 +303,7 @@ shape_glu(const KlCall *call, KlInferred *result, KlError *error)
     return status;
 }
 
-KlStatus
-place_glu(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(glu)
 {
     int32_t n_dims = call->inputs[0]->n_dims;
     int32_t dim = kl_rules_legal_dim(call, 1, -1, n_dims);
@@ -330,8 +314,7 @@ place_glu(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
     return kl_rules_wire(call, result, &wiring);
 }
 
-KlStatus
-shape_prelu(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(prelu)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     const KlMeta *weight = kl_rules_input(call, 1);
@@ -346,8 +329,7 @@ shape_prelu(const KlCall *call, KlInferred *result, KlError *error)
     return kl_rules_out_plain(call, result, input, error);
 }
 
-KlStatus
-place_prelu(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(prelu)
 {
     KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
     if (kl_meta_n_elements(call->inputs[1]) != 1) {

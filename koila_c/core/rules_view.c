@@ -78,14 +78,12 @@ shape_by_sizes(const KlCall *call, KlInferred *result, bool can_copy, KlError *e
     return status == KL_OK ? settle_view(call, result, can_copy, error) : status;
 }
 
-KlStatus
-shape_view(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(view)
 {
     return shape_by_sizes(call, result, false, error);
 }
 
-KlStatus
-shape_reshape(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(reshape)
 {
     return shape_by_sizes(call, result, true, error);
 }
@@ -107,20 +105,17 @@ shape_as_other(const KlCall *call, KlInferred *result, bool can_copy, KlError *e
     return status == KL_OK ? settle_view(call, result, can_copy, error) : status;
 }
 
-KlStatus
-shape_view_as(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(view_as)
 {
     return shape_as_other(call, result, false, error);
 }
 
-KlStatus
-shape_reshape_as(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(reshape_as)
 {
     return shape_as_other(call, result, true, error);
 }
 
-KlStatus
-shape_flatten(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(flatten)
 {
     const KlMeta *input = call->inputs[0];
     int32_t first = 0, last = 0;
@@ -155,8 +150,7 @@ shape_flatten(const KlCall *call, KlInferred *result, KlError *error)
     return settle_view(call, result, true, error);
 }
 
-KlStatus
-shape_ravel(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(ravel)
 {
     const KlMeta *input = call->inputs[0];
     int64_t n = kl_meta_n_elements(input);
@@ -171,8 +165,7 @@ shape_ravel(const KlCall *call, KlInferred *result, KlError *error)
     return settle_view(call, result, true, error);
 }
 
-KlStatus
-shape_unflatten(const KlCall *call, KlInferred *result, KlError *error)
+KL_SHAPE(unflatten)
 {
     const KlMeta *input = call->inputs[0];
     const int64_t *sizes = NULL;
@@ -244,20 +237,19 @@ factor_sizes(const KlCall *call, KlInferred *result, uint32_t arg, int32_t first
     return KL_OK;
 }
 
-KlStatus
-place_factor(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+/* kl_rules_factor finds the rows in the output. */
+KL_PLACE(factor)
 {
     return factor_sizes(call, result, UINT32_MAX, 0);
 }
 
-KlStatus
-place_factor_sizes(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+/* Likewise, and in the sizes of word 1. */
+KL_PLACE(factor_sizes)
 {
     return factor_sizes(call, result, 1, 0);
 }
 
-KlStatus
-place_unflatten(const KlCall *call, KlInferred *result, KlError *error)
+KL_PLACE(unflatten)
 {
     int32_t at = 0;
     KlStatus status = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims, &at, error);
@@ -265,8 +257,7 @@ place_unflatten(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 /* x.view_as(other): in a chunk it is a view only if both have their rows at places that correspond. */
-KlStatus
-place_factor_other(const KlCall *call, KlInferred *result, KlError *KL_UNUSED(error))
+KL_PLACE(factor_other)
 {
     const KlMeta *input = call->inputs[0];
     const KlMeta *other = call->inputs[1];
