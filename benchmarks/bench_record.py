@@ -4,7 +4,8 @@
     python -m benchmarks.bench_record
 
 Each call has four floats and no gradient, which is eager's cheapest. The result is dropped at once,
-as most values of a model are. Recorded programs are run outside the timed part. Times are of the
+as most values of a model are, while another value of the program is held: without one, each call
+would be a program of its own, which begins and ends with it (the last row). Times are of the
 thread's own clock, medians, without the loop around the call; ratios are taken within a round.
 """
 
@@ -34,7 +35,9 @@ CALLS = {
     "x.detach()": "x.detach()",
     "torch.relu(x)": "torch.relu(x)",
     "F.linear(x, w)": "F.linear(x, w)",
+    "x + w (a program)": "x + w",
 }
+HELD, ALONE = "x = first; held = x * w", "x = first"
 
 
 class Nothing(torch.Tensor):
@@ -57,12 +60,14 @@ def probe() -> None:
     """A callable that koila's table knows and that is never run."""
 
 
-def measure(code: str, scope: Mapping[str, Any], number: int, device: str) -> float:
-    """Nanoseconds for one run of `code`, the loop included; what it recorded is run afterwards."""
+def measure(
+    code: str, scope: Mapping[str, Any], number: int, device: str, setup: str = HELD
+) -> float:
+    """Nanoseconds for one run of `code`, the loop included."""
     _core.flush()
     gc.collect()
     sync(device)
-    timer = timeit.Timer(code, "x = first", time.thread_time, dict(scope))
+    timer = timeit.Timer(code, setup, time.thread_time, dict(scope))
     seconds = timer.timeit(number)
     _core.flush()
     return seconds / number * 1e9
@@ -89,10 +94,12 @@ def handed_over(scope: Mapping[str, Any], lazy: torch.Tensor) -> tuple[Any, ...]
     return func, (type(lazy),), swapped, (rest[0] if rest else None)
 
 
-def calls_table(args: Any, run: Callable[[str, str], float]) -> str:
+def calls_table(args: Any, run: Callable[[str, str, str], float]) -> str:
     rows = []
     for name, code in CALLS.items():
-        variants = {side: partial(run, side, code) for side in ("eager", "dispatch", "koila")}
+        setup = ALONE if "program" in name else HELD
+        sides = ("eager", "dispatch", "koila")
+        variants = {side: partial(run, side, code, setup) for side in sides}
         variants["eager again"] = variants["eager"]
         if "=" in code:
             del variants["dispatch"]  # its result is no tensor to go on with
@@ -183,9 +190,9 @@ def main() -> None:
     prepare(args)
     spaces = scopes(args.device)
 
-    def run(side: str, code: str) -> float:
-        empty = measure("pass", spaces[side], args.number, args.device)
-        return measure(code, spaces[side], args.number, args.device) - empty
+    def run(side: str, code: str, setup: str) -> float:
+        empty = measure("pass", spaces[side], args.number, args.device, setup)
+        return measure(code, spaces[side], args.number, args.device, setup) - empty
 
     parts = [calls_table(args, run), parts_table(args, spaces)]
     again = "again" if _core.fast_ways()["recycling"] else "no second time"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_dispatch.c - the __torch_function__ that torch finds on a LazyTensor. torch looks it up twice for each call,
- * and its __self__ once, by strings that it creates anew and no cache knows, so that each dict of the class
- * hierarchy is searched. Here both are answered before any search. */
+ * and its __self__ once, by C strings. The slot tp_getattr, which Python's own look-ups pass by, gets these as they
+ * are, before torch makes Python strings of them. */
 #include "py_run.h"
 
 #include <structmember.h>
@@ -10,16 +10,10 @@
 
 typedef struct TorchFunction {
     PyObject_HEAD vectorcallfunc call;
+    PyObject *bound; /* NULL, for None: torch warns if it is a method of the tensor itself */
 } TorchFunction;
 
 static PyObject *torch_function; /* LazyTensor's only one */
-
-static bool
-is_named(PyObject *name, const char *text, Py_ssize_t n)
-{
-    return PyUnicode_GET_LENGTH(name) == n && PyUnicode_IS_ASCII(name) &&
-           memcmp(PyUnicode_1BYTE_DATA(name), text, (size_t)n) == 0;
-}
 
 static PyObject *
 TorchFunction_call(PyObject *Py_UNUSED(self), PyObject *const *args, size_t n_flagged,
@@ -31,11 +25,19 @@ TorchFunction_call(PyObject *Py_UNUSED(self), PyObject *const *args, size_t n_fl
     return kl_record_torch_function(args, PyVectorcall_NARGS(n_flagged));
 }
 
-/* It is bound to nothing: torch warns if it is a method of the tensor itself. */
 static PyObject *
-TorchFunction_getattro(PyObject *self, PyObject *name)
+get_other(PyObject *self, const char *name)
 {
-    return is_named(name, "__self__", 8) ? Py_NewRef(Py_None) : PyObject_GenericGetAttr(self, name);
+    PyObject *text = PyUnicode_FromString(name);
+    PyObject *result = text != NULL ? PyObject_GetAttr(self, text) : NULL;
+    Py_XDECREF(text);
+    return result;
+}
+
+static PyObject *
+TorchFunction_getattr(PyObject *self, char *name)
+{
+    return strcmp(name, "__self__") == 0 ? Py_NewRef(Py_None) : get_other(self, name);
 }
 
 static PyObject *
@@ -59,12 +61,14 @@ static PyGetSetDef getsets[] = {
 
 static PyMemberDef members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(TorchFunction, call), READONLY, NULL},
+    {"__self__", T_OBJECT, offsetof(TorchFunction, bound), READONLY, NULL},
     {0},
 };
 
 static PyType_Slot slots[] = {
     {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_getattro, TorchFunction_getattro},
+    {Py_tp_getattr, TorchFunction_getattr},
+    {Py_tp_getattro, PyObject_GenericGetAttr},
     {Py_tp_dealloc, TorchFunction_dealloc},
     {Py_tp_getset, getsets},
     {Py_tp_members, members},
@@ -95,18 +99,14 @@ kl_dispatch_function(PyObject *module)
 }
 
 static PyObject *
-lazy_getattro(PyObject *self, PyObject *name)
+lazy_getattr(PyObject *self, char *name)
 {
-    if (is_named(name, "__torch_function__", 18)) {
-        return Py_NewRef(torch_function);
-    }
-    return PyObject_GenericGetAttr(self, name);
+    return strcmp(name, "__torch_function__") == 0 ? Py_NewRef(torch_function)
+                                                   : get_other(self, name);
 }
 
 void
 kl_dispatch_install(void)
 {
-    if (kl_py.lazy->tp_getattro == PyObject_GenericGetAttr) {
-        kl_py.lazy->tp_getattro = lazy_getattro;
-    }
+    kl_py.lazy->tp_getattr = lazy_getattr;
 }
