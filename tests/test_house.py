@@ -144,7 +144,8 @@ def bodies_of(path: Path) -> dict[str, str]:
     text = re.sub(
         r'/\*.*?\*/|"(?:\\.|[^"\\])*"|^ *#[^\n]*', "", path.read_text(), flags=re.S | re.M
     )
-    text = re.sub(r"^KL_([A-Z]+)\((\w+)\)$", r"\1_\2()", text, flags=re.M)  # a rule: see rules.h
+    # Heads of functions: see methods.h and rules.h.
+    text = re.sub(r"^KL_(?:DEFINE|([A-Z]+))\((\w+).*\)$", r"\1\2()", text, flags=re.M)
     found = re.finditer(r"^(?!\s)[^;{}=]*?\b(\w+)\([^;{}]*\)\s*\{(.*?)^\}", text, re.S | re.M)
     return {match[1]: match[2] for match in found}
 
@@ -159,7 +160,7 @@ def calls_between(folder: str) -> dict[str, set[str]]:
     home |= {
         name: path
         for path in paths
-        for name in re.findall(r"^(core_\w+)\(", path.read_text(), re.M)
+        for name in re.findall(r"^(?:KL_DEFINE\()?(core_\w+)[(,]", path.read_text(), re.M)
     }
 
     def called(body: str, seen: set[str]) -> set[str]:
@@ -285,7 +286,7 @@ def functions(path: Path) -> list[tuple[str, int]]:
     found = []
     name, first = "", 0
     for number, line in enumerate(path.read_text().splitlines()):
-        if match := re.match(r"(KL_[A-Z]+\(\w+\)$|\w+(?=\())", line):
+        if match := re.match(r"(KL_[A-Z]+\([\w, ]+\)$|\w+(?=\())", line):
             name, first = match[1], number
         elif line == "}" and name:
             found.append((name, number - first + 1))

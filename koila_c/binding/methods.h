@@ -6,6 +6,11 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+/* The head of the definition of such a function; `given`: its argument, or the tuple of its arguments. */
+#define KL_DEFINE(function, given)                                                                 \
+    PyObject *function(PyObject *module __attribute__((unused)),                                   \
+                       PyObject *given __attribute__((unused)))
+
 #define KL_METHOD(name, function, kind, arguments, does) PyObject *function(PyObject *, PyObject *);
 #include "methods.def"
 #undef KL_METHOD

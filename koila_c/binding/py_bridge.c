@@ -27,8 +27,7 @@ is_without_tensor(const Tape *tape, KlValueId id)
     return tape->values[id].handle != NULL && tape->values[id].real == NULL;
 }
 
-PyObject *
-kl_bridge_can_cut(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(kl_bridge_can_cut, ignored)
 {
     const Tape *tape = kl_tape_open();
     if (tape == NULL) {
@@ -42,8 +41,7 @@ kl_bridge_can_cut(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return PyBool_FromLong(result);
 }
 
-PyObject *
-kl_bridge_behind(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(kl_bridge_behind, object)
 {
     KlValueId id = KL_ID_NONE;
     const Tape *tape = kl_tape_open_at(object, false, &id);
@@ -85,8 +83,7 @@ kl_bridge_behind(PyObject *Py_UNUSED(module), PyObject *object)
     return found;
 }
 
-PyObject *
-kl_bridge_reached(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(kl_bridge_reached, ignored)
 {
     const Tape *tape = kl_tape_open();
     if (tape == NULL) {
@@ -113,8 +110,7 @@ kl_bridge_reached(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return handed;
 }
 
-PyObject *
-kl_bridge_left_numbers(PyObject *Py_UNUSED(module), PyObject *is_any)
+KL_DEFINE(kl_bridge_left_numbers, is_any)
 {
     const Tape *tape = kl_tape_open_or_null();
     PyObject *found = PyList_New(0);
@@ -187,8 +183,7 @@ bytes_won_whole(const Tape *tape, bool *is_saved, bool *is_held /* [n_storages] 
     }
     return won;
 }
-PyObject *
-kl_bridge_won_whole(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(kl_bridge_won_whole, ignored)
 {
     const Tape *tape = kl_tape_open();
     if (tape == NULL) {
@@ -272,8 +267,7 @@ settle(Value *lazy, PyObject *pair)
     }
 }
 
-PyObject *
-kl_bridge_hand_out(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_bridge_hand_out, args)
 {
     PyObject *roots = NULL, *others = NULL, *lazies = NULL;
     Tape *tape = kl_tape_open(), *fresh = NULL;
@@ -323,8 +317,7 @@ error:
     return lazies;
 }
 
-PyObject *
-kl_bridge_set_wanted(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_bridge_set_wanted, args)
 {
     PyObject *lazies = NULL;
     int flag = 0;
@@ -344,8 +337,7 @@ kl_bridge_set_wanted(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-PyObject *
-kl_bridge_replace_leaves(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_bridge_replace_leaves, args)
 {
     PyObject *lazy = NULL, *make = NULL;
     if (!PyArg_ParseTuple(args, "O!O:replace_leaves", kl_py.lazy, &lazy, &make)) {
@@ -367,8 +359,7 @@ kl_bridge_replace_leaves(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-PyObject *
-kl_bridge_replace_leaf(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_bridge_replace_leaf, args)
 {
     PyObject *lazy = NULL, *tensor = NULL;
     unsigned int id = 0;

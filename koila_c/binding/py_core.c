@@ -14,14 +14,12 @@ value_argument(PyObject *object)
     return kl_lazy_checked(object);
 }
 
-PyObject *
-core_new_axis(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_new_axis, ignored)
 {
     return PyLong_FromUnsignedLongLong(++kl_py.n_axis_keys);
 }
 
-PyObject *
-core_input(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(core_input, args)
 {
     PyObject *tensor = NULL;
     int dim = 0;
@@ -35,8 +33,7 @@ core_input(PyObject *Py_UNUSED(module), PyObject *args)
     return kl_lazy_new_detached(tensor, &place, key, rows, true);
 }
 
-PyObject *
-core_like(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(core_like, args)
 {
     PyObject *tensor = NULL, *lazy = NULL;
     if (!PyArg_ParseTuple(args, "O!O:like", kl_py.tensor_base, &tensor, &lazy)) {
@@ -61,30 +58,26 @@ core_like(PyObject *Py_UNUSED(module), PyObject *args)
     return kl_lazy_new_detached(tensor, &place, key, rows, true);
 }
 
-PyObject *
-core_force(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_force, object)
 {
     Value *value = value_argument(object);
     return value == NULL ? NULL : kl_live_force(value);
 }
 
-PyObject *
-core_real(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_real, object)
 {
     Value *value = value_argument(object);
     PyObject *real = value == NULL ? NULL : kl_lazy_real(value);
     return value == NULL ? NULL : Py_NewRef(real != NULL ? real : Py_None);
 }
 
-PyObject *
-core_is_input(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_is_input, object)
 {
     Value *value = value_argument(object);
     return value == NULL ? NULL : PyBool_FromLong(value->is_input);
 }
 
-PyObject *
-core_is_held_by(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(core_is_held_by, args)
 {
     PyObject *object = NULL;
     Py_ssize_t n = 0;
@@ -106,8 +99,7 @@ core_is_held_by(PyObject *Py_UNUSED(module), PyObject *args)
     return PyBool_FromLong(real != NULL && Py_REFCNT(real) == n);
 }
 
-PyObject *
-core_rows_dim(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_rows_dim, object)
 {
     const Value *value = value_argument(object);
     if (value == NULL) {
@@ -119,8 +111,7 @@ core_rows_dim(PyObject *Py_UNUSED(module), PyObject *object)
     return PyLong_FromLong(!kl_place_is_rows(&place) ? -1 : is_alone ? place.dim : -2);
 }
 
-PyObject *
-core_is_pending_here(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_is_pending_here, object)
 {
     const Value *value = value_argument(object);
     if (value == NULL) {
@@ -151,8 +142,7 @@ describe(const KlMeta *meta)
     return result;
 }
 
-PyObject *
-core_describe(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_describe, object)
 {
     KlMeta meta;
     PyObject *real = object;
@@ -187,35 +177,30 @@ live_by(RunLive run, PyObject *args)
     return run(func, call_args, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
 }
 
-PyObject *
-core_live(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(core_live, args)
 {
     return live_by(kl_live_call, args);
 }
 
-PyObject *
-core_live_with_all(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(core_live_with_all, args)
 {
     return live_by(kl_record_live, args);
 }
 
-PyObject *
-core_flush(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_flush, ignored)
 {
     Tape *tape = kl_tape_open_or_null();
     return tape != NULL && kl_live_run(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-PyObject *
-core_has_known(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_has_known, ignored)
 {
     Tape *tape = kl_tape_open_or_null();
     kl_py.n_looks++;
     return PyBool_FromLong(tape != NULL && kl_tape_find_known(&tape->core));
 }
 
-PyObject *
-core_has_numbers(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_has_numbers, ignored)
 {
     const Tape *tape = kl_tape_open_or_null();
     for (size_t i = 0; tape != NULL && i < tape->core.n_values; i++) {
@@ -228,8 +213,7 @@ core_has_numbers(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return Py_NewRef(Py_False);
 }
 
-PyObject *
-core_read(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_read, object)
 {
     Value *value = value_argument(object);
     return value == NULL || kl_live_read(value) < 0 ? NULL : Py_XNewRef(kl_lazy_number(value));
@@ -237,8 +221,7 @@ core_read(PyObject *Py_UNUSED(module), PyObject *object)
 
 /* A write to the tensor would show in other LazyTensors of its memory, while those still show a value on the tape.
  * So then the tensor is not handed out. A known value is detached from the tape, whose own calls keep their tensor. */
-PyObject *
-core_leave(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_leave, object)
 {
     Value *value = value_argument(object);
     if (value == NULL) {
@@ -263,24 +246,21 @@ core_leave(PyObject *Py_UNUSED(module), PyObject *object)
     return real;
 }
 
-PyObject *
-core_release(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_release, ignored)
 {
     Tape *tape = kl_tape_open_or_null();
     bool is_still = tape != NULL && !tape->is_running;
     return is_still && kl_stale_release(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-PyObject *
-core_call(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_call, object)
 {
     KlNodeId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, true, &id);
     return tape == NULL ? NULL : kl_call_describe(tape, id, NULL, NULL);
 }
 
-PyObject *
-core_refresh_leaf(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_refresh_leaf, object)
 {
     KlValueId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, false, &id);
@@ -294,23 +274,20 @@ core_refresh_leaf(PyObject *Py_UNUSED(module), PyObject *object)
     return Py_NewRef(Py_None);
 }
 
-PyObject *
-core_note_backward(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_note_backward, ignored)
 {
     kl_py.n_backwards++;
     kl_py.n_looks++;
     return Py_NewRef(Py_None);
 }
 
-PyObject *
-core_is_busy(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_is_busy, ignored)
 {
     const Tape *tape = kl_tape_open_or_null();
     return PyBool_FromLong(kl_tape_is_busy(tape));
 }
 
-PyObject *
-core_forget(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_forget, ignored)
 {
     Tape *tape = kl_tape_open_or_null();
     if (tape != NULL) {
@@ -319,8 +296,7 @@ core_forget(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return Py_NewRef(Py_None);
 }
 
-PyObject *
-core_abandon(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_abandon, ignored)
 {
     Tape *tape = kl_tape_open_or_null();
     if (tape != NULL) {
@@ -343,8 +319,7 @@ settle_in_memory_of(Tape *tape, PyObject *tensor)
     }
 }
 
-PyObject *
-core_leaves_of(PyObject *Py_UNUSED(module), PyObject *tensor)
+KL_DEFINE(core_leaves_of, tensor)
 {
     Tape *tape = kl_tape_open_or_null();
     if (tape != NULL && tensor != Py_None && !tape->is_running) {
@@ -371,8 +346,7 @@ core_leaves_of(PyObject *Py_UNUSED(module), PyObject *tensor)
     return list;
 }
 
-PyObject *
-core_swap(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(core_swap, args)
 {
     PyObject *left = NULL, *right = NULL;
     if (!PyArg_ParseTuple(args, "OO:swap", &left, &right)) {
@@ -395,8 +369,7 @@ core_swap(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-PyObject *
-core_storage(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_storage, object)
 {
     const Tape *tape = kl_tape_open_or_null();
     const Value *value = value_argument(object);
@@ -409,8 +382,7 @@ core_storage(PyObject *Py_UNUSED(module), PyObject *object)
     return is_own ? PyLong_FromUnsignedLong(id) : Py_NewRef(Py_None);
 }
 
-PyObject *
-core_has_views(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_has_views, object)
 {
     const Tape *tape = kl_tape_open_or_null();
     const Value *value = value_argument(object);
@@ -424,8 +396,7 @@ core_has_views(PyObject *Py_UNUSED(module), PyObject *object)
     return value != NULL ? PyBool_FromLong(has_views) : NULL;
 }
 
-PyObject *
-core_set_for_chunks(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_set_for_chunks, object)
 {
     Tape *tape = kl_tape_open_or_null();
     const Value *value = value_argument(object);
@@ -442,16 +413,14 @@ core_set_for_chunks(PyObject *Py_UNUSED(module), PyObject *object)
     return PyBool_FromLong(is_reduction);
 }
 
-PyObject *
-core_has_draw(PyObject *Py_UNUSED(module), PyObject *is_dead)
+KL_DEFINE(core_has_draw, is_dead)
 {
     Tape *tape = kl_tape_open_or_null();
     return PyBool_FromLong(tape != NULL && (is_dead == Py_True ? kl_tape_has_dead_draw(&tape->core)
                                                                : kl_tape_has_draw(&tape->core)));
 }
 
-PyObject *
-core_waiting_draws(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_waiting_draws, ignored)
 {
     const Tape *tape = kl_tape_open_or_null();
     PyObject *list = PyList_New(0);
@@ -466,8 +435,7 @@ core_waiting_draws(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return list;
 }
 
-PyObject *
-core_hook(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(core_hook, args)
 {
     PyObject *object = NULL;
     int is_retained = 0, is_live = 0;
@@ -499,8 +467,7 @@ core_hook(PyObject *Py_UNUSED(module), PyObject *args)
     return PyLong_FromUnsignedLong(id);
 }
 
-PyObject *
-core_retained(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(core_retained, args)
 {
     const Tape *tape = kl_tape_open_or_null();
     KlValueId id = KL_ID_NONE;
@@ -517,32 +484,28 @@ core_retained(PyObject *Py_UNUSED(module), PyObject *args)
     return as != KL_ID_NONE ? PyLong_FromUnsignedLong(as) : Py_NewRef(Py_None);
 }
 
-PyObject *
-core_graph_of(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_graph_of, object)
 {
     KlValueId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, false, &id);
     return tape == NULL ? NULL : PyLong_FromUnsignedLong(kl_view_of_graph(tape, id));
 }
 
-PyObject *
-core_id(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_id, object)
 {
     const Value *value = value_argument(object);
     bool is_here = value != NULL && value->tape != NULL && value->tape == kl_tape_open_or_null();
     return value == NULL ? NULL : is_here ? PyLong_FromUnsignedLong(value->id) : Py_NewRef(Py_None);
 }
 
-PyObject *
-core_lazy_of(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_lazy_of, object)
 {
     KlValueId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, false, &id);
     return tape == NULL ? NULL : kl_lazy_of(tape, id);
 }
 
-PyObject *
-core_is_spent(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_is_spent, object)
 {
     const Value *value = kl_lazy_check(object) ? kl_lazy_value(object) : NULL;
     const KlTape *core = value != NULL && value->tape != NULL ? &value->tape->core : NULL;
@@ -550,8 +513,7 @@ core_is_spent(PyObject *Py_UNUSED(module), PyObject *object)
     return PyBool_FromLong(node != KL_ID_NONE && core->nodes[node].is_spent);
 }
 
-PyObject *
-core_note_drawn(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(core_note_drawn, object)
 {
     KlNodeId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, true, &id);
@@ -562,8 +524,7 @@ core_note_drawn(PyObject *Py_UNUSED(module), PyObject *object)
     return Py_NewRef(Py_None);
 }
 
-PyObject *
-core_set_type_attribute(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(core_set_type_attribute, args)
 {
     PyTypeObject *type = NULL;
     PyObject *name = NULL, *value = NULL;
@@ -575,8 +536,7 @@ core_set_type_attribute(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-PyObject *
-core_set_busy(PyObject *Py_UNUSED(module), PyObject *flag)
+KL_DEFINE(core_set_busy, flag)
 {
     Tape *tape = kl_tape_open();
     if (tape != NULL) {
@@ -585,15 +545,13 @@ core_set_busy(PyObject *Py_UNUSED(module), PyObject *flag)
     return tape != NULL ? Py_NewRef(Py_None) : NULL;
 }
 
-PyObject *
-core_check_leaves(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_check_leaves, ignored)
 {
     Tape *tape = kl_tape_open();
     return tape == NULL || kl_stale_check_leaves(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-PyObject *
-core_close(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_close, ignored)
 {
     Tape *tape = kl_tape_open();
     if (tape == NULL) {
@@ -604,8 +562,7 @@ core_close(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return PyBool_FromLong(is_over);
 }
 
-PyObject *
-core_pending_bytes(PyObject *Py_UNUSED(module), PyObject *is_graph)
+KL_DEFINE(core_pending_bytes, is_graph)
 {
     const Tape *tape = kl_tape_open_or_null();
     long long bytes = 0;
@@ -620,8 +577,7 @@ core_pending_bytes(PyObject *Py_UNUSED(module), PyObject *is_graph)
     return PyLong_FromLongLong(bytes);
 }
 
-PyObject *
-core_memo(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_memo, ignored)
 {
     Tape *tape = kl_tape_open();
     if (tape == NULL) {
@@ -644,20 +600,17 @@ count(int64_t *where, PyObject *n)
     return Py_NewRef(Py_None);
 }
 
-PyObject *
-core_count_interpreters(PyObject *Py_UNUSED(module), PyObject *n)
+KL_DEFINE(core_count_interpreters, n)
 {
     return count(&kl_py.n_transforms, n);
 }
 
-PyObject *
-core_count_dual_levels(PyObject *Py_UNUSED(module), PyObject *n)
+KL_DEFINE(core_count_dual_levels, n)
 {
     return count(&kl_py.n_dual_levels, n);
 }
 
-PyObject *
-core_set_region(PyObject *Py_UNUSED(module), PyObject *region)
+KL_DEFINE(core_set_region, region)
 {
     uint32_t before = kl_py_region;
     unsigned long now = PyLong_AsUnsignedLong(region);
@@ -668,16 +621,14 @@ core_set_region(PyObject *Py_UNUSED(module), PyObject *region)
     return PyLong_FromUnsignedLong(before);
 }
 
-PyObject *
-core_set_in_function(PyObject *Py_UNUSED(module), PyObject *flag)
+KL_DEFINE(core_set_in_function, flag)
 {
     bool before = kl_py_is_in_function;
     kl_py_is_in_function = flag == Py_None ? before : flag == Py_True;
     return PyBool_FromLong(before);
 }
 
-PyObject *
-core_fast_ways(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_fast_ways, ignored)
 {
     return Py_BuildValue("{s:N,s:N,s:N}", "handles", PyBool_FromLong(kl_meta_by_handle()),
                          "contexts", PyBool_FromLong(kl_context_is_direct()), "recycling",

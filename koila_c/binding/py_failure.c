@@ -48,8 +48,7 @@ kl_failure_set(Tape *tape, KlNodeId id)
     kl_tape_set_failed(&tape->core, id);
 }
 
-PyObject *
-kl_failure_failed(PyObject *Py_UNUSED(module), PyObject *error)
+KL_DEFINE(kl_failure_failed, error)
 {
     Tape *tape = kl_tape_open_or_null();
     KlNodeId id = tape != NULL ? tape->raised : KL_ID_NONE;

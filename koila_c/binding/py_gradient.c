@@ -2,8 +2,7 @@
 /* py_gradient.c - which leaves get a gradient, and which calls cannot compute theirs */
 #include "py_run.h"
 
-PyObject *
-kl_gradient_writer_from(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_gradient_writer_from, args)
 {
     unsigned int id = 0, value = 0;
     const Tape *tape = kl_tape_open();
@@ -20,8 +19,7 @@ kl_gradient_writer_from(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-PyObject *
-kl_gradient_overwritten(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_gradient_overwritten, args)
 {
     unsigned int before = 0;
     const KlProgram *program = NULL;

@@ -95,8 +95,7 @@ told(const KlMeasured *measured)
 
 /* measure(program, homes, (is_cloned, bytes_noise, region_of, outer: arrays of KlOutside as bytes), (bytes of a generator's
  * state, of those kept), peak_of, (steps and turns of KlKnown's chunks, of its pieces)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
-PyObject *
-kl_measure_program(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_measure_program, args)
 {
     const KlProgram *program = NULL;
     PyObject *cloned = NULL, *noise = NULL, *regions = NULL, *outer = NULL;
@@ -167,8 +166,7 @@ read_measured(PyObject *args, const char *format, KlMeasured *measured, long lon
     return 0;
 }
 
-PyObject *
-kl_measure_peak_of(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_measure_peak_of, args)
 {
     long long rows = 0;
     KlMeasured measured = {0};
@@ -180,8 +178,7 @@ kl_measure_peak_of(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_BuildValue("(ddI)", bytes, worst.fixed, worst.node);
 }
 
-PyObject *
-kl_measure_moments_of(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_measure_moments_of, args)
 {
     long long rows = 0;
     KlMeasured measured = {0};

@@ -417,8 +417,7 @@ is_saving(const KlNode *node)
            saves->bytes_extra != 0 || saves->bytes_fixed != 0;
 }
 
-PyObject *
-kl_program_spend(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_program_spend, args)
 {
     const KlProgram *program = NULL;
     int is_asked = 0;
@@ -454,8 +453,7 @@ is_told(const Tape *tape, const KlStages *stages, size_t i, char what)
            (what == 'n' || (what == 'o' ? node->mode == KL_MODE_ONCE : is_aside));
 }
 
-PyObject *
-kl_program_told(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_program_told, args)
 {
     const KlProgram *program = NULL;
     const char *what = NULL;
@@ -484,8 +482,7 @@ kl_program_told(PyObject *Py_UNUSED(module), PyObject *args)
     return list;
 }
 
-PyObject *
-kl_program_maker(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_program_maker, args)
 {
     unsigned int id = 0;
     const Tape *tape = kl_tape_open();
@@ -507,8 +504,7 @@ kl_program_maker(PyObject *Py_UNUSED(module), PyObject *args)
                          program->is_kept[id] ? Py_True : Py_False);
 }
 
-PyObject *
-kl_program_staged(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_program_staged, args)
 {
     unsigned int id = 0;
     const Tape *tape = kl_tape_open();
@@ -618,8 +614,7 @@ build(Tape *tape, const KlAsked *asked, PyObject *staged)
     return handle;
 }
 
-PyObject *
-kl_program_cut(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_program_cut, args)
 {
     KlAsked asked = {0};
     int is_headed = 0;
@@ -632,8 +627,7 @@ kl_program_cut(PyObject *Py_UNUSED(module), PyObject *args)
     return build(tape, &asked, PyTuple_GET_ITEM(args, 0));
 }
 
-PyObject *
-kl_program_stage(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_program_stage, args)
 {
     PyObject *roots = NULL, *gets = Py_None, *result = NULL, *handle = NULL;
     PyObject *shared = PyList_New(0);
@@ -672,8 +666,7 @@ error:
     return result;
 }
 
-PyObject *
-kl_program_gradient_part(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_program_gradient_part, args)
 {
     KlProgram *program = NULL;
     PyObject *values = NULL, *result = NULL;
@@ -728,8 +721,7 @@ view_object(const Tape *tape, KlValueId value)
     return Py_BuildValue("(III)", first->node, origin, first->view_of);
 }
 
-PyObject *
-kl_program_value(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(kl_program_value, object)
 {
     KlValueId id = KL_ID_NONE;
     const Tape *tape = kl_tape_open_at(object, false, &id);
@@ -755,8 +747,7 @@ kl_program_value(PyObject *Py_UNUSED(module), PyObject *object)
                          is_uncertain ? Py_True : Py_False);
 }
 
-PyObject *
-kl_program_node(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(kl_program_node, object)
 {
     KlNodeId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, true, &id);
@@ -804,8 +795,7 @@ describe_inputs(const Tape *tape, const KlNode *node, bool is_real)
     return list;
 }
 
-PyObject *
-kl_program_maker_of(PyObject *Py_UNUSED(module), PyObject *object)
+KL_DEFINE(kl_program_maker_of, object)
 {
     KlValueId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, false, &id);

@@ -94,8 +94,7 @@ kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *resul
                           : check_strides(tape, id, promised, result);
 }
 
-PyObject *
-kl_promise_check_result(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_promise_check_result, args)
 {
     unsigned int id = 0, value = 0;
     PyObject *tensor = NULL;

@@ -170,8 +170,7 @@ own_of(Replaced *entry, PyObject *descriptor)
                : Py_NewRef(descriptor);
 }
 
-PyObject *
-core_replace(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(core_replace, args)
 {
     PyObject *descriptor = NULL, *by = NULL;
     int is_before = 0;
@@ -258,8 +257,7 @@ put_in_method(const char *name)
     return is_own;
 }
 
-PyObject *
-core_before_set_item(PyObject *Py_UNUSED(module), PyObject *before)
+KL_DEFINE(core_before_set_item, before)
 {
     PyMappingMethods *methods = kl_py.tensor_base->tp_as_mapping;
     if (own_set_item == NULL) {

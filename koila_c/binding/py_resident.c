@@ -18,14 +18,12 @@ release_watch(PyObject *handle)
     (void)kl_resident_stop(PyCapsule_GetPointer(handle, WATCH), &n_returns);
 }
 
-PyObject *
-core_resident(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_resident, ignored)
 {
     return PyLong_FromLongLong(kl_resident_bytes());
 }
 
-PyObject *
-core_watch_resident(PyObject *Py_UNUSED(module), PyObject *bound)
+KL_DEFINE(core_watch_resident, bound)
 {
     long long n_bytes = PyLong_AsLongLong(bound);
     if (n_bytes == -1 && PyErr_Occurred()) {
@@ -42,8 +40,7 @@ core_watch_resident(PyObject *Py_UNUSED(module), PyObject *bound)
     return handle;
 }
 
-PyObject *
-core_stop_resident(PyObject *Py_UNUSED(module), PyObject *handle)
+KL_DEFINE(core_stop_resident, handle)
 {
     KlResident *watch = PyCapsule_GetPointer(handle, WATCH);
     int64_t n_returns = 0;
@@ -55,22 +52,19 @@ core_stop_resident(PyObject *Py_UNUSED(module), PyObject *handle)
     return Py_BuildValue("LL", most, (long long)n_returns);
 }
 
-PyObject *
-core_return_free(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(core_return_free, ignored)
 {
     kl_resident_return_free();
     Py_RETURN_NONE;
 }
 
-PyObject *
-core_reuse_freed(PyObject *Py_UNUSED(module), PyObject *library)
+KL_DEFINE(core_reuse_freed, library)
 {
     const char *name = PyUnicode_AsUTF8(library);
     return name == NULL ? NULL : PyBool_FromLong(kl_reuse_freed(name));
 }
 
-PyObject *
-core_fix_malloc(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(core_fix_malloc, args)
 {
     int block = 0, end = 0;
     if (!PyArg_ParseTuple(args, "ii", &block, &end)) {

@@ -50,8 +50,7 @@ lights_of(const KlSchedule *schedule)
     return lights;
 }
 
-PyObject *
-kl_schedule_of(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_schedule_of, args)
 {
     const KlProgram *program = NULL;
     KlHomes homes = {0};

@@ -507,8 +507,7 @@ has_room(const Run *run)
     return false;
 }
 
-PyObject *
-kl_stage_run(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_stage_run, args)
 {
     unsigned int integer = 0;
     int is_grad_off = 0;
@@ -547,8 +546,7 @@ kl_stage_run(PyObject *Py_UNUSED(module), PyObject *args)
     return result;
 }
 
-PyObject *
-kl_stage_run_alone(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_stage_run_alone, args)
 {
     unsigned int id = 0;
     int is_grad_off = 0;
@@ -568,8 +566,7 @@ kl_stage_run_alone(PyObject *Py_UNUSED(module), PyObject *args)
 
 /* -- results ---------------------------------------------------------------------------------------------- */
 
-PyObject *
-kl_stage_deliver(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_stage_deliver, args)
 {
     unsigned int id = 0;
     PyObject *tensor = NULL;
@@ -600,8 +597,7 @@ kl_stage_deliver(PyObject *Py_UNUSED(module), PyObject *args)
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-PyObject *
-kl_stage_cut(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_stage_cut, args)
 {
     unsigned int id = 0;
     PyObject *tensor = NULL;

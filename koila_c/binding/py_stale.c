@@ -242,8 +242,7 @@ kl_stale_drop_numbers(Tape *tape)
     }
 }
 
-PyObject *
-kl_stale_forget_left(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(kl_stale_forget_left, ignored)
 {
     Tape *tape = kl_tape_open_or_null();
     size_t n_values = tape != NULL ? tape->core.n_values : 0;
@@ -331,8 +330,7 @@ find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject *list, bool i
     return 1;
 }
 
-PyObject *
-kl_stale_outdated(PyObject *Py_UNUSED(module), PyObject *is_over)
+KL_DEFINE(kl_stale_outdated, is_over)
 {
     Tape *tape = kl_tape_open_or_null();
     PyObject *list = PyList_New(0), *cuts = PyList_New(0);

@@ -281,8 +281,7 @@ note_young(void)
 
 /* -- what Python calls ----------------------------------------------------------------------------- */
 
-PyObject *
-kl_storage_note(PyObject *Py_UNUSED(module), PyObject *objects)
+KL_DEFINE(kl_storage_note, objects)
 {
     if (!PyList_Check(objects)) {
         PyErr_SetString(PyExc_TypeError, "note_storages: a list of objects is wanted");
@@ -291,16 +290,14 @@ kl_storage_note(PyObject *Py_UNUSED(module), PyObject *objects)
     return note_all(objects) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-PyObject *
-kl_storage_note_young(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(kl_storage_note_young, ignored)
 {
     state.n_idle = 0;
     return note_young() < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* In C, since an exception of Ctrl-C in a Python callback of the collector would be lost. */
-PyObject *
-kl_storage_collecting(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_storage_collecting, args)
 {
     const char *phase = NULL;
     PyObject *info = NULL;
@@ -322,8 +319,7 @@ kl_storage_collecting(PyObject *Py_UNUSED(module), PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-PyObject *
-kl_storage_follow(PyObject *Py_UNUSED(module), PyObject *parts)
+KL_DEFINE(kl_storage_follow, parts)
 {
     state.n_idle = 0;
     state.is_following = parts != Py_None;
@@ -331,8 +327,7 @@ kl_storage_follow(PyObject *Py_UNUSED(module), PyObject *parts)
     return !state.is_following && rebuild(true) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-PyObject *
-kl_storage_is_following(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(kl_storage_is_following, ignored)
 {
     return PyBool_FromLong(state.is_following);
 }
@@ -361,8 +356,7 @@ bytes_in(Range *ranges, size_t n)
     return total;
 }
 
-PyObject *
-kl_storage_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(kl_storage_bytes, ignored)
 {
     size_t n = 0, n_dead = 0, total = 0;
     KlError error;
@@ -388,8 +382,7 @@ kl_storage_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return n_dead > 0 && rebuild(false) < 0 ? NULL : PyLong_FromSize_t(total);
 }
 
-PyObject *
-kl_storage_unsettled(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(kl_storage_unsettled, ignored)
 {
     PyObject *result = PyList_New(0);
     for (size_t i = 0; result != NULL && i < state.n_known_max; i++) {
@@ -407,8 +400,7 @@ kl_storage_unsettled(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return result;
 }
 
-PyObject *
-kl_storage_settle(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_storage_settle, args)
 {
     unsigned long long key = 0;
     int is_apart = 0;
@@ -540,8 +532,7 @@ kl_storage_init(void)
     return 0;
 }
 
-PyObject *
-kl_storage_works(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+KL_DEFINE(kl_storage_works, ignored)
 {
     return PyBool_FromLong(state.works);
 }

@@ -216,8 +216,7 @@ stop(Tape *tape)
     }
 }
 
-PyObject *
-kl_turn_held(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_turn_held, args)
 {
     PyObject *of = NULL, *func = NULL, *func_args = NULL, *kwargs = NULL;
     Tape *tape = NULL;
@@ -255,8 +254,7 @@ kl_turn_drawn(void)
     kl_lock_give(&draws);
 }
 
-PyObject *
-kl_turn_drawing(PyObject *Py_UNUSED(module), PyObject *func)
+KL_DEFINE(kl_turn_drawing, func)
 {
     if (kl_turn_draw() < 0) {
         return NULL;

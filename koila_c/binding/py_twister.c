@@ -25,8 +25,7 @@ is_legal(const State *state)
            (state->n_left == 1 && state->n_used == 0);
 }
 
-PyObject *
-kl_twister_skip_words(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(kl_twister_skip_words, args)
 {
     PyObject *before = NULL;
     unsigned long long n = 0;
