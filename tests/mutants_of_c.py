@@ -9,8 +9,8 @@ MUTANTS = [
     Mutant(
         "saves: exp keeps nothing",
         "koila_c/core/ops.def",
-        '(exp,                 "input",        LIGHT, same,        to_float,        rowwise, output, ',
-        '(exp,                 "input",        LIGHT, same,        to_float,        rowwise, nothing,',
+        "rowwise, output,       NONE, CAST(NONE, FLOAT))",
+        "rowwise, nothing,      NONE, CAST(NONE, FLOAT))",
         "tests/test_ops.py tests/test_infer.py -k exp",
     ),
     Mutant(

@@ -4,57 +4,18 @@
 
 PyMODINIT_FUNC PyInit__core(void);
 
-/* The Python objects that bind() gets, by name. */
 static const struct {
     PyObject **where;
     const char *name;
 } bound[] = {
-    {&kl_py.koila_error, "koila_error"},
-    {&kl_py.stale_error, "stale_error"},
-    {&kl_py.meta_infer, "meta_infer"},
-    {&kl_py.refusal, "refusal"},
-    {&kl_py.is_row_range, "is_row_range"},
-    {&kl_py.checksum, "checksum"},
-    {&kl_py.draw_like, "draw_like"},
-    {&kl_py.note_draw, "note_draw"},
-    {&kl_py.check_run, "check_run"},
-    {&kl_py.thawed, "thawed"},
-    {&kl_py.move_on, "move_on"},
-    {&kl_py.skip_one_hop, "skip_one_hop"},
-    {&kl_py.read, "read"},
-    {&kl_py.in_transform, "in_transform"},
-    {&kl_py.run_again, "run_again"},
-    {&kl_py.bind_hooks, "bind_hooks"},
-    {&kl_py.bridge, "bridge"},
-    {&kl_py.before_write, "before_write"},
-    {&kl_py.after_write, "after_write"},
-    {&kl_py.note_ran, "note_ran"},
-    {&kl_py.note_gap, "note_gap"},
-    {&kl_py.note_run, "note_run"},
-    {&kl_py.keep, "keep"},
-    {&kl_py.device_of, "device_of"},
-    {&kl_py.wait_for_copy, "wait_for_copy"},
-    {&kl_py.choose_switches, "choose_switches"},
-    {&kl_py.runs_at_once, "runs_at_once"},
-    {&kl_py.leave, "leave"},
-    {&kl_py.record_out, "record_out"},
-    {&kl_py.settle, "settle"},
-    {&kl_py.is_out_of_memory, "is_out_of_memory"},
-    {&kl_py.note_write, "note_write"},
-    {&kl_py.note_written, "note_written"},
-    {&kl_py.aliased, "aliased"},
-    {&kl_py.note_leaf, "note_leaf"},
-    {&kl_py.autograd_key, "autograd_key"},
-    {&kl_py.is_worker, "is_worker"},
-    {&kl_py.note_left, "note_left"},
-    {&kl_py.is_in_hook, "is_in_hook"},
-    {&kl_py.name_of_file, "name_of_file"},
+#define KL_BOUND(name) {&kl_py.name, #name},
+#include "bound.def"
+#undef KL_BOUND
 };
 
-/* bind(folders, reductions, objects): set kl_py's Python objects from a dict, by the names above; also the folders
- * whose files are not the user's, and the reductions that Python can split. */
-static PyObject *
-core_bind(PyObject *Py_UNUSED(module), PyObject *args)
+/* Set kl_py's Python objects from a dict, by name; also the folders whose files are not the user's, and the reductions that
+ * Python can split. */
+KL_DEFINE(core_bind, args)
 {
     PyObject *folders = NULL, *objects = NULL;
     if (!PyArg_ParseTuple(args, "O!IO!:bind", &PyTuple_Type, &folders, &kl_py.reductions,
@@ -83,9 +44,8 @@ bits_of(PyObject *dtypes)
     return bits;
 }
 
-/* set_blocks(width, dtypes, tiled): how oneDNN lays out convolutions on this CPU, see KlCall. */
-static PyObject *
-core_set_blocks(PyObject *Py_UNUSED(module), PyObject *args)
+/* How oneDNN lays out convolutions on this CPU, see KlCall. */
+KL_DEFINE(core_set_blocks, args)
 {
     long long width = 0;
     PyObject *dtypes = NULL, *tiled = NULL;
@@ -101,12 +61,6 @@ core_set_blocks(PyObject *Py_UNUSED(module), PyObject *args)
     {#name, function, METH_##kind, #name "($module" arguments ", /)\n--\n\n" does},
 static PyMethodDef functions[] = {
 #include "methods.def"
-    {"bind", core_bind, METH_VARARGS,
-     "bind($module, folders, reductions, objects, /)\n--\n\n"
-     "Give the module the Python objects it calls, by name."},
-    {"set_blocks", core_set_blocks, METH_VARARGS,
-     "set_blocks($module, width, dtypes, tiled, /)\n--\n\nSay how many channels oneDNN lays in a "
-     "block on this CPU, which dtypes of 16 bits it convolves, and which of these in tiles."},
     {NULL, NULL, 0, NULL},
 };
 #undef KL_METHOD

@@ -128,8 +128,7 @@ describe(const KlMeta *meta)
     if (meta->dtype == KL_DTYPE_OTHER) {
         return Py_NewRef(Py_None);
     }
-    PyObject *size = kl_meta_size(meta);
-    PyObject *strides = NULL, *result = NULL;
+    PyObject *size = kl_meta_size(meta), *strides = NULL, *result = NULL;
     if (size != NULL) {
         strides = meta->is_strided ? kl_meta_strides(meta) : Py_NewRef(Py_None);
     }

@@ -22,15 +22,6 @@ static struct {
     int32_t codes[KL_N_DTYPES]; /* torch's number for each dtype */
 } abi;
 
-static const char *const dtype_names[KL_N_DTYPES] = {
-    [KL_DTYPE_BOOL] = "bool",           [KL_DTYPE_UINT8] = "uint8",
-    [KL_DTYPE_INT8] = "int8",           [KL_DTYPE_INT16] = "int16",
-    [KL_DTYPE_INT32] = "int32",         [KL_DTYPE_INT64] = "int64",
-    [KL_DTYPE_FLOAT16] = "float16",     [KL_DTYPE_BFLOAT16] = "bfloat16",
-    [KL_DTYPE_FLOAT32] = "float32",     [KL_DTYPE_FLOAT64] = "float64",
-    [KL_DTYPE_COMPLEX64] = "complex64", [KL_DTYPE_COMPLEX128] = "complex128",
-};
-
 static inline void *
 handle_of(PyObject *tensor)
 {
@@ -167,13 +158,9 @@ static int
 read_by_handle(PyObject *tensor, KlMeta *meta)
 {
     void *handle = handle_of(tensor);
-    int64_t n_dims = 0;
-    int64_t *sizes = NULL, *strides = NULL;
+    int64_t n_dims = 0, *sizes = NULL, *strides = NULL;
     int32_t code = -1;
-    if (abi.dim(handle, &n_dims) != 0 || abi.dtype(handle, &code) != 0) {
-        return 1;
-    }
-    if (n_dims > KL_DIMS_MAX) {
+    if (abi.dim(handle, &n_dims) != 0 || abi.dtype(handle, &code) != 0 || n_dims > KL_DIMS_MAX) {
         return 1;
     }
     if (n_dims > 0) {
@@ -203,8 +190,7 @@ kl_meta_read_device(PyObject *tensor, KlMeta *meta)
     if (device == NULL) {
         return -1;
     }
-    int found = find_device(device);
-    int result = 0;
+    int found = find_device(device), result = 0;
     if (found < 0 && !PyErr_Occurred()) {
         found = (int)PyList_GET_SIZE(kl_py.devices);
         result = found < UINT8_MAX ? PyList_Append(kl_py.devices, device) : 1;
@@ -219,11 +205,8 @@ static int
 is_strided_layout(PyObject *tensor)
 {
     PyObject *layout = PyObject_GetAttr(tensor, kl_py.layout);
-    if (layout == NULL) {
-        return -1;
-    }
-    int result = layout == kl_py.strided;
-    Py_DECREF(layout);
+    int result = layout == NULL ? -1 : layout == kl_py.strided;
+    Py_XDECREF(layout);
     return result;
 }
 
@@ -294,11 +277,8 @@ PyObject *
 kl_meta_size(const KlMeta *meta)
 {
     PyObject *tuple = kl_meta_ints(meta->shape, meta->n_dims);
-    if (tuple == NULL) {
-        return NULL;
-    }
-    PyObject *size = PyObject_CallOneArg(kl_py.size_type, tuple);
-    Py_DECREF(tuple);
+    PyObject *size = tuple != NULL ? PyObject_CallOneArg(kl_py.size_type, tuple) : NULL;
+    Py_XDECREF(tuple);
     return size;
 }
 
@@ -398,9 +378,7 @@ load_abi(PyObject *torch)
         return 0;
     }
     int works = layout_self_test(torch);
-    if (works == 1) {
-        works = handle_self_test(torch);
-    }
+    works = works == 1 ? handle_self_test(torch) : works;
     abi.handle_works = works == 1;
     return works < 0 ? -1 : 0;
 }
@@ -414,7 +392,7 @@ kl_meta_init(void)
         return -1;
     }
     for (int i = 0; i < KL_N_DTYPES; i++) {
-        kl_py.dtypes[i] = PyObject_GetAttrString(torch, dtype_names[i]);
+        kl_py.dtypes[i] = PyObject_GetAttrString(torch, kl_meta_dtype_name((KlDtype)i));
         if (kl_py.dtypes[i] == NULL) {
             goto error;
         }

@@ -126,8 +126,7 @@ apply_rewrites(const Run *run, PyObject *args)
     for (uint32_t i = 0; i < run->node->n_rewrites; i++) {
         const KlRewrite *rewrite = &run->tape->core.rewrites[run->node->first_rewrite + i];
         PyObject *before = PyList_GET_ITEM(args, rewrite->arg);
-        PyObject *integer = PyLong_FromLongLong(rewrite->scale * run->rows);
-        PyObject *after = NULL;
+        PyObject *integer = PyLong_FromLongLong(rewrite->scale * run->rows), *after = NULL;
         if (integer == NULL) {
             return -1;
         }
@@ -188,8 +187,7 @@ call_node(Run *run, KlNodeId id)
 {
     const KlPyNode *call = &run->tape->nodes[id];
     run->next = 0;
-    PyObject *args = kl_call_decode(run->tape, id, run_value, run);
-    PyObject *result = NULL;
+    PyObject *args = kl_call_decode(run->tape, id, run_value, run), *result = NULL;
     if (args == NULL || (run->rows >= 0 && apply_rewrites(run, args) < 0)) {
         goto error;
     }

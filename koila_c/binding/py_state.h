@@ -167,42 +167,10 @@ typedef struct KlPyState {
     PyObject *functions; /* dict: torch callable or getset descriptor -> Function */
     PyObject *empty_tuple, *empty_dict, *zero;
     PyObject *requires_grad, *out, *device, *layout, *version, *data_ptr; /* str */
-    PyObject *koila_error, *stale_error;
-    PyObject *meta_infer;   /* meta.infer */
-    PyObject *refusal;      /* meta.refusal */
-    PyObject *is_row_range; /* meta.is_row_range */
-    PyObject *thawed;       /* engine.py: alias of a leaf with its recorded requires_grad */
-    PyObject *note_draw, *check_run; /* generators.py: note draws; bridge.py: check a live run */
-    PyObject *move_on;    /* generators.move_on: advance the generators past pending draws */
-    PyObject *run_again;  /* draws.run_again: run a call live that already drew in chunks */
-    PyObject *bind_hooks; /* hooks.bind */
-    PyObject *bridge;     /* bridge.py: cut the program before a call that needs a real graph */
-    PyObject *before_write, *after_write; /* bridge.py: keep what parts read */
-    PyObject *note_ran;            /* reports.note_whole: report what ran whole, for which call */
-    PyObject *note_gap, *note_run; /* order.py: numbers of autograd's nodes that a run skipped */
-    PyObject *keep;            /* recomputed.keep: what a call of a checkpoint saves for backward */
-    PyObject *device_of;       /* devices.py: the device that a name without an index means */
-    PyObject *wait_for_copy;   /* devices.py: wait until a copy to the CPU has arrived */
-    PyObject *choose_switches; /* switches.py: apply a setting of torch's global switches */
-    PyObject *runs_at_once;    /* surroundings.py: whether user code watches each call */
-    PyObject *leave;           /* surroundings.py: take the user's hooks and modes off */
-    PyObject *checksum;        /* meta.checksum */
-    PyObject *draw_like;       /* meta.draw_like */
-    PyObject *record_out;      /* outs.record: record a call with out= */
-    PyObject *settle;          /* numbers.settle_outdated */
-    PyObject *is_out_of_memory; /* errors.py: whether an exception is an out-of-memory error */
-    PyObject *note_write, *note_written; /* unwritten.py: pending side writes of a call */
-    PyObject *aliased;      /* aliases.py: memory that is shared without a version, by storage */
-    PyObject *is_worker;    /* threads.py: whether this is a thread of autograd's */
-    PyObject *autograd_key; /* number of torch's dispatch key of autograd */
-    PyObject *note_leaf;    /* aliases.py: a tensor became a leaf */
-    PyObject *note_left;    /* left_plain.py: a call made, wrote or read a large plain tensor */
-    PyObject *is_in_hook;   /* engine.py: whether torch's engine runs a hook */
-    PyObject *name_of_file; /* lines.py: the file name that the user knows */
-    PyObject *read;         /* replay.read: compute numbers in chunks, or say that it cannot */
-    PyObject *in_transform; /* handlers.in_transform: a call inside torch.func */
-    PyObject *reenter;      /* torch.overrides.enable_reentrant_dispatch */
-    PyObject *skip_one_hop; /* enter a Python function without dispatching it again */
+#define KL_BOUND(name) PyObject *name;
+#include "bound.def"
+#undef KL_BOUND
+    PyObject *reenter; /* torch.overrides.enable_reentrant_dispatch */
     PyObject *get_default_dtype;
     PyObject *is_alias_of; /* torch._C._is_alias_of */
     PyObject *strided;     /* torch.strided */

@@ -15,6 +15,7 @@ enum {
 #define INPLACE(name_, ...) KL_OP_##name_,
 #define RANDOM(name_, ...) KL_OP_##name_,
 #define ALIAS(alias_, name_)
+#define ALIASES(alias_, name_)
 #include "ops.def"
     KL_N_OPS
 };
@@ -113,6 +114,7 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define INPLACE RULES
 #define RANDOM RULES
 #define ALIAS(alias_, name_)
+#define ALIASES(alias_, name_)
 #pragma GCC visibility push(hidden)
 #include "ops.def"
 #pragma GCC visibility pop
@@ -135,6 +137,7 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define INPLACE(name_, call_, ...) ROW(#name_, call_, INPLACE, CELLS, __VA_ARGS__)
 #define RANDOM(name_, call_, ...) ROW(#name_, call_, RANDOM, CELLS, __VA_ARGS__)
 #define ALIAS(alias_, name_)
+#define ALIASES(alias_, name_)
 
 const KlRow kl_ops_rows[] = {
 #include "ops.def"
@@ -152,6 +155,7 @@ static const struct {
 #define INPLACE(...)
 #define RANDOM(...)
 #define ALIAS(alias_, name_) {#alias_, &kl_ops_rows[KL_OP_##name_]},
+#define ALIASES(alias_, name_) ALIAS(alias_, name_){#alias_ "_", &kl_ops_rows[KL_OP_##name_##_]},
 #include "ops.def"
 };
 

@@ -71,6 +71,10 @@ void kl_rules_alias(KlInferred *result, KlAlias alias, uint32_t input);
 void kl_rules_lend(const KlCall *call, KlInferred *result, uint32_t arg);
 /* Widen `out`'s shape by broadcasting with `meta`'s. */
 KlStatus kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error);
+/* Likewise with all tensors of the call. */
+KlStatus kl_rules_broadcast_all(const KlCall *call, KlMeta *out, KlError *error);
+/* Whether both have these first dims, with the same sizes. */
+bool kl_rules_are_alike(const KlMeta *left, const KlMeta *right, int32_t n_dims);
 /* Set the strides that torch's TensorIterator gives a new elementwise output of `out`'s shape. `has_number`: an
  * operand is a Python number. If an operand has unknown strides, so has the output. */
 void kl_rules_iterate(KlMeta *out, const KlMeta *const *operands, uint32_t n, bool has_number);
@@ -98,7 +102,8 @@ bool kl_rules_is_integral(KlDtype dtype); /* bool counts */
 /* Find torch.result_type of args[first] .. args[first + n - 1]: tensors, 0-dim tensors and numbers. */
 KlStatus kl_rules_result_type(const KlCall *call, uint32_t first, uint32_t n, KlDtype *dtype);
 bool kl_rules_can_cast(KlDtype from, KlDtype to);
-void kl_rules_set_dtypes(KlInferred *result, KlDtype dtype);
+/* Set the dtype of every output. Return KL_OK. */
+KlStatus kl_rules_set_dtypes(KlInferred *result, KlDtype dtype);
 
 /* --- places (rules_digits.c): see NOTE [digits] there ------------------------------------------------- */
 
@@ -115,6 +120,8 @@ KlStatus kl_rules_once(KlInferred *result, const char *reason);
 KlStatus kl_rules_once_again(KlInferred *result, const char *reason, int32_t dim);
 /* Return the largest of the dims first .. last - 1; of equal ones, the outermost. */
 int32_t kl_rules_largest_dim(const KlMeta *meta, int32_t first, int32_t last);
+/* Make the node run by rows, with the rows of its one output at `place`. Return KL_OK. */
+KlStatus kl_rules_at(KlInferred *result, KlPlace place);
 /* Make the node reduce the rows, so that its outputs are WHOLE. Return KL_OK. */
 KlStatus kl_rules_reduce(KlInferred *result, KlReduce reduce);
 /* Likewise, unless dim_map says that the rows are in a dim of the output. Return KL_OK. */
@@ -178,6 +185,10 @@ typedef struct KlWiring {
 /* Place a call: find the letter of the rows, slice each input that has it, and place the outputs. */
 KlStatus kl_rules_wire(const KlCall *call, KlInferred *result, const KlWiring *wiring);
 
+/* Likewise, with these letters for the first input and for every output; other inputs are read whole. */
+KlStatus kl_rules_wire_alike(const KlCall *call, KlInferred *result, KlLabels labels,
+                             const char *reason);
+
 /* Return the letters 1 .. n_dims, from the left. */
 KlLabels kl_rules_letters(int32_t n_dims);
 /* Return the letters of an operand with `n_dims` dims that broadcasts from the right to `full`, of n_dims_full. */
@@ -193,7 +204,10 @@ void kl_rules_settle_plain(const KlCall *call, KlInferred *result);
 /* kl_rules_out, then kl_rules_settle_plain. */
 KlStatus kl_rules_out_plain(const KlCall *call, KlInferred *result, const KlMeta *like,
                             KlError *error);
-/* Likewise, considering torch's memory formats: outputs of 4 dims are channels_last if one of the first
+/* kl_rules_out, then kl_rules_settle_format by the first input. */
+KlStatus kl_rules_out_format(const KlCall *call, KlInferred *result, const KlMeta *like,
+                             KlError *error);
+/* As kl_rules_settle_plain, considering torch's memory formats: outputs of 4 dims are channels_last if one of the first
  * `n_deciders` inputs, all of 4 dims, suggests it, else row-major. Other numbers of dims: as
  * kl_rules_settle_plain. */
 void kl_rules_settle_format(const KlCall *call, KlInferred *result, uint32_t n_deciders);

@@ -56,8 +56,7 @@ broadcast_lead(const KlCall *call, bool is_grouped, KlMeta *lead, KlError *error
 static KlStatus
 check_mask(const KlCall *call, const KlMeta *lead, KlError *error)
 {
-    const KlMeta *mask = kl_rules_input(call, MASK);
-    const KlMeta *query = call->inputs[QUERY];
+    const KlMeta *mask = kl_rules_input(call, MASK), *query = call->inputs[QUERY];
     const KlMeta *key = call->inputs[KEY];
     if (mask == NULL) {
         return KL_OK;
@@ -80,8 +79,7 @@ check_mask(const KlCall *call, const KlMeta *lead, KlError *error)
 static bool
 is_fused(const KlCall *call, double dropout, bool is_grouped)
 {
-    const KlMeta *query = call->inputs[QUERY];
-    const KlMeta *mask = kl_rules_input(call, MASK);
+    const KlMeta *query = call->inputs[QUERY], *mask = kl_rules_input(call, MASK);
     bool is_fit = query->device == 0 ? call->is_flash_allowed : query->dtype != KL_DTYPE_FLOAT64;
     is_fit = is_fit && query->n_dims == 4 && dropout == 0.0 &&
              (mask == NULL || (!mask->requires_grad && mask->n_dims % 2 == 0));
@@ -105,8 +103,7 @@ KL_SHAPE(attention)
     if (status != KL_OK) {
         return status;
     }
-    const KlMeta *query = call->inputs[QUERY];
-    const KlMeta *key = call->inputs[KEY];
+    const KlMeta *query = call->inputs[QUERY], *key = call->inputs[KEY];
     const KlMeta *value = call->inputs[VALUE];
     if (query->shape[query->n_dims - 1] != key->shape[key->n_dims - 1] ||
         key->shape[key->n_dims - 2] != value->shape[value->n_dims - 2]) {

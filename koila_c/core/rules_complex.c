@@ -99,6 +99,5 @@ KL_DTYPE(to_complex)
         return KL_DECLINED;
     }
     bool is_double = dtype == KL_DTYPE_FLOAT64;
-    kl_rules_set_dtypes(result, is_double ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64);
-    return KL_OK;
+    return kl_rules_set_dtypes(result, is_double ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64);
 }

@@ -167,9 +167,8 @@ KL_SHAPE(conv)
 KL_PLACE(conv)
 {
     bool is_batched = call->inputs[0]->n_dims == call->inputs[1]->n_dims;
-    KlWiring wiring = {.reason = "the batch is in channels, positions or weights of a convolution"};
-    wiring.inputs[0].of[0] = wiring.outs[0].of[0] = is_batched;
-    return kl_rules_wire(call, result, &wiring);
+    return kl_rules_wire_alike(call, result, kl_rules_letters(is_batched),
+                               "the batch is in channels, positions or weights of a convolution");
 }
 
 /* Whether the kernel reads the input without a copy: if it is row-major, or channels last if input or weight is. With

@@ -34,6 +34,13 @@ kl_rules_largest_dim(const KlMeta *meta, int32_t first, int32_t last)
 }
 
 KlStatus
+kl_rules_at(KlInferred *result, KlPlace place)
+{
+    result->outs[0].place = place;
+    return KL_OK;
+}
+
+KlStatus
 kl_rules_reduce(KlInferred *result, KlReduce reduce)
 {
     result->split.mode = KL_MODE_REDUCE;

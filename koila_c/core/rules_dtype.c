@@ -7,10 +7,9 @@
 static KlDtype
 real_of(KlDtype dtype)
 {
-    if (dtype == KL_DTYPE_COMPLEX64) {
-        return KL_DTYPE_FLOAT32;
-    }
-    return dtype == KL_DTYPE_COMPLEX128 ? KL_DTYPE_FLOAT64 : dtype;
+    return dtype == KL_DTYPE_COMPLEX64    ? KL_DTYPE_FLOAT32
+           : dtype == KL_DTYPE_COMPLEX128 ? KL_DTYPE_FLOAT64
+                                          : dtype;
 }
 
 static bool
@@ -26,8 +25,7 @@ is_among(KlDtype dtype, KlKinds kinds)
 static KlStatus
 set_float(const KlCall *call, KlInferred *result, KlDtype dtype)
 {
-    kl_rules_set_dtypes(result, kl_rules_is_integral(dtype) ? call->default_dtype : dtype);
-    return KL_OK;
+    return kl_rules_set_dtypes(result, kl_rules_is_integral(dtype) ? call->default_dtype : dtype);
 }
 
 KL_DTYPE(same)
@@ -39,15 +37,13 @@ KL_DTYPE(same)
 /* Complex gives real. */
 KL_DTYPE(abs)
 {
-    kl_rules_set_dtypes(result, real_of(call->inputs[0]->dtype));
-    return KL_OK;
+    return kl_rules_set_dtypes(result, real_of(call->inputs[0]->dtype));
 }
 
 KL_DTYPE(square)
 {
     KlDtype dtype = call->inputs[0]->dtype;
-    kl_rules_set_dtypes(result, dtype == KL_DTYPE_BOOL ? KL_DTYPE_INT64 : dtype);
-    return KL_OK;
+    return kl_rules_set_dtypes(result, dtype == KL_DTYPE_BOOL ? KL_DTYPE_INT64 : dtype);
 }
 
 /* Ints become the default dtype. */
@@ -100,8 +96,7 @@ KL_DTYPE(div)
 
 KL_DTYPE(to_bool)
 {
-    kl_rules_set_dtypes(result, KL_DTYPE_BOOL);
-    return KL_OK;
+    return kl_rules_set_dtypes(result, KL_DTYPE_BOOL);
 }
 
 /* A comparison needs a common dtype, although its result is a bool. */
@@ -162,15 +157,11 @@ KL_DTYPE(where_method)
 KL_DTYPE(clamp)
 {
     KlDtype dtype = KL_DTYPE_OTHER;
-    if (!kl_rules_is_given(call, 1) && !kl_rules_is_given(call, 2)) {
+    if ((!kl_rules_is_given(call, 1) && !kl_rules_is_given(call, 2)) ||
+        kl_rules_result_type(call, 0, 3, &dtype) != KL_OK || kl_meta_dtype_is_complex(dtype)) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_result_type(call, 0, 3, &dtype);
-    if (status != KL_OK || kl_meta_dtype_is_complex(dtype)) {
-        return KL_DECLINED;
-    }
-    kl_rules_set_dtypes(result, dtype);
-    return KL_OK;
+    return kl_rules_set_dtypes(result, dtype);
 }
 
 /* Ints become int64; a dtype may be given. */
@@ -178,8 +169,7 @@ KL_DTYPE(to_sum)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     KlDtype sum = kl_rules_is_integral(dtype) ? KL_DTYPE_INT64 : dtype;
-    kl_rules_set_dtypes(result, kl_rules_dtype(call, sum));
-    return KL_OK;
+    return kl_rules_set_dtypes(result, kl_rules_dtype(call, sum));
 }
 
 KL_DTYPE(to_mean)
@@ -188,8 +178,7 @@ KL_DTYPE(to_mean)
     if (kl_rules_is_integral(dtype)) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "no mean of %s", kl_meta_dtype_name(dtype));
     }
-    kl_rules_set_dtypes(result, dtype);
-    return KL_OK;
+    return kl_rules_set_dtypes(result, dtype);
 }
 
 /* std, var: real for complex inputs, too; the mean, the second output, has the input's dtype. batch_norm names a dtype to
@@ -209,24 +198,20 @@ KL_DTYPE(to_var)
 KL_DTYPE(vector_norm)
 {
     KlDtype dtype = call->inputs[0]->dtype;
-    if (kl_rules_is_integral(dtype) || kl_rules_dtype(call, dtype) != dtype) {
-        return KL_DECLINED;
-    }
-    return dtype_abs(call, result, error);
+    bool is_other = kl_rules_is_integral(dtype) || kl_rules_dtype(call, dtype) != dtype;
+    return is_other ? KL_DECLINED : dtype_abs(call, result, error);
 }
 
 /* all, any: a bool, but uint8 for uint8, for backward compatibility */
 KL_DTYPE(to_all)
 {
     bool is_byte = call->inputs[0]->dtype == KL_DTYPE_UINT8;
-    kl_rules_set_dtypes(result, is_byte ? KL_DTYPE_UINT8 : KL_DTYPE_BOOL);
-    return KL_OK;
+    return kl_rules_set_dtypes(result, is_byte ? KL_DTYPE_UINT8 : KL_DTYPE_BOOL);
 }
 
 KL_DTYPE(index)
 {
-    kl_rules_set_dtypes(result, KL_DTYPE_INT64);
-    return KL_OK;
+    return kl_rules_set_dtypes(result, KL_DTYPE_INT64);
 }
 
 /* values, and their indices */

@@ -231,8 +231,7 @@ plan_pair(const KlCall *call, const Equation *equation, Pair *pair)
         align_operand(equation, call->inputs[i], &equation->operands[i], &pair->operands[i]);
     }
     for (int32_t dim = 0; dim < equation->n_all; dim++) {
-        int64_t *left = &pair->operands[0].shape[dim];
-        int64_t *right = &pair->operands[1].shape[dim];
+        int64_t *left = &pair->operands[0].shape[dim], *right = &pair->operands[1].shape[dim];
         if (dim < equation->n_out) {
             int group = *left == 1 ? 2 : *right == 1 ? 1 : 0;
             pair->order[group][pair->n[group]++] = dim;

@@ -13,8 +13,7 @@ is_index(const KlMeta *meta)
 /* weight (n, d), indices (*) -> (*, d) */
 KL_SHAPE(embedding)
 {
-    const KlMeta *weight = kl_rules_input(call, 0);
-    const KlMeta *indices = kl_rules_input(call, 1);
+    const KlMeta *weight = kl_rules_input(call, 0), *indices = kl_rules_input(call, 1);
     if (weight == NULL || indices == NULL || !is_index(indices) ||
         indices->n_dims + 1 > KL_DIMS_MAX) {
         return KL_DECLINED;
@@ -47,12 +46,9 @@ KL_PLACE(embedding)
 /* input (n, d), indices, max_norm, norm_type: rescales in place the rows of the table that are looked up */
 KL_SHAPE(embedding_renorm)
 {
-    const KlMeta *weight = kl_rules_input(call, 0);
-    const KlMeta *indices = kl_rules_input(call, 1);
-    if (weight == NULL || indices == NULL || !is_index(indices) || weight->n_dims != 2) {
-        return KL_DECLINED;
-    }
-    return kl_rules_out(result, weight, error);
+    const KlMeta *weight = kl_rules_input(call, 0), *indices = kl_rules_input(call, 1);
+    bool is_fit = weight != NULL && indices != NULL && is_index(indices) && weight->n_dims == 2;
+    return is_fit ? kl_rules_out(result, weight, error) : KL_DECLINED;
 }
 
 KL_PLACE(embedding_renorm)
@@ -76,9 +72,7 @@ KL_SHAPE(one_hot)
 
 KL_PLACE(one_hot)
 {
-    KlLabels letters = kl_rules_letters(call->inputs[0]->n_dims);
-    const KlWiring wiring = {.inputs = {letters}, .outs = {letters}};
-    return kl_rules_wire(call, result, &wiring);
+    return kl_rules_wire_alike(call, result, kl_rules_letters(call->inputs[0]->n_dims), NULL);
 }
 
 /* --- embedding_bag: input (n, l), weight (v, d), ..., per_sample_weights (n, l) -> (n, d). Bags of several lengths
@@ -126,8 +120,7 @@ KL_SHAPE(embedding_bag)
 
 KL_DTYPE(embedding_bag)
 {
-    kl_rules_set_dtypes(result, call->inputs[1]->dtype);
-    return KL_OK;
+    return kl_rules_set_dtypes(result, call->inputs[1]->dtype);
 }
 
 KL_PLACE(embedding_bag)

@@ -95,8 +95,7 @@ KL_PLACE(gather)
     const KlPlace *of_index = &call->inputs[1]->place;
     if (kl_place_is_rows(of_index) && of_index->dim == dim &&
         !kl_place_is_rows(&call->inputs[0]->place)) {
-        result->outs[0].place = *of_index; /* each row of the index reads the whole value */
-        return KL_OK;
+        return kl_rules_at(result, *of_index); /* each row of the index reads the whole value */
     }
     return place_scatter(call, result, error);
 }
@@ -151,8 +150,7 @@ KL_PLACE(index_select)
 /* select_masked(x, mask, n_each): x[mask], if the mask selects n_each elements in each entry of dim 0 */
 KL_SHAPE(select_masked)
 {
-    const KlMeta *input = call->inputs[0];
-    const KlMeta *mask = kl_rules_input(call, 1);
+    const KlMeta *input = call->inputs[0], *mask = kl_rules_input(call, 1);
     int64_t n_each = 0;
     KlStatus status = kl_rules_int(call, 2, 0, &n_each);
     if (status != KL_OK || n_each <= 0 || mask == NULL || mask->dtype != KL_DTYPE_BOOL ||
@@ -179,9 +177,8 @@ KL_PLACE(select_masked)
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
     int32_t n_masked = call->inputs[1]->n_dims;
     if (want.dim >= n_masked && !kl_place_is_rows(&call->inputs[1]->place)) {
-        result->outs[0].place = want;
-        result->outs[0].place.dim -= n_masked - 1;
-        return KL_OK;
+        want.dim -= n_masked - 1;
+        return kl_rules_at(result, want);
     }
     if (want.dim != 0) {
         return kl_rules_once(result, "a mask chooses among the samples");
@@ -231,10 +228,9 @@ KL_PLACE(index_add)
 {
     int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
-    if (kl_place_is_rows(&call->inputs[1]->place) || want.dim == dim) {
-        return kl_rules_once(result, index_couples);
-    }
-    return match_but(call, result, 1, &want);
+    return kl_place_is_rows(&call->inputs[1]->place) || want.dim == dim
+               ? kl_rules_once(result, index_couples)
+               : match_but(call, result, 1, &want);
 }
 
 KL_SHAPE(index_fill)
@@ -257,12 +253,9 @@ KL_PLACE(index_fill)
 {
     int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
     const KlPlace *place = &call->inputs[0]->place;
-    if (!kl_place_is_rows(place) || kl_place_is_rows(&call->inputs[1]->place) ||
-        place->dim == dim) {
-        return kl_rules_once(result, index_couples);
-    }
-    result->outs[0].place = *place;
-    return KL_OK;
+    bool is_coupled =
+        !kl_place_is_rows(place) || kl_place_is_rows(&call->inputs[1]->place) || place->dim == dim;
+    return is_coupled ? kl_rules_once(result, index_couples) : kl_rules_at(result, *place);
 }
 
 KL_SAVES(scatter_reduce)
@@ -302,11 +295,8 @@ KL_PLACE(take_along_dim)
     const KlPlace *of_index = &call->inputs[1]->place;
     if (kl_place_is_rows(of_index) && of_index->dim == dim &&
         !kl_place_is_rows(&call->inputs[0]->place)) {
-        result->outs[0].place = *of_index;
-        return KL_OK;
+        return kl_rules_at(result, *of_index);
     }
-    if (call->inputs[kl_rules_first_rows(call)]->place.dim == dim) {
-        return kl_rules_once(result, index_couples);
-    }
-    return place_rowwise(call, result, error);
+    bool is_coupled = call->inputs[kl_rules_first_rows(call)]->place.dim == dim;
+    return is_coupled ? kl_rules_once(result, index_couples) : place_rowwise(call, result, error);
 }

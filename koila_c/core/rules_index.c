@@ -223,8 +223,7 @@ KL_PLACE(getitem)
     if (reason != NULL) {
         return kl_rules_once_again(result, reason, taken_dim(call, result, &outline));
     }
-    result->outs[0].place = place;
-    return KL_OK;
+    return kl_rules_at(result, place);
 }
 
 /* --- x[index] = value ------------------------------------------------------------------------------------ */
@@ -235,10 +234,9 @@ static bool
 is_mask(const KlCall *call)
 {
     const KlArg *index = &call->args[1];
-    if (index->kind != KL_ARG_INDEX || index->n != 1 || index->u.items[0].kind != KL_INDEX_TENSOR) {
-        return false;
-    }
-    return call->inputs[index->u.items[0].input]->dtype == KL_DTYPE_BOOL;
+    return index->kind == KL_ARG_INDEX && index->n == 1 &&
+           index->u.items[0].kind == KL_INDEX_TENSOR &&
+           call->inputs[index->u.items[0].input]->dtype == KL_DTYPE_BOOL;
 }
 
 static KlStatus
@@ -260,11 +258,7 @@ check_mask(const KlCall *call, KlError *error)
             return KL_DECLINED;
         }
     }
-    bool is_fitting = mask->n_dims <= target->n_dims;
-    for (int32_t dim = 0; is_fitting && dim < mask->n_dims; dim++) {
-        is_fitting = mask->shape[dim] == target->shape[dim];
-    }
-    return is_fitting
+    return kl_rules_are_alike(mask, target, mask->n_dims)
                ? KL_OK
                : kl_error_set(error, KL_ERROR_SHAPE, "the mask does not have the value's shape");
 }
@@ -273,8 +267,7 @@ static KlStatus
 check_value(const KlCall *call, const KlOutline *outline, KlError *error)
 {
     const KlMeta *value = kl_rules_input(call, 2);
-    KlMeta shape = {.n_dims = 0};
-    KlMeta both;
+    KlMeta shape = {.n_dims = 0}, both;
     if (value == NULL) {
         return kl_rules_is_number(&call->args[2]) ? KL_OK : KL_DECLINED;
     }
@@ -287,8 +280,7 @@ check_value(const KlCall *call, const KlOutline *outline, KlError *error)
     }
     both = shape;
     KlStatus status = kl_rules_broadcast(&both, value, error);
-    if (status == KL_OK &&
-        memcmp(both.shape, shape.shape, (size_t)shape.n_dims * sizeof(shape.shape[0])) != 0) {
+    if (status == KL_OK && !kl_rules_are_alike(&both, &shape, shape.n_dims)) {
         return kl_error_set(error, KL_ERROR_SHAPE, "the value does not fit where it is written");
     }
     return status;
@@ -301,9 +293,8 @@ KL_SHAPE(setitem)
         is_mask(call) ? check_mask(call, error) : kl_outline_read(call, &outline, error);
     if (status == KL_OK && !is_mask(call)) {
         const KlMeta *input = call->inputs[0], *basic = &outline.basic;
-        result->writes_view = basic->n_dims != input->n_dims ||
-                              memcmp(basic->shape, input->shape,
-                                     (size_t)input->n_dims * sizeof(input->shape[0])) != 0;
+        result->writes_view =
+            basic->n_dims != input->n_dims || !kl_rules_are_alike(basic, input, input->n_dims);
         status = check_value(call, &outline, error);
     }
     return status == KL_OK ? kl_rules_out(result, call->inputs[0], error) : status;
@@ -339,8 +330,7 @@ follow_value(const KlCall *call, KlInferred *result, const KlOutline *outline, c
 static const char *
 target_place(const KlCall *call, const KlInferred *result, const KlOutline *outline, KlPlace *place)
 {
-    const KlMeta *target = call->inputs[0];
-    const KlMeta *value = kl_rules_input(call, 2);
+    const KlMeta *target = call->inputs[0], *value = kl_rules_input(call, 2);
     if (first_rows_tensor(call, outline) >= 0 || value == NULL ||
         !kl_place_is_rows(&value->place)) {
         return "samples are written where an index says";
@@ -396,16 +386,8 @@ KL_PLACE(setitem)
         result->split.places[0] = place;
     }
     KlPlace written = place;
-    if (reason == NULL) {
-        /* This is needed for a WHOLE target, too: a slice in the index may have a number to rewrite. */
-        reason = indexed_place(call, result, &outline, &written);
-    }
-    if (reason == NULL) {
-        reason = follow_value(call, result, &outline, &written);
-    }
-    if (reason != NULL) {
-        return kl_rules_once(result, reason);
-    }
-    result->outs[0].place = place;
-    return KL_OK;
+    /* The place is needed for a WHOLE target, too: a slice in the index may have a number to rewrite. */
+    reason = reason == NULL ? indexed_place(call, result, &outline, &written) : reason;
+    reason = reason == NULL ? follow_value(call, result, &outline, &written) : reason;
+    return reason != NULL ? kl_rules_once(result, reason) : kl_rules_at(result, place);
 }

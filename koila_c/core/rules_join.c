@@ -103,9 +103,8 @@ KL_SHAPE(stack)
     const KlMeta *first = call->inputs[0];
     KlStatus status = kl_rules_dim(call, 1, 0, first->n_dims + 1, &at, error);
     for (uint32_t i = 1; status == KL_OK && i < call->n_inputs; i++) {
-        size_t bytes = (size_t)first->n_dims * sizeof(first->shape[0]);
         if (call->inputs[i]->n_dims != first->n_dims ||
-            memcmp(call->inputs[i]->shape, first->shape, bytes) != 0) {
+            !kl_rules_are_alike(call->inputs[i], first, first->n_dims)) {
             return kl_error_set(error, KL_ERROR_SHAPE,
                                 "value %u does not have the shape of the first", i);
         }
@@ -136,8 +135,7 @@ KL_DTYPE(join)
         }
         dtype = kl_rules_promote(dtype, call->inputs[i]->dtype);
     }
-    kl_rules_set_dtypes(result, dtype);
-    return KL_OK;
+    return kl_rules_set_dtypes(result, dtype);
 }
 
 /* Place a join along another dim than the rows': all inputs follow the rows of the first input that has them. */
@@ -156,9 +154,8 @@ join_beside(const KlCall *call, KlInferred *result)
             return kl_rules_once(result, reason);
         }
     }
-    result->outs[0].place = want;
-    result->outs[0].place.dim = result->dim_map[want.dim];
-    return KL_OK;
+    want.dim = result->dim_map[want.dim];
+    return kl_rules_at(result, want);
 }
 
 /* Place a cat along the rows' dim: [a; b] is (2, rows), so `outer` of the digit grows. */
@@ -184,18 +181,12 @@ join_batch(const KlCall *call, KlInferred *result, int32_t at)
         }
         place.outer += own->outer;
     }
-    result->outs[0].place = place;
-    return KL_OK;
+    return kl_rules_at(result, place);
 }
 
 KL_PLACE(cat)
 {
-    int32_t at = 0;
-    KlStatus status =
-        kl_rules_dim(call, 1, 0, call->inputs[first_joined(call)]->n_dims, &at, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    int32_t at = kl_rules_legal_dim(call, 1, 0, call->inputs[first_joined(call)]->n_dims);
     bool is_batch = call->inputs[kl_rules_first_rows(call)]->place.dim == at;
     return is_batch ? join_batch(call, result, at) : join_beside(call, result);
 }
@@ -322,11 +313,10 @@ KL_SHAPE(unbind)
         return KL_DECLINED;
     }
     KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &at, error);
-    if (status == KL_OK && input->shape[at] > 4096) {
-        return KL_DECLINED;
-    }
     if (status == KL_OK) {
-        status = kl_infer_reserve_outs(result, (uint32_t)input->shape[at], error);
+        status = input->shape[at] > 4096
+                     ? KL_DECLINED
+                     : kl_infer_reserve_outs(result, (uint32_t)input->shape[at], error);
     }
     for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
         KlMeta *out = &result->outs[i];
@@ -357,10 +347,9 @@ KL_PLACE(split)
 {
     const KlPlace *place = &call->inputs[0]->place;
     int64_t turn = kl_rules_rows(call, result) * place->inner;
-    int32_t at = 0;
-    KlStatus status = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims, &at, error);
-    if (status != KL_OK || at != place->dim) {
-        return status == KL_OK ? place_moved(call, result, error) : status;
+    int32_t at = kl_rules_legal_dim(call, 2, 0, call->inputs[0]->n_dims);
+    if (at != place->dim) {
+        return place_moved(call, result, error);
     }
     for (uint32_t i = 0; i < result->n_outs; i++) {
         if (!set_turns(&result->outs[i], place, turn)) {
@@ -383,10 +372,9 @@ KL_PLACE(split)
 KL_PLACE(chunk)
 {
     const KlPlace *place = &call->inputs[0]->place;
-    int32_t at = 0;
-    KlStatus status = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims, &at, error);
-    if (status != KL_OK || at != place->dim) {
-        return status == KL_OK ? place_moved(call, result, error) : status;
+    int32_t at = kl_rules_legal_dim(call, 2, 0, call->inputs[0]->n_dims);
+    if (at != place->dim) {
+        return place_moved(call, result, error);
     }
     /* The number of parts is fixed: in each chunk, each part must hold all rows a whole number of times. */
     if (place->outer % call->args[1].u.i != 0) {

@@ -84,6 +84,14 @@ kl_rules_wire(const KlCall *call, KlInferred *result, const KlWiring *wiring)
     return kl_rules_reduce(result, wiring->reduce);
 }
 
+KlStatus
+kl_rules_wire_alike(const KlCall *call, KlInferred *result, KlLabels labels, const char *reason)
+{
+    const KlWiring wiring = {
+        .inputs = {labels}, .outs = {labels, labels, labels, labels}, .reason = reason};
+    return kl_rules_wire(call, result, &wiring);
+}
+
 KlLabels
 kl_rules_letters(int32_t n_dims)
 {
@@ -135,6 +143,16 @@ kl_rules_out_plain(const KlCall *call, KlInferred *result, const KlMeta *like, K
     KlStatus status = kl_rules_out(result, like, error);
     if (status == KL_OK) {
         kl_rules_settle_plain(call, result);
+    }
+    return status;
+}
+
+KlStatus
+kl_rules_out_format(const KlCall *call, KlInferred *result, const KlMeta *like, KlError *error)
+{
+    KlStatus status = kl_rules_out(result, like, error);
+    if (status == KL_OK) {
+        kl_rules_settle_format(call, result, 1);
     }
     return status;
 }

@@ -257,8 +257,7 @@ KL_SHAPE(full_like)
 
 KL_DTYPE(like)
 {
-    kl_rules_set_dtypes(result, kl_rules_dtype(call, call->inputs[0]->dtype));
-    return KL_OK;
+    return kl_rules_set_dtypes(result, kl_rules_dtype(call, call->inputs[0]->dtype));
 }
 
 KL_DTYPE(like_float)
@@ -285,9 +284,6 @@ new_value(const KlCall *call, KlInferred *result, uint32_t first, KlError *error
         if (sizes[i] < 0) {
             return kl_error_set(error, KL_ERROR_ARGUMENT, "a size of %lld", (long long)sizes[i]);
         }
-    }
-    if (status == KL_OK && n > KL_DIMS_MAX) {
-        return KL_DECLINED;
     }
     status = status == KL_OK ? kl_rules_out_shape(result, sizes, (int32_t)n, error) : status;
     if (status == KL_OK) {

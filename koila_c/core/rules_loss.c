@@ -43,13 +43,8 @@ kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms, 
         return status;
     }
     const KlMeta scalar = {.n_dims = 0};
-    status = kl_rules_out(result, is_reduced ? &scalar : terms, error);
-    if (status == KL_OK && is_reduced) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    } else if (status == KL_OK) {
-        kl_rules_settle_plain(call, result);
-    }
-    return status;
+    return is_reduced ? kl_rules_out_contiguous(result, &scalar, error)
+                      : kl_rules_out_plain(call, result, terms, error);
 }
 
 /* Place a loss whose inputs have n_dims dims, aligned from the right; the first n_dims_terms are dims of its terms. */
@@ -72,23 +67,12 @@ wire_loss(const KlCall *call, KlInferred *result, int32_t n_dims, int32_t n_dims
 
 /* --- terms are elements: all tensors broadcast ------------------------------------------------ */
 
-static KlStatus
-broadcast_all(const KlCall *call, KlMeta *terms, KlError *error)
-{
-    KlStatus status = KL_OK;
-    *terms = (KlMeta){.n_dims = 0};
-    for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
-        status = kl_rules_broadcast(terms, call->inputs[i], error);
-    }
-    return status;
-}
-
 KL_SHAPE(loss)
 {
-    KlMeta terms;
+    KlMeta terms = {.n_dims = 0};
     KlStatus status = kl_rules_input(call, 0) == NULL || kl_rules_input(call, 1) == NULL
                           ? KL_DECLINED
-                          : broadcast_all(call, &terms, error);
+                          : kl_rules_broadcast_all(call, &terms, error);
     return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
 }
 
@@ -107,20 +91,17 @@ KL_SHAPE(loss_ranking)
 /* input and target have one shape; weights broadcast to it and require no grad */
 KL_SHAPE(loss_equal)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
-    const KlMeta *target = kl_rules_input(call, 1);
-    KlMeta terms;
+    const KlMeta *input = kl_rules_input(call, 0), *target = kl_rules_input(call, 1);
+    KlMeta terms = {.n_dims = 0};
     if (input == NULL || target == NULL || input->n_dims != target->n_dims ||
         kl_rules_needs_grad(call, 2) || kl_rules_needs_grad(call, 3)) {
         return KL_DECLINED;
     }
-    KlStatus status = broadcast_all(call, &terms, NULL) == KL_OK ? KL_OK : KL_DECLINED;
-    for (int32_t dim = 0; status == KL_OK && dim < terms.n_dims; dim++) {
-        bool is_fit = terms.n_dims == input->n_dims && input->shape[dim] == terms.shape[dim] &&
-                      target->shape[dim] == terms.shape[dim];
-        status = is_fit ? KL_OK : KL_DECLINED;
-    }
-    return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
+    bool is_fit = kl_rules_broadcast_all(call, &terms, NULL) == KL_OK &&
+                  terms.n_dims == input->n_dims &&
+                  kl_rules_are_alike(&terms, input, terms.n_dims) &&
+                  kl_rules_are_alike(&terms, target, terms.n_dims);
+    return is_fit ? kl_rules_make_loss(call, result, &terms, error) : KL_DECLINED;
 }
 
 KL_SHAPE(loss_equal_target)
@@ -130,9 +111,9 @@ KL_SHAPE(loss_equal_target)
 
 KL_PLACE(loss)
 {
-    KlMeta terms;
+    KlMeta terms = {.n_dims = 0};
     bool is_reduced = false;
-    KlStatus status = broadcast_all(call, &terms, error);
+    KlStatus status = kl_rules_broadcast_all(call, &terms, error);
     status = status == KL_OK ? kl_rules_reduction(call, &is_reduced) : status;
     if (status != KL_OK) {
         return status;
@@ -154,8 +135,8 @@ KL_PLACE(loss)
 static int64_t
 count_terms(const KlCall *call)
 {
-    KlMeta terms;
-    return broadcast_all(call, &terms, NULL) == KL_OK ? kl_meta_n_elements(&terms) : 0;
+    KlMeta terms = {.n_dims = 0};
+    return kl_rules_broadcast_all(call, &terms, NULL) == KL_OK ? kl_meta_n_elements(&terms) : 0;
 }
 
 /* l1_loss: the difference */
@@ -209,13 +190,6 @@ KL_SAVES(loss_ranking)
 
 /* --- terms are vectors: the last dim is summed into each -------------------------------------- */
 
-static bool
-is_same_shape(const KlMeta *left, const KlMeta *right, int32_t n_dims)
-{
-    return left->n_dims >= n_dims && right->n_dims >= n_dims &&
-           memcmp(left->shape, right->shape, (size_t)n_dims * sizeof(left->shape[0])) == 0;
-}
-
 /* Make a loss of vectors (n, d) or (d): the first `n_vectors` inputs have that shape, the others (n) or (). */
 static KlStatus
 shape_vectors(const KlCall *call, uint32_t n_vectors, KlInferred *result, KlError *error)
@@ -225,7 +199,8 @@ shape_vectors(const KlCall *call, uint32_t n_vectors, KlInferred *result, KlErro
     bool is_fit = call->n_inputs == 3 && (n == 1 || n == 2) && kl_meta_n_elements(first) > 0;
     for (uint32_t i = 1; i < call->n_inputs && is_fit; i++) {
         int32_t n_own = i < n_vectors ? n : n - 1;
-        is_fit = call->inputs[i]->n_dims == n_own && is_same_shape(first, call->inputs[i], n_own);
+        is_fit =
+            call->inputs[i]->n_dims == n_own && kl_rules_are_alike(first, call->inputs[i], n_own);
     }
     if (!is_fit) {
         return KL_DECLINED;
@@ -249,11 +224,10 @@ KL_SHAPE(loss_triplet)
 static KlStatus
 make_margins(const KlCall *call, int32_t n_dims, KlInferred *result, KlError *error)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
-    const KlMeta *target = kl_rules_input(call, 1);
+    const KlMeta *input = kl_rules_input(call, 0), *target = kl_rules_input(call, 1);
     if (input == NULL || target == NULL || input->n_dims != 2 || kl_meta_n_elements(input) == 0 ||
         target->dtype != KL_DTYPE_INT64 || target->n_dims != n_dims ||
-        !is_same_shape(input, target, n_dims)) {
+        !kl_rules_are_alike(input, target, n_dims)) {
         return KL_DECLINED;
     }
     KlMeta terms = *input;

@@ -22,8 +22,7 @@ has_class_numbers(const KlMeta *input, const KlMeta *target)
 static KlStatus
 read_terms(const KlCall *call, KlMeta *terms, KlError *error)
 {
-    const KlMeta *input = kl_rules_input(call, INPUT);
-    const KlMeta *target = kl_rules_input(call, TARGET);
+    const KlMeta *input = kl_rules_input(call, INPUT), *target = kl_rules_input(call, TARGET);
     const KlMeta *weight = kl_rules_input(call, WEIGHT);
     if (input == NULL || target == NULL || input->n_dims < 1 || input->n_dims > 5 ||
         kl_meta_n_elements(input) == 0 || kl_rules_needs_grad(call, WEIGHT) ||
@@ -41,10 +40,8 @@ read_terms(const KlCall *call, KlMeta *terms, KlError *error)
         return KL_DECLINED;
     }
     const KlMeta *wanted = has_class_numbers(input, target) ? terms : input;
-    bool is_fit = target->n_dims == wanted->n_dims;
-    for (int32_t dim = 0; is_fit && dim < wanted->n_dims; dim++) {
-        is_fit = target->shape[dim] == wanted->shape[dim];
-    }
+    bool is_fit =
+        target->n_dims == wanted->n_dims && kl_rules_are_alike(target, wanted, wanted->n_dims);
     if (is_fit && wanted == terms && target->dtype != KL_DTYPE_INT64 &&
         target->dtype != KL_DTYPE_UINT8) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "class numbers are int64 or uint8");
@@ -169,8 +166,7 @@ KL_SAVES(nll)
 
 KL_SAVES(cross_entropy)
 {
-    const KlMeta *input = call->inputs[INPUT];
-    const KlMeta *target = call->inputs[TARGET];
+    const KlMeta *input = call->inputs[INPUT], *target = call->inputs[TARGET];
     double smoothing = 0.0;
     int64_t reduction = 0;
     (void)kl_rules_float(call, 5, 0.0, &smoothing);
@@ -218,8 +214,7 @@ KL_PLACE(ctc)
  * them. The length of the longest target depends on the data; it is at most the targets' size. */
 KL_SAVES(ctc)
 {
-    const KlMeta *log_probs = call->inputs[0];
-    const KlMeta *targets = call->inputs[1];
+    const KlMeta *log_probs = call->inputs[0], *targets = call->inputs[1];
     int64_t longest = targets->n_dims == 0 ? 0 : targets->shape[targets->n_dims - 1];
     int64_t n = log_probs->shape[0] * log_probs->shape[1];
     saves_all(call, result, saves);

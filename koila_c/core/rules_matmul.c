@@ -34,16 +34,6 @@ get_pair(const KlCall *call, uint32_t arg, const KlMeta **left, const KlMeta **r
     return *left == NULL || *right == NULL ? KL_DECLINED : KL_OK;
 }
 
-static KlStatus
-make_plain(KlInferred *result, const int64_t *shape, int32_t n_dims, KlError *error)
-{
-    KlStatus status = kl_rules_out_shape(result, shape, n_dims, error);
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
-}
-
 static KlLabels
 letters(uint8_t first, uint8_t second, uint8_t third)
 {
@@ -70,15 +60,12 @@ shape_pair(const KlCall *call, uint32_t arg, int32_t n_left, int32_t n_right, Kl
     if (status != KL_OK) {
         return status;
     }
-    int64_t shape[3] = {0};
-    int32_t n_dims = 0;
-    for (int32_t dim = 0; dim < n_left - 1; dim++) {
-        shape[n_dims++] = left->shape[dim];
-    }
+    KlMeta out = *left;
+    out.n_dims = n_left - 1;
     if (n_right >= 2) {
-        shape[n_dims++] = right->shape[n_right - 1];
+        out.shape[out.n_dims++] = right->shape[n_right - 1];
     }
-    return make_plain(result, shape, n_dims, error);
+    return kl_rules_out_contiguous(result, &out, error);
 }
 
 /* Check that the first argument, which is added to the product, broadcasts to it. */
@@ -138,9 +125,9 @@ KL_SHAPE(grouped_mm)
     if (!is_plain || right->shape[2] * (int64_t)kl_meta_dtype_bytes(left->dtype) % 16 != 0) {
         return KL_DECLINED;
     }
-    int64_t shape[2] = {left->shape[0], right->shape[2]};
+    const KlMeta out = {.n_dims = 2, .shape = {left->shape[0], right->shape[2]}};
     kl_rules_lend(call, result, 2);
-    return make_plain(result, shape, 2, error);
+    return kl_rules_out_contiguous(result, &out, error);
 }
 
 KL_PLACE(grouped)
@@ -154,8 +141,9 @@ KL_SHAPE(addbmm)
     if (status != KL_OK) {
         return status;
     }
-    int64_t shape[2] = {result->outs[0].shape[1], result->outs[0].shape[2]};
-    status = make_plain(result, shape, 2, error);
+    const KlMeta *each = &result->outs[0],
+                 out = {.n_dims = 2, .shape = {each->shape[1], each->shape[2]}};
+    status = kl_rules_out_contiguous(result, &out, error);
     return status == KL_OK ? check_addend(call, result, error) : status;
 }
 
@@ -199,8 +187,7 @@ KL_SHAPE(addr)
 
 KL_SHAPE(linear)
 {
-    const KlMeta *input = NULL, *weight = NULL;
-    const KlMeta *bias = kl_rules_input(call, 2);
+    const KlMeta *input = NULL, *weight = NULL, *bias = kl_rules_input(call, 2);
     KlStatus status = get_pair(call, 0, &input, &weight);
     if (status != KL_OK || weight->n_dims != 2 || input->n_dims == 0 ||
         (kl_rules_is_given(call, 2) && (bias == NULL || bias->n_dims != 1))) {
@@ -217,8 +204,7 @@ KL_SHAPE(linear)
 
 KL_SHAPE(bilinear)
 {
-    const KlMeta *left = NULL, *right = NULL;
-    const KlMeta *weight = kl_rules_input(call, 2);
+    const KlMeta *left = NULL, *right = NULL, *weight = kl_rules_input(call, 2);
     KlStatus status = get_pair(call, 0, &left, &right);
     const KlMeta *bias = kl_rules_input(call, 3);
     if (status != KL_OK || weight == NULL || weight->n_dims != 3 || left->n_dims == 0 ||

@@ -100,8 +100,7 @@ set_exchanged_strides(KlMeta *out)
 
 KL_SHAPE(matmul)
 {
-    const KlMeta *left = kl_rules_input(call, 0);
-    const KlMeta *right = kl_rules_input(call, 1);
+    const KlMeta *left = kl_rules_input(call, 0), *right = kl_rules_input(call, 1);
     if (left == NULL || right == NULL) {
         return KL_DECLINED;
     }
@@ -161,8 +160,7 @@ label_operand(const KlMeta *meta, int32_t n_out_batch, uint8_t before, uint8_t l
 
 KL_PLACE(matmul)
 {
-    const KlMeta *left = call->inputs[0];
-    const KlMeta *right = call->inputs[1];
+    const KlMeta *left = call->inputs[0], *right = call->inputs[1];
     int32_t n_out = n_batch(left) > n_batch(right) ? n_batch(left) : n_batch(right);
     KlWiring wiring = {.inputs = {label_operand(left, n_out, LETTER_ROW, LETTER_SUM),
                                   label_operand(right, n_out, LETTER_SUM, LETTER_COLUMN)},

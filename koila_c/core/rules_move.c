@@ -25,6 +25,22 @@ push_dim(KlMeta *out, int64_t size, int64_t stride)
     out->n_dims++;
 }
 
+/* Make one output that is a view of the first input without the dims of the set. */
+static KlStatus
+view_without(const KlCall *call, KlInferred *result, uint32_t dims, KlError *error)
+{
+    const KlMeta *input = call->inputs[0];
+    KlStatus status = begin_view(call, result, error);
+    for (int32_t dim = 0; status == KL_OK && dim < input->n_dims; dim++) {
+        bool is_dropped = (dims >> dim & 1) != 0;
+        result->dim_map[dim] = is_dropped ? -1 : (int8_t)result->outs[0].n_dims;
+        if (!is_dropped) {
+            push_dim(&result->outs[0], input->shape[dim], input->strides[dim]);
+        }
+    }
+    return status;
+}
+
 /* Output dim i is input dim order[i]. */
 static KlStatus
 view_in_order(const KlCall *call, KlInferred *result, const int32_t *order, KlError *error)
@@ -72,14 +88,12 @@ swap_dims(const KlCall *call, KlInferred *result, int32_t dim0, int32_t dim1, Kl
 
 KL_SHAPE(transpose)
 {
-    int32_t dim0 = 0, dim1 = 0;
+    int32_t n_dims = call->inputs[0]->n_dims, dim0 = 0, dim1 = 0;
     if (!kl_rules_is_given(call, 1) || !kl_rules_is_given(call, 2)) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims, &dim0, error);
-    if (status == KL_OK) {
-        status = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims, &dim1, error);
-    }
+    KlStatus status = kl_rules_dim(call, 1, 0, n_dims, &dim0, error);
+    status = status == KL_OK ? kl_rules_dim(call, 2, 0, n_dims, &dim1, error) : status;
     return status == KL_OK ? swap_dims(call, result, dim0, dim1, error) : status;
 }
 
@@ -161,15 +175,10 @@ KL_SHAPE(squeeze)
     }
     bool is_empty = call->args[1].kind == KL_ARG_INTS && call->args[1].n == 0;
     KlStatus status = is_empty ? KL_OK : kl_rules_dims(call, 1, input->n_dims, &dims, error);
-    status = status == KL_OK ? begin_view(call, result, error) : status;
     for (int32_t dim = 0; status == KL_OK && dim < input->n_dims; dim++) {
-        bool is_dropped = (dims >> dim & 1) != 0 && input->shape[dim] == 1;
-        result->dim_map[dim] = is_dropped ? -1 : (int8_t)result->outs[0].n_dims;
-        if (!is_dropped) {
-            push_dim(&result->outs[0], input->shape[dim], input->strides[dim]);
-        }
+        dims &= input->shape[dim] == 1 ? UINT32_MAX : ~(UINT32_C(1) << dim);
     }
-    return status;
+    return status == KL_OK ? view_without(call, result, dims, error) : status;
 }
 
 /* Squeeze leaves a dim that consists of the rows as it is, but would remove it in a chunk of one row. */
@@ -236,19 +245,18 @@ KL_SHAPE(expand)
 
 KL_PLACE(expand)
 {
-    const KlPlace *place = &call->inputs[0]->place;
-    int32_t dim = result->dim_map[place->dim];
+    KlPlace place = call->inputs[0]->place;
+    int32_t dim = result->dim_map[place.dim];
     const KlArg *sizes = &call->args[1];
-    if (result->outs[0].shape[dim] != call->inputs[0]->shape[place->dim]) {
+    if (result->outs[0].shape[dim] != call->inputs[0]->shape[place.dim]) {
         return kl_rules_once(result, "a batch of one sample is expanded");
     }
     int64_t size = sizes->kind == KL_ARG_INTS ? sizes->u.ints[dim] : sizes->u.i;
     if (size != -1) {
-        (void)kl_rules_rewrite(result, 1, (uint32_t)dim, 0, place->outer * place->inner);
+        (void)kl_rules_rewrite(result, 1, (uint32_t)dim, 0, place.outer * place.inner);
     }
-    result->outs[0].place = *place;
-    result->outs[0].place.dim = dim;
-    return KL_OK;
+    place.dim = dim;
+    return kl_rules_at(result, place);
 }
 
 KL_SHAPE(expand_as)
@@ -275,16 +283,10 @@ KL_SHAPE(diagonal)
     if (status == KL_OK && dim1 == dim2) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "the two dims of a diagonal must differ");
     }
-    status = status == KL_OK ? begin_view(call, result, error) : status;
+    uint32_t dims = UINT32_C(1) << dim1 | UINT32_C(1) << dim2;
+    status = status == KL_OK ? view_without(call, result, dims, error) : status;
     if (status != KL_OK) {
         return status;
-    }
-    for (int32_t dim = 0; dim < input->n_dims; dim++) {
-        bool is_taken = dim == dim1 || dim == dim2;
-        result->dim_map[dim] = is_taken ? -1 : (int8_t)result->outs[0].n_dims;
-        if (!is_taken) {
-            push_dim(&result->outs[0], input->shape[dim], input->strides[dim]);
-        }
     }
     int64_t size1 = input->shape[dim1] + (offset < 0 ? offset : 0);
     int64_t size2 = input->shape[dim2] - (offset > 0 ? offset : 0);
@@ -344,14 +346,7 @@ KL_SHAPE(select)
         return kl_error_set(error, KL_ERROR_ARGUMENT, "index %lld is out of range for size %lld",
                             (long long)index, (long long)input->shape[at]);
     }
-    status = status == KL_OK ? begin_view(call, result, error) : status;
-    for (int32_t dim = 0; status == KL_OK && dim < input->n_dims; dim++) {
-        result->dim_map[dim] = dim == at ? -1 : (int8_t)result->outs[0].n_dims;
-        if (dim != at) {
-            push_dim(&result->outs[0], input->shape[dim], input->strides[dim]);
-        }
-    }
-    return status;
+    return status == KL_OK ? view_without(call, result, UINT32_C(1) << at, error) : status;
 }
 
 /* The first input again. */
@@ -395,19 +390,16 @@ KL_PLACE(narrow)
 {
     KlPlace place = call->inputs[0]->place;
     int64_t turn = kl_rules_rows(call, result) * place.inner;
-    int32_t at = 0;
-    KlStatus status = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims, &at, error);
-    if (status != KL_OK || at != place.dim) {
-        return status == KL_OK ? place_moved(call, result, error) : status;
+    int32_t at = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
+    if (at != place.dim) {
+        return place_moved(call, result, error);
     }
-    int64_t start = call->args[2].u.i;
-    int64_t length = call->args[3].u.i;
+    int64_t start = call->args[2].u.i, length = call->args[3].u.i;
     if (start % turn != 0 || length % turn != 0 || length == 0) {
         return kl_rules_once_again(result, "a part of the samples is taken", at);
     }
     (void)kl_rules_rewrite(result, 2, 0, 0, start / turn * place.inner);
     (void)kl_rules_rewrite(result, 3, 0, 0, length / turn * place.inner);
     place.outer = length / turn;
-    result->outs[0].place = place;
-    return KL_OK;
+    return kl_rules_at(result, place);
 }

@@ -24,8 +24,7 @@ KL_DTYPE(norm)
             return KL_DECLINED;
         }
     }
-    kl_rules_set_dtypes(result, dtype);
-    return KL_OK;
+    return kl_rules_set_dtypes(result, dtype);
 }
 
 /* Return the dtype of saved statistics: that of the parameters, if these are wider than the input. */
@@ -83,8 +82,7 @@ KL_SHAPE(layer_norm)
 {
     int32_t n = 0;
     KlStatus status = read_normalized(call, 2, &n, error);
-    status = status == KL_OK ? kl_rules_out_contiguous(result, call->inputs[0], error) : status;
-    return status;
+    return status == KL_OK ? kl_rules_out_contiguous(result, call->inputs[0], error) : status;
 }
 
 KL_SHAPE(rms_norm)
@@ -101,10 +99,8 @@ KL_PLACE(layer_norm)
     if (status != KL_OK) {
         return status;
     }
-    KlLabels lead = kl_rules_letters(call->inputs[0]->n_dims - n);
-    const KlWiring wiring = {
-        .inputs = {lead}, .outs = {lead}, .reason = "normalised over the batch"};
-    return kl_rules_wire(call, result, &wiring);
+    return kl_rules_wire_alike(call, result, kl_rules_letters(call->inputs[0]->n_dims - n),
+                               "normalised over the batch");
 }
 
 /* Return the number of groups that are normalized each by itself. */
@@ -163,13 +159,9 @@ KL_SAVES(rms_norm)
 static KlStatus
 make_like(const KlCall *call, KlInferred *result, KlError *error)
 {
-    KlStatus status = kl_rules_out(result, call->inputs[0], error);
-    if (status == KL_OK && call->inputs[0]->n_dims <= 3) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    } else if (status == KL_OK) {
-        kl_rules_settle_format(call, result, 1);
-    }
-    return status;
+    const KlMeta *input = call->inputs[0];
+    return input->n_dims <= 3 ? kl_rules_out_contiguous(result, input, error)
+                              : kl_rules_out_format(call, result, input, error);
 }
 
 KL_SHAPE(group_norm)
@@ -191,9 +183,7 @@ KL_SHAPE(group_norm)
 
 KL_PLACE(group_norm)
 {
-    const KlWiring wiring = {
-        .inputs = {{{1}}}, .outs = {{{1}}}, .reason = "normalised over the batch"};
-    return kl_rules_wire(call, result, &wiring);
+    return kl_rules_wire_alike(call, result, kl_rules_letters(1), "normalised over the batch");
 }
 
 /* Note that the input is saved, or the dense copy that torch makes of it. */
@@ -280,10 +270,8 @@ KL_PLACE(batch_norm)
     }
     KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
     labels.of[1] = 0;
-    const KlWiring wiring = {.inputs = {labels},
-                             .outs = {labels},
-                             .reason = "the batch is in channels or statistics of a batch_norm"};
-    return kl_rules_wire(call, result, &wiring);
+    return kl_rules_wire_alike(call, result, labels,
+                               "the batch is in channels or statistics of a batch_norm");
 }
 
 KL_SAVES(batch_norm)

@@ -92,33 +92,24 @@ KL_SHAPE(col2im)
     return kl_rules_out_plain(call, result, &out, error);
 }
 
-/* Place a call whose input has the batch in the first of `n_dims` dims; with fewer dims it has no batch. */
-static KlStatus
-wire_first(const KlCall *call, KlInferred *result, int32_t n_dims)
-{
-    KlWiring wiring = {.reason = "the batch is in channels or positions"};
-    if (call->inputs[0]->n_dims == n_dims) {
-        wiring.inputs[0].of[0] = 1;
-        wiring.outs[0].of[0] = 1;
-    }
-    return kl_rules_wire(call, result, &wiring);
-}
+static const char in_channels[] = "the batch is in channels or positions";
 
 KL_PLACE(im2col)
 {
-    return wire_first(call, result, 4);
+    bool is_batched = call->inputs[0]->n_dims == 4;
+    return kl_rules_wire_alike(call, result, kl_rules_letters(is_batched), in_channels);
 }
 
 KL_PLACE(col2im)
 {
-    return wire_first(call, result, 3);
+    bool is_batched = call->inputs[0]->n_dims == 3;
+    return kl_rules_wire_alike(call, result, kl_rules_letters(is_batched), in_channels);
 }
 
 /* input (n, c, [d,] h, w), grid (n, [d',] h', w', 2 or 3) -> (n, c, [d',] h', w') */
 KL_SHAPE(grid_sampler)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
-    const KlMeta *grid = kl_rules_input(call, 1);
+    const KlMeta *input = kl_rules_input(call, 0), *grid = kl_rules_input(call, 1);
     enum { BICUBIC = 2 };
     int64_t mode = 0;
     if (input == NULL || grid == NULL || input->n_dims != grid->n_dims ||
@@ -139,9 +130,7 @@ KL_SHAPE(grid_sampler)
 
 KL_PLACE(grid_sampler)
 {
-    const KlWiring wiring = {.inputs = {{{1}}, {{1}}},
-                             .outs = {{{1}}},
-                             .reason = "the batch is in channels or positions"};
+    const KlWiring wiring = {.inputs = {{{1}}, {{1}}}, .outs = {{{1}}}, .reason = in_channels};
     return kl_rules_wire(call, result, &wiring);
 }
 
@@ -173,8 +162,8 @@ KL_SHAPE(affine_grid)
 
 KL_PLACE(affine_grid)
 {
-    const KlWiring wiring = {.inputs = {{{1}}}, .outs = {{{1}}}, .reason = "the batch is in theta"};
-    KlStatus status = kl_rules_wire(call, result, &wiring);
+    KlStatus status =
+        kl_rules_wire_alike(call, result, kl_rules_letters(1), "the batch is in theta");
     const KlPlace *place = &result->outs[0].place;
     if (status == KL_OK && result->split.mode == KL_MODE_ROWS &&
         !kl_rules_rewrite(result, 1, 0, 0, place->outer * place->inner)) {

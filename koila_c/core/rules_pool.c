@@ -162,10 +162,9 @@ KL_DTYPE(with_indices)
 /* All dims but the last n_mixed have letters: the op treats their entries one by one. */
 KL_PLACE(spatial)
 {
-    KlLabels lead = kl_rules_letters(call->inputs[0]->n_dims - call->row->n_mixed);
-    const KlWiring wiring = {
-        .inputs = {lead}, .outs = {lead, lead}, .reason = "the batch is in positions of a window"};
-    return kl_rules_wire(call, result, &wiring);
+    return kl_rules_wire_alike(call, result,
+                               kl_rules_letters(call->inputs[0]->n_dims - call->row->n_mixed),
+                               "the batch is in positions of a window");
 }
 
 KL_SAVES(max_pool)

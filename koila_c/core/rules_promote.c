@@ -106,10 +106,11 @@ kl_rules_result_type(const KlCall *call, uint32_t first, uint32_t n, KlDtype *dt
     return *dtype == KL_DTYPE_OTHER ? KL_DECLINED : KL_OK;
 }
 
-void
+KlStatus
 kl_rules_set_dtypes(KlInferred *result, KlDtype dtype)
 {
     for (uint32_t i = 0; i < result->n_outs; i++) {
         result->outs[i].dtype = dtype;
     }
+    return KL_OK;
 }

@@ -59,10 +59,8 @@ shape_drop(const KlCall *call, bool is_feature, KlInferred *result, KlError *err
         kl_rules_alias(result, KL_ALIAS_SAME, call->args[INPUT].input);
         return KL_OK;
     }
-    KlMeta noise = {.n_dims = 0, .is_strided = true}; /* p = 1: torch multiplies by a 0-dim zero */
-    if (p < 1.0) {
-        noise = shape_noise(input, is_feature);
-    }
+    const KlMeta zero = {.n_dims = 0, .is_strided = true}; /* p = 1: torch multiplies by it */
+    const KlMeta noise = p < 1.0 ? shape_noise(input, is_feature) : zero;
     const KlMeta *operands[2] = {input, &noise};
     kl_rules_iterate(out, operands, 2, false);
     return KL_OK;
@@ -113,13 +111,9 @@ KL_DTYPE(native_dropout)
 
 KL_PLACE(feature_dropout)
 {
-    KlLabels labels = {{1, 2}};
-    if (!result->is_random) {
-        labels = kl_rules_letters(call->inputs[0]->n_dims);
-    }
-    const KlWiring wiring = {
-        .inputs = {labels}, .outs = {labels}, .reason = "one draw serves all the samples"};
-    return kl_rules_wire(call, result, &wiring);
+    int32_t n_alike = result->is_random ? 2 : call->inputs[0]->n_dims;
+    return kl_rules_wire_alike(call, result, kl_rules_letters(n_alike),
+                               "one draw serves all the samples");
 }
 
 static void
@@ -162,12 +156,10 @@ has_default_generator(const KlCall *call)
 KL_SHAPE(draw)
 {
     KlMeta out = {.n_dims = 0};
-    KlStatus status = has_default_generator(call) && call->n_inputs > 0 ? KL_OK : KL_DECLINED;
-    for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
-        status = kl_rules_broadcast(&out, call->inputs[i], error);
-    }
-    status = status == KL_OK ? kl_rules_out_contiguous(result, &out, error) : status;
-    return status;
+    KlStatus status = has_default_generator(call) && call->n_inputs > 0
+                          ? kl_rules_broadcast_all(call, &out, error)
+                          : KL_DECLINED;
+    return status == KL_OK ? kl_rules_out_contiguous(result, &out, error) : status;
 }
 
 /* normal_, uniform_, bernoulli_ ...: written over the first input */
@@ -198,10 +190,8 @@ KL_SHAPE(multinomial)
 
 KL_PLACE(multinomial)
 {
-    KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims - 1);
-    const KlWiring wiring = {
-        .inputs = {labels}, .outs = {labels}, .reason = "the batch dim is what is drawn from"};
-    return kl_rules_wire(call, result, &wiring);
+    return kl_rules_wire_alike(call, result, kl_rules_letters(call->inputs[0]->n_dims - 1),
+                               "the batch dim is what is drawn from");
 }
 
 /* rrelu: input, lower, upper, training. In training it is declined, since the number of draws depends on how many values
@@ -210,14 +200,8 @@ KL_SHAPE(rrelu)
 {
     bool is_training = false;
     KlStatus status = kl_rules_bool(call, 3, false, &is_training);
-    if (status == KL_OK && (kl_rules_input(call, INPUT) == NULL || is_training)) {
-        status = KL_DECLINED;
-    }
-    status = status == KL_OK ? kl_rules_out(result, call->inputs[0], error) : status;
-    if (status == KL_OK) {
-        kl_rules_settle_plain(call, result);
-    }
-    return status;
+    bool is_known = status == KL_OK && kl_rules_input(call, INPUT) != NULL && !is_training;
+    return is_known ? kl_rules_out_plain(call, result, call->inputs[0], error) : KL_DECLINED;
 }
 
 KL_SAVES(rrelu)

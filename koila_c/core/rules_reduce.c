@@ -120,10 +120,8 @@ KL_SHAPE(max)
 
 KL_DTYPE(max)
 {
-    if (call->args[1].kind == KL_ARG_VALUE) {
-        return dtype_promote(call, result, error);
-    }
-    return dtype_value_index(call, result, error);
+    bool is_other = call->args[1].kind == KL_ARG_VALUE;
+    return (is_other ? dtype_promote : dtype_value_index)(call, result, error);
 }
 
 /* max without dim is split like amax, with the number of elements that have the maximum. With a dim it is not: if
@@ -174,8 +172,7 @@ KL_PLACE(vector_norm)
     if (status != KL_OK) {
         return status;
     }
-    const KlPlace *place = &call->inputs[0]->place;
-    if (result->dim_map[place->dim] >= 0) {
+    if (result->dim_map[call->inputs[0]->place.dim] >= 0) {
         return place_along(call, result, error);
     }
     if (order > 1e300 || order < -1e300) {

@@ -71,8 +71,7 @@ KL_PLACE(repeat)
     }
     place.dim = dim;
     place.outer *= times;
-    result->outs[0].place = place;
-    return KL_OK;
+    return kl_rules_at(result, place);
 }
 
 KL_SHAPE(repeat_interleave)
@@ -127,8 +126,7 @@ KL_PLACE(repeat_interleave)
         at = 0;
     }
     place.inner *= at == place.dim ? times : 1;
-    result->outs[0].place = place;
-    return KL_OK;
+    return kl_rules_at(result, place);
 }
 
 /* roll and flip move entries along the dims in args[arg]; without dims, roll moves those of the flattened value. */

@@ -53,11 +53,7 @@ upsample(const KlCall *call, uint32_t arg_scales, KlInferred *result, KlError *e
         }
         out.shape[2 + i] = sizes[i];
     }
-    status = kl_rules_out(result, &out, error);
-    if (status == KL_OK) {
-        kl_rules_settle_format(call, result, 1);
-    }
-    return status;
+    return kl_rules_out_format(call, result, &out, error);
 }
 
 KL_SHAPE(nearest)
@@ -195,9 +191,8 @@ KL_PLACE(pad)
             labels.of[dim] = 0;
         }
     }
-    const KlWiring wiring = {
-        .inputs = {labels}, .outs = {labels}, .reason = "the batch dim is padded"};
-    return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
+    return status == KL_OK ? kl_rules_wire_alike(call, result, labels, "the batch dim is padded")
+                           : status;
 }
 
 KL_SAVES(pad)
@@ -210,24 +205,13 @@ KL_SAVES(pad)
 
 /* --- shuffles --------------------------------------------------------------------------------- */
 
-static KlStatus
-make_shuffled(const KlCall *call, KlInferred *result, const KlMeta *out, KlError *error)
-{
-    KlStatus status = kl_rules_out(result, out, error);
-    if (status == KL_OK) {
-        kl_rules_settle_format(call, result, 1);
-    }
-    return status;
-}
-
-static KlStatus
-read_factor(const KlCall *call, int32_t n_dims_min, const KlMeta **input, int64_t *factor)
+/* Get the input, of 3 dims at least, and the factor. */
+static bool
+read_factor(const KlCall *call, const KlMeta **input, int64_t *factor)
 {
     *input = kl_rules_input(call, 0);
-    KlStatus status = kl_rules_int(call, 1, 0, factor);
-    bool is_declined = status != KL_OK || *input == NULL || (*input)->n_dims < n_dims_min ||
-                       *factor < 1 || *factor > 1 << 20 || kl_meta_n_elements(*input) == 0;
-    return is_declined ? KL_DECLINED : KL_OK;
+    return kl_rules_int(call, 1, 0, factor) == KL_OK && *input != NULL && (*input)->n_dims >= 3 &&
+           *factor >= 1 && *factor <= 1 << 20 && kl_meta_n_elements(*input) > 0;
 }
 
 /* (*, c * r * r, h, w) -> (*, c, h * r, w * r) */
@@ -235,23 +219,22 @@ KL_SHAPE(pixel_shuffle)
 {
     const KlMeta *input = NULL;
     int64_t factor = 0;
-    KlStatus status = read_factor(call, 3, &input, &factor);
-    if (status != KL_OK || input->shape[input->n_dims - 3] % (factor * factor) != 0) {
+    if (!read_factor(call, &input, &factor) ||
+        input->shape[input->n_dims - 3] % (factor * factor) != 0) {
         return KL_DECLINED;
     }
     KlMeta out = *input;
     out.shape[input->n_dims - 3] /= factor * factor;
     out.shape[input->n_dims - 2] *= factor;
     out.shape[input->n_dims - 1] *= factor;
-    return make_shuffled(call, result, &out, error);
+    return kl_rules_out_format(call, result, &out, error);
 }
 
 KL_SHAPE(pixel_unshuffle)
 {
     const KlMeta *input = NULL;
     int64_t factor = 0;
-    KlStatus status = read_factor(call, 3, &input, &factor);
-    if (status != KL_OK || input->shape[input->n_dims - 2] % factor != 0 ||
+    if (!read_factor(call, &input, &factor) || input->shape[input->n_dims - 2] % factor != 0 ||
         input->shape[input->n_dims - 1] % factor != 0) {
         return KL_DECLINED;
     }
@@ -259,25 +242,21 @@ KL_SHAPE(pixel_unshuffle)
     out.shape[input->n_dims - 3] *= factor * factor;
     out.shape[input->n_dims - 2] /= factor;
     out.shape[input->n_dims - 1] /= factor;
-    return make_shuffled(call, result, &out, error);
+    return kl_rules_out_format(call, result, &out, error);
 }
 
 KL_SHAPE(channel_shuffle)
 {
     const KlMeta *input = NULL;
     int64_t groups = 0;
-    KlStatus status = read_factor(call, 3, &input, &groups);
-    if (status != KL_OK || input->shape[1] % groups != 0) {
-        return KL_DECLINED;
-    }
-    return make_shuffled(call, result, input, error);
+    return read_factor(call, &input, &groups) && input->shape[1] % groups == 0
+               ? kl_rules_out_format(call, result, input, error)
+               : KL_DECLINED;
 }
 
 KL_PLACE(channel_shuffle)
 {
     KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
     labels.of[1] = 0;
-    const KlWiring wiring = {
-        .inputs = {labels}, .outs = {labels}, .reason = "the samples are shuffled"};
-    return kl_rules_wire(call, result, &wiring);
+    return kl_rules_wire_alike(call, result, labels, "the samples are shuffled");
 }

@@ -8,19 +8,8 @@
 
 /* input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first; a packed layer has the lengths
  * after its input, and at the end whether they are sorted, and its byte counts (KlUneven). */
-enum {
-    INPUT,
-    STATE,
-    PARAMS,
-    BIASES,
-    LAYERS,
-    DROPOUT,
-    TRAIN,
-    BIDIRECTIONAL,
-    BATCH_FIRST,
-    IS_SORTED,
-    NEEDS
-};
+enum { INPUT, STATE, PARAMS, BIASES, LAYERS, DROPOUT, TRAIN, BIDIRECTIONAL, BATCH_FIRST };
+enum { IS_SORTED = BATCH_FIRST + 1, NEEDS };
 
 enum { LSTM = 4 }; /* the number of gates of an LSTM, which alone has a second state */
 
@@ -179,8 +168,7 @@ KL_SHAPE(rnn)
     out->shape[2] = layer.n_directions * layer.states[0]->shape[2];
     kl_meta_set_contiguous(out);
     if (layer.is_batch_first) {
-        int64_t size = out->shape[0];
-        int64_t stride = out->strides[0];
+        int64_t size = out->shape[0], stride = out->strides[0];
         out->shape[0] = out->shape[1];
         out->strides[0] = out->strides[1];
         out->shape[1] = size;

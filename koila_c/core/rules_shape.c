@@ -75,14 +75,28 @@ kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error)
     return KL_OK;
 }
 
+KlStatus
+kl_rules_broadcast_all(const KlCall *call, KlMeta *out, KlError *error)
+{
+    KlStatus status = KL_OK;
+    for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
+        status = kl_rules_broadcast(out, call->inputs[i], error);
+    }
+    return status;
+}
+
+bool
+kl_rules_are_alike(const KlMeta *left, const KlMeta *right, int32_t n_dims)
+{
+    return left->n_dims >= n_dims && right->n_dims >= n_dims &&
+           memcmp(left->shape, right->shape, (size_t)n_dims * sizeof(left->shape[0])) == 0;
+}
+
 static KlStatus
 broadcast_all(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlStatus status = kl_infer_reserve_outs(result, 1, error);
-    for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
-        status = kl_rules_broadcast(&result->outs[0], call->inputs[i], error);
-    }
-    return status;
+    return status == KL_OK ? kl_rules_broadcast_all(call, &result->outs[0], error) : status;
 }
 
 /* As TensorIterator lays out the result. */
@@ -156,8 +170,7 @@ KL_SHAPE(where)
 /* masked_fill(x, mask, value): a row-major copy, filled */
 KL_SHAPE(masked_fill)
 {
-    const KlMeta *mask = kl_rules_input(call, 1);
-    const KlMeta *value = kl_rules_input(call, 2);
+    const KlMeta *mask = kl_rules_input(call, 1), *value = kl_rules_input(call, 2);
     bool is_value = value == NULL ? kl_rules_is_number(&call->args[2]) : value->n_dims == 0;
     if (mask == NULL || mask->dtype != KL_DTYPE_BOOL || !is_value) {
         return KL_DECLINED;

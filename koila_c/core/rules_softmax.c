@@ -14,18 +14,14 @@ KL_SHAPE(softmax)
         return KL_DECLINED;
     }
     KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &dim, error);
-    status = status == KL_OK ? kl_rules_out_contiguous(result, input, error) : status;
-    return status;
+    return status == KL_OK ? kl_rules_out_contiguous(result, input, error) : status;
 }
 
 KL_DTYPE(softmax)
 {
-    KlDtype dtype = call->inputs[0]->dtype;
-    if (kl_rules_is_given(call, 2)) {
-        if (call->args[2].kind != KL_ARG_DTYPE) {
-            return KL_DECLINED;
-        }
-        dtype = call->args[2].u.dtype;
+    KlDtype dtype = kl_rules_dtype(call, call->inputs[0]->dtype);
+    if (kl_rules_is_given(call, 2) && call->args[2].kind != KL_ARG_DTYPE) {
+        return KL_DECLINED;
     }
     kl_rules_set_dtypes(result, dtype);
     return kl_meta_dtype_is_float(dtype) ? KL_OK : KL_DECLINED;
@@ -50,61 +46,58 @@ KL_PLACE(softmax)
 
 /* --- cosine_similarity: x1, x2, dim, eps ------------------------------------------------------ */
 
-/* Find the shape to which both arguments broadcast, and the dim in it. */
+/* Two arguments that broadcast to `full`, along whose dim `dim` the op works. */
+typedef struct {
+    KlMeta full;
+    int32_t dim;
+    bool is_kept; /* the result has that dim */
+} Pair;
+
+enum { LAST = -2 };
+
+/* Read a pair and its dim, in args[2]. `fallback` LAST: the dim is the last one, and args[4] says whether it is kept. */
 static KlStatus
-read_pair(const KlCall *call, int64_t fallback, KlMeta *full, int32_t *dim, KlError *error)
+read_pair(const KlCall *call, int64_t fallback, Pair *pair, KlError *error)
 {
-    const KlMeta *left = kl_rules_input(call, 0);
-    const KlMeta *right = kl_rules_input(call, 1);
-    *full = (KlMeta){.n_dims = 0};
+    const KlMeta *left = kl_rules_input(call, 0), *right = kl_rules_input(call, 1);
+    *pair = (Pair){.is_kept = false};
     if (left == NULL || right == NULL) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_broadcast(full, left, error);
-    status = status == KL_OK ? kl_rules_broadcast(full, right, error) : status;
-    if (status == KL_OK && (full->n_dims == 0 || kl_meta_n_elements(full) == 0)) {
-        status = KL_DECLINED;
+    KlStatus status = kl_rules_broadcast(&pair->full, left, error);
+    status = status == KL_OK ? kl_rules_broadcast(&pair->full, right, error) : status;
+    if (status != KL_OK || pair->full.n_dims == 0 || kl_meta_n_elements(&pair->full) == 0) {
+        return status == KL_OK ? KL_DECLINED : status;
     }
-    if (status == KL_OK) {
-        *dim = full->n_dims - 1;
-        status = fallback < 0 ? KL_OK : kl_rules_dim(call, 2, fallback, full->n_dims, dim, error);
-    }
-    return status;
-}
-
-static void
-drop_dim(KlMeta *meta, int32_t dim)
-{
-    meta->n_dims--;
-    for (int32_t i = dim; i < meta->n_dims; i++) {
-        meta->shape[i] = meta->shape[i + 1];
-    }
+    pair->dim = pair->full.n_dims - 1;
+    return fallback == LAST ? kl_rules_bool(call, 4, false, &pair->is_kept)
+                            : kl_rules_dim(call, 2, fallback, pair->full.n_dims, &pair->dim, error);
 }
 
 static KlStatus
-make_reduced(const KlCall *call, KlInferred *result, KlMeta *full, int32_t dim, bool is_kept,
-             KlError *error)
+make_reduced(const KlCall *call, KlInferred *result, const Pair *pair, KlError *error)
 {
-    if (is_kept) {
-        full->shape[dim] = 1;
-    } else {
-        drop_dim(full, dim);
+    KlMeta out = {.n_dims = 0};
+    for (int32_t i = 0; i < pair->full.n_dims; i++) {
+        if (i != pair->dim || pair->is_kept) {
+            out.shape[out.n_dims++] = i == pair->dim ? 1 : pair->full.shape[i];
+        }
     }
-    return kl_rules_out_plain(call, result, full, error);
+    return kl_rules_out_plain(call, result, &out, error);
 }
 
 static KlStatus
-wire_pair(const KlCall *call, KlInferred *result, const KlMeta *full, int32_t dim, bool is_kept)
+wire_pair(const KlCall *call, KlInferred *result, const Pair *pair)
 {
-    KlLabels letters = kl_rules_letters(full->n_dims);
-    letters.of[dim] = 0;
+    const int32_t n_dims = pair->full.n_dims;
+    KlLabels letters = kl_rules_letters(n_dims);
+    letters.of[pair->dim] = 0;
     KlWiring wiring = {.reason = "the batch dim is summed over"};
     for (int i = 0; i < 2; i++) {
-        wiring.inputs[i] = kl_rules_letters_right(letters, full->n_dims, call->inputs[i]->n_dims);
+        wiring.inputs[i] = kl_rules_letters_right(letters, n_dims, call->inputs[i]->n_dims);
     }
-    int32_t n = 0;
-    for (int32_t i = 0; i < full->n_dims; i++) {
-        if (i != dim || is_kept) {
+    for (int32_t i = 0, n = 0; i < n_dims; i++) {
+        if (i != pair->dim || pair->is_kept) {
             wiring.outs[0].of[n++] = letters.of[i];
         }
     }
@@ -113,30 +106,28 @@ wire_pair(const KlCall *call, KlInferred *result, const KlMeta *full, int32_t di
 
 KL_SHAPE(cosine_similarity)
 {
-    KlMeta full;
-    int32_t dim = 0;
-    KlStatus status = read_pair(call, 1, &full, &dim, error);
-    return status == KL_OK ? make_reduced(call, result, &full, dim, false, error) : status;
+    Pair pair;
+    KlStatus status = read_pair(call, 1, &pair, error);
+    return status == KL_OK ? make_reduced(call, result, &pair, error) : status;
 }
 
 KL_PLACE(cosine_similarity)
 {
-    KlMeta full;
-    int32_t dim = 0;
-    KlStatus status = read_pair(call, 1, &full, &dim, error);
-    return status == KL_OK ? wire_pair(call, result, &full, dim, false) : status;
+    Pair pair;
+    KlStatus status = read_pair(call, 1, &pair, error);
+    return status == KL_OK ? wire_pair(call, result, &pair) : status;
 }
 
 /* --- linalg_cross: input, other, dim ------------------------------------------------------------ */
 
 static KlStatus
-read_cross(const KlCall *call, KlMeta *full, int32_t *dim, KlError *error)
+read_cross(const KlCall *call, Pair *pair, KlError *error)
 {
-    KlStatus status = read_pair(call, -1, full, dim, error);
-    status = status == KL_OK ? kl_rules_dim(call, 2, -1, full->n_dims, dim, error) : status;
+    KlStatus status = read_pair(call, -1, pair, error);
+    pair->is_kept = true;
     for (int i = 0; i < 2 && status == KL_OK; i++) {
-        bool is_vector =
-            call->inputs[i]->n_dims == full->n_dims && call->inputs[i]->shape[*dim] == 3;
+        const KlMeta *input = call->inputs[i];
+        bool is_vector = input->n_dims == pair->full.n_dims && input->shape[pair->dim] == 3;
         status = is_vector ? KL_OK : KL_DECLINED; /* torch says what is wrong */
     }
     return status;
@@ -144,71 +135,55 @@ read_cross(const KlCall *call, KlMeta *full, int32_t *dim, KlError *error)
 
 KL_SHAPE(cross)
 {
-    KlMeta full;
-    int32_t dim = 0;
-    KlStatus status = read_cross(call, &full, &dim, error);
-    return status == KL_OK ? kl_rules_out_contiguous(result, &full, error) : status;
+    Pair pair;
+    KlStatus status = read_cross(call, &pair, error);
+    return status == KL_OK ? kl_rules_out_contiguous(result, &pair.full, error) : status;
 }
 
 KL_PLACE(cross)
 {
-    KlMeta full;
-    int32_t dim = 0;
-    KlStatus status = read_cross(call, &full, &dim, error);
-    return status == KL_OK ? wire_pair(call, result, &full, dim, true) : status;
+    Pair pair;
+    KlStatus status = read_cross(call, &pair, error);
+    return status == KL_OK ? wire_pair(call, result, &pair) : status;
 }
 
 /* For each side that needs a gradient, saves it, its norm before and after clamping, and the other side normalized. */
 KL_SAVES(cosine_similarity)
 {
-    KlMeta full;
-    int32_t dim = 0;
-    if (read_pair(call, 1, &full, &dim, NULL) != KL_OK) {
-        return;
-    }
-    for (uint32_t arg = 0; arg < 2; arg++) {
+    Pair pair;
+    bool is_pair = read_pair(call, 1, &pair, NULL) == KL_OK;
+    int64_t n = kl_meta_n_elements(&pair.full);
+    for (uint32_t arg = 0; arg < 2 && is_pair; arg++) {
         if (kl_rules_needs_grad(call, arg)) {
-            int64_t n = kl_meta_n_elements(&full);
+            int64_t n_norms = 2 * (n / pair.full.shape[pair.dim]);
             kl_rules_save(call, saves, arg);
-            kl_rules_save_new(result, saves, n + 2 * (n / full.shape[dim]), result->outs[0].dtype);
+            kl_rules_save_new(result, saves, n + n_norms, result->outs[0].dtype);
         }
     }
 }
 
 /* --- pairwise_distance: x1, x2, p, eps, keepdim ----------------------------------------------- */
 
-static KlStatus
-read_distance(const KlCall *call, KlMeta *full, int32_t *dim, bool *is_kept, KlError *error)
-{
-    KlStatus status = read_pair(call, -1, full, dim, error);
-    return status == KL_OK ? kl_rules_bool(call, 4, false, is_kept) : status;
-}
-
 KL_SHAPE(pairwise_distance)
 {
-    KlMeta full;
-    int32_t dim = 0;
-    bool is_kept = false;
-    KlStatus status = read_distance(call, &full, &dim, &is_kept, error);
-    return status == KL_OK ? make_reduced(call, result, &full, dim, is_kept, error) : status;
+    Pair pair;
+    KlStatus status = read_pair(call, LAST, &pair, error);
+    return status == KL_OK ? make_reduced(call, result, &pair, error) : status;
 }
 
 KL_PLACE(pairwise_distance)
 {
-    KlMeta full;
-    int32_t dim = 0;
-    bool is_kept = false;
-    KlStatus status = read_distance(call, &full, &dim, &is_kept, error);
-    return status == KL_OK ? wire_pair(call, result, &full, dim, is_kept) : status;
+    Pair pair;
+    KlStatus status = read_pair(call, LAST, &pair, error);
+    return status == KL_OK ? wire_pair(call, result, &pair) : status;
 }
 
 KL_SAVES(pairwise_distance)
 {
-    KlMeta full;
-    int32_t dim = 0;
-    if (read_pair(call, -1, &full, &dim, NULL) == KL_OK) {
+    Pair pair;
+    if (read_pair(call, LAST, &pair, NULL) == KL_OK) {
         saves->outputs = 1;
-        kl_rules_save_new(result, saves, kl_meta_n_elements(&full), result->outs[0].dtype);
+        kl_rules_save_new(result, saves, kl_meta_n_elements(&pair.full), result->outs[0].dtype);
     }
 }
 
@@ -218,8 +193,7 @@ enum { LETTER_ROW = 20, LETTER_COLUMN = 21 };
 
 KL_SHAPE(cdist)
 {
-    const KlMeta *left = kl_rules_input(call, 0);
-    const KlMeta *right = kl_rules_input(call, 1);
+    const KlMeta *left = kl_rules_input(call, 0), *right = kl_rules_input(call, 1);
     double p = 2.0;
     if (left == NULL || right == NULL || left->n_dims < 2 || right->n_dims < 2 ||
         kl_meta_n_elements(left) == 0 || kl_meta_n_elements(right) == 0 ||
@@ -309,15 +283,12 @@ KL_PLACE(glu)
     int32_t dim = kl_rules_legal_dim(call, 1, -1, n_dims);
     KlLabels labels = kl_rules_letters(n_dims);
     labels.of[dim] = 0;
-    const KlWiring wiring = {
-        .inputs = {labels}, .outs = {labels}, .reason = "one half of the samples gates the other"};
-    return kl_rules_wire(call, result, &wiring);
+    return kl_rules_wire_alike(call, result, labels, "one half of the samples gates the other");
 }
 
 KL_SHAPE(prelu)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
-    const KlMeta *weight = kl_rules_input(call, 1);
+    const KlMeta *input = kl_rules_input(call, 0), *weight = kl_rules_input(call, 1);
     if (input == NULL || weight == NULL || weight->n_dims > 1) {
         return KL_DECLINED;
     }
@@ -335,8 +306,6 @@ KL_PLACE(prelu)
     if (kl_meta_n_elements(call->inputs[1]) != 1) {
         labels.of[1] = 0;
     }
-    const KlWiring wiring = {.inputs = {labels},
-                             .outs = {labels},
-                             .reason = "the batch is in channels or weights of a prelu"};
-    return kl_rules_wire(call, result, &wiring);
+    return kl_rules_wire_alike(call, result, labels,
+                               "the batch is in channels or weights of a prelu");
 }

@@ -119,8 +119,7 @@ static int
 compare_dims(const KlMeta *out, const Operand *operands, uint32_t n, int32_t dim0, int32_t dim1)
 {
     for (uint32_t i = 0; i < n; i++) {
-        int64_t stride0 = operands[i].strides[dim0];
-        int64_t stride1 = operands[i].strides[dim1];
+        int64_t stride0 = operands[i].strides[dim0], stride1 = operands[i].strides[dim1];
         if (stride0 == 0 || stride1 == 0) {
             continue;
         }

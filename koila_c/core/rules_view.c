@@ -251,16 +251,13 @@ KL_PLACE(factor_sizes)
 
 KL_PLACE(unflatten)
 {
-    int32_t at = 0;
-    KlStatus status = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims, &at, error);
-    return status == KL_OK ? factor_sizes(call, result, 2, at) : status;
+    return factor_sizes(call, result, 2, kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims));
 }
 
 /* x.view_as(other): in a chunk it is a view only if both have their rows at places that correspond. */
 KL_PLACE(factor_other)
 {
-    const KlMeta *input = call->inputs[0];
-    const KlMeta *other = call->inputs[1];
+    const KlMeta *input = call->inputs[0], *other = call->inputs[1];
     int64_t rows = kl_rules_rows(call, result);
     KlPlace found;
     if (kl_place_is_rows(&input->place)) {
@@ -278,6 +275,5 @@ KL_PLACE(factor_other)
         result->split.places[0] = found;
         found = other->place;
     }
-    result->outs[0].place = found;
-    return KL_OK;
+    return kl_rules_at(result, found);
 }
