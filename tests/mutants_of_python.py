@@ -334,8 +334,8 @@ MUTANTS = [
     Mutant(
         "cross: a chunk that is settled twice has its last gradient",
         "python/koila/running/cross.py",
-        'self.seeds["chunk", chunk] = add(self.seeds.get(("chunk", chunk)), alias.grad)',
-        'self.seeds["chunk", chunk] = alias.grad',
+        "self.seeds[key] = alias.grad if known is None else known + alias.grad",
+        "self.seeds[key] = alias.grad or known",
         "tests/test_batch_norm.py",
     ),
     Mutant(

@@ -7,6 +7,8 @@ import functools
 
 import torch
 
+_OWN = 2  # references to a storage that one tensor and the query itself hold
+
 
 def is_part(tensor: torch.Tensor) -> bool:
     """Return whether a tensor's storage is larger than the tensor."""
@@ -14,11 +16,10 @@ def is_part(tensor: torch.Tensor) -> bool:
 
 
 def is_shared(tensor: torch.Tensor) -> bool:
-    """Return whether something else holds the storage of a tensor: more than the two references
-    that the tensor and the query itself hold."""
+    """Return whether something else holds the storage of a tensor."""
     if tensor.layout != torch.strided:  # a sparse gradient has no storage to ask
         return True
-    return not counts_holders() or n_holders(tensor) > 2
+    return not counts_holders() or n_holders(tensor) > _OWN
 
 
 def n_holders(tensor: torch.Tensor) -> int:
@@ -39,5 +40,9 @@ def counts_holders() -> bool:
 
 def owned(grad: torch.Tensor) -> torch.Tensor:
     """Return a gradient that may be added to in place: a copy of `grad` if its memory is shared."""
-    is_free = not (grad._is_zerotensor() or is_shared(grad) or is_part(grad))
-    return grad if is_free else grad.clone()
+    if grad.layout == torch.strided and counts_holders() and not grad._is_zerotensor():
+        storage = grad.untyped_storage()  # asked for once: this runs for each gradient of a chunk
+        n_holders = torch._C._storage_Use_Count(storage._cdata)
+        if n_holders <= _OWN and storage.nbytes() <= grad.nbytes:
+            return grad
+    return grad.clone()

@@ -167,23 +167,22 @@ class Cross:
         return is_continuous and not is_count
 
     def _alias(self, key: Key, tensor: torch.Tensor, is_graph: bool) -> torch.Tensor:
+        known = self._known_alias(key, is_graph)
+        if known is not None:
+            return known
         if not self._is_differentiated(tensor, is_graph):
             # Without a graph the tensor itself: some of torch's kernels depend on `requires_grad`,
             # and a value that is computed in two programs must have the same bits in both.
             return tensor.detach() if is_graph and tensor.requires_grad else tensor
-        if key not in self.aliases:
-            self.aliases[key] = alias_of(tensor)
-        return self._await_gradient(key)
+        alias = self.aliases[key] = alias_of(tensor)
+        self.fresh[id(alias)] = self, key, alias
+        return alias
 
     def _known_alias(self, key: Key, is_graph: bool) -> torch.Tensor | None:
-        """Return the alias that a graph read before; None: there is none."""
-        is_known = is_graph and self.needs_gradient and key in self.aliases
-        return self._await_gradient(key) if is_known else None
-
-    def _await_gradient(self, key: Key) -> torch.Tensor:
-        """Return an alias, and note that it gets a gradient, unless it has one already."""
-        alias = self.aliases[key]
-        if alias.grad is None:
+        """Return the alias that a graph read before; None: there is none. It awaits a gradient,
+        unless it has one."""
+        alias = self.aliases.get(key) if is_graph and self.needs_gradient else None
+        if alias is not None and alias.grad is None:
             self.fresh[id(alias)] = self, key, alias
         return alias
 
@@ -200,8 +199,7 @@ class Cross:
         if self.is_graph and self.whole is not None:
             return self.whole
         if self.whole is not None and self.watch is None:
-            known = self._known_alias(("whole",), is_graph)
-            return self._alias(("whole",), self.whole, is_graph) if known is None else known
+            return self._alias(("whole",), self.whole, is_graph)
         if self.whole is not None:
             return self._alias_all({("whole",): self.whole}, is_graph)["whole",]
         if self.gathered is not None:
@@ -291,15 +289,16 @@ class Cross:
 
     # -- gradients --------------------------------------------------------------------------------
 
+    def _gradient_at(self, key: Key) -> torch.Tensor | None:
+        """Return the gradient of what was read under a key."""
+        alias, seed = self.aliases.get(key), self.seeds.get(key)
+        grad = None if alias is None else alias.grad
+        return grad if seed is None else add(seed, grad)
+
     def seed(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor | None:
         """Return the gradient of one chunk of a body's output: the sum over all that read it."""
-        alias = self.aliases.get(("chunk", chunk))
-        known = self.seeds.get(("chunk", chunk))
-        grad = add(known, alias.grad if alias is not None else None)
-        gathered = self.aliases.get(GATHERED)
-        of_new = gathered.grad if gathered is not None else None
-        of_gathered = add(self.seeds.get(GATHERED), of_new)
-        for whole in (self.seeds.get(("whole",)), of_gathered):
+        grad = self._gradient_at(("chunk", chunk))
+        for whole in (self.seeds.get(("whole",)), self._gradient_at(GATHERED)):
             if whole is not None and self.info.place is not None:
                 part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
                 grad = add(grad, part)
@@ -341,14 +340,19 @@ class Cross:
         alias = self.aliases.pop(("chunk", chunk), None)
         if alias is None:
             return []
-        self.seeds["chunk", chunk] = add(self.seeds.get(("chunk", chunk)), alias.grad)
+        self._settle(("chunk", chunk), alias)
         return [alias]
+
+    def _settle(self, key: Key, alias: torch.Tensor) -> None:
+        """Keep the gradient of an alias that is let go."""
+        if alias.grad is not None:
+            known = self.seeds.get(key)
+            self.seeds[key] = alias.grad if known is None else known + alias.grad
 
     def settle_all(self) -> None:
         """Drop all aliases and keep their gradients, when no gradient arrives any more."""
         for key, alias in self.aliases.items():
-            if alias.grad is not None:
-                self.seeds[key] = add(self.seeds.get(key), alias.grad)
+            self._settle(key, alias)
         self.aliases.clear()
 
     def free(self) -> None:
@@ -389,17 +393,12 @@ class Cross:
         pairs = []
         for part, of_part in zip(part_ids, left, strict=True):
             key = ("part", 0 if part in self.added else chunk, part)
-            alias = self.aliases.get(key)
-            seed = add(self.seeds.get(key), alias.grad if alias is not None else None)
-            pairs.append((of_part, seed))
+            pairs.append((of_part, self._gradient_at(key)))
         return pairs
 
     def take_total_gradient(self) -> torch.Tensor | None:
         """Return the gradient of a whole value, which may be freed: the sum over all readers."""
-        alias = self.aliases.get(("whole",))
-        total = alias.grad if alias is not None else None
-        if self.seeds.get(("whole",)) is not None:
-            total = add(total, self.seeds[("whole",)])
+        total = self._gradient_at(("whole",))
         for key, alias in self.aliases.items():
             if key[0] == "rows":  # there is one chunk: `take_rows` leaves its alias
                 total = add(total, alias.grad)
@@ -441,7 +440,7 @@ class Cross:
         A partial without a gradient is a number of terms: it was computed before the body
         (`early`), or is proportional to the rows of the chunk.
         """
-        leaves = []
+        leaves: list[tuple[Cross, Key, torch.Tensor]] = []
         first = grid[0][1] - grid[0][0]
         for chunk, (start, stop) in enumerate(grid):
             parts = self.parts.setdefault(chunk, {})
@@ -456,7 +455,7 @@ class Cross:
                     leaves.append((self, ("part", chunk, part), parts[part]))
                 else:
                     parts[part] = tensor if n_rows == first else tensor * (n_rows / first)
-        self.aliases = {
+        self.aliases = {  # numbers of terms too: they are read as they are, and known by their ids
             ("part", c, p): t for c, parts in self.parts.items() for p, t in parts.items()
         }
         return leaves

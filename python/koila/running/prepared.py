@@ -19,10 +19,10 @@ from koila.basics.rows import Bounds, Place, chunk_shape, cut
 from koila.messages.errors import NotInChunksError
 from koila.reductions import batch_softmax, calls, norms
 from koila.running import accrue, derived, saved, views
-from koila.running.cross import Cross
+from koila.running.cross import Cross, Fresh
 from koila.running.store import Store
 from koila.staged import leaves
-from koila.staged.facts import ROWS, Job, Node, Run
+from koila.staged.facts import ROWS, Job, Made, Node, Run
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
@@ -55,6 +55,7 @@ class Prepared:
         self.is_alone = store.is_alone(run)
         self.cloned = self.program.cloned
         self.common: list[Any] = [None] * self.program.n_imports  # inputs that all chunks read
+        self.awaiting: Fresh = {}  # aliases among these that have no gradient so far
         self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # import, its views by chunk
         self.others: list[tuple[int, int, _Reader]] = []  # import, value: read for each chunk
         self.runners: dict[int, tuple[_Runner, Node]] = {}  # by call
@@ -65,16 +66,28 @@ class Prepared:
 
     def _prepare_input(self, import_id: int) -> None:
         value, place, is_range = self.program.imports[import_id]
-        if self.run_.is_body and self.program.made(value).is_leaf and not is_range:
-            cross = self.store.cross_of(value)
-            if place is None:
-                self.common[import_id] = cross.read_whole(self.is_graph)
+        if self.run_.is_body and not is_range:
+            made = self.program.made(value)
+            if place is None and value not in self.store.by_chunk and self._is_made_before(made):
+                self._read_once(import_id, value)
                 return
-            views_of_chunks = cross.cut_all(place, self.grid, self.is_graph)
-            if views_of_chunks is not None:
-                self.pieces.append((import_id, views_of_chunks))
-                return
+            if made.is_leaf and place is not None:
+                cross = self.store.cross_of(value)
+                views_of_chunks = cross.cut_all(place, self.grid, self.is_graph)
+                if views_of_chunks is not None:
+                    self.pieces.append((import_id, views_of_chunks))
+                    return
         self.others.append((import_id, value, self._reader(import_id)))
+
+    def _is_made_before(self, made: Made) -> bool:
+        """Return whether a value is there before the loop over the chunks begins."""
+        return made.node is None or made.node.stage != self.run_.stage
+
+    def _read_once(self, import_id: int, value: int) -> None:
+        """Read all rows of an input for all chunks."""
+        tensor = self.common[import_id] = self.store.cross_of(value).gather(self.is_graph)
+        if id(tensor) in self.store.fresh:
+            self.awaiting[id(tensor)] = self.store.fresh[id(tensor)]
 
     def _reader(self, import_id: int) -> _Reader:
         """Return what reads an input for one chunk."""
@@ -148,6 +161,10 @@ class Prepared:
         for value, tensor in (again or {}).items():
             env[value] = tensor
         imports = self.inputs(chunk, stand_ins)
+        if look is not None:  # the graph of each chunk is retained with what awaits its gradient
+            for i, entry in self.awaiting.items():
+                if entry[2].grad is None:
+                    self.store.fresh[i] = entry
         rows, bounds = -1, None
         if run.is_body:
             if self.store.bar is not None:

@@ -27,8 +27,12 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge | None:
     node: Any = tensor.grad_fn
     if node is None and tensor._is_view():
         return None
-    if node is None or isinstance(node, torch._C._FunctionBase):
-        return get_gradient_edge(tensor)  # a reference to such a node does not keep its graph
+    if node is None:
+        return get_gradient_edge(tensor)
+    if isinstance(node, torch._C._FunctionBase):  # a reference to it does not keep its graph
+        with torch.enable_grad():
+            tensor = tensor.view_as(tensor)  # but one to the node of a view does
+        node = tensor.grad_fn
     return GradientEdge(node, tensor.output_nr)
 
 

@@ -134,12 +134,11 @@ class Store:
         """Keep the outputs `values` of a run on a chunk, taken from `env`, for other stages. They
         are detached from its graph."""
         self.begin_outputs(run.exports)  # `seeds` looks there, also for what no stage reads
-        is_alone, grid = self.is_alone(run), self.grid_of(run)
         for value in values:
             cross, parts = self.cross[value], run.parts.get(value)
             if parts is None:
-                cross.add_chunk(chunk, env[value], grid)
-            elif is_alone and self.is_plain(value, run):
+                cross.add_chunk(chunk, env[value], self.grid_of(run))
+            elif self.is_forward and self.is_plain(value, run):
                 cross.results = env[value]
             else:
                 cross.add_parts(chunk, parts, env[value])
@@ -155,13 +154,12 @@ class Store:
         has a pair of its own.
         """
         pairs: list[tuple[Any, torch.Tensor | None]] = []
-        grid = self.grid_of(run)
         for value in run.exports:
             cross, parts = self.cross[value], run.parts.get(value)
             if parts is not None:
                 pairs += cross.part_seeds(chunk, parts, left[value])
             else:
-                pairs.append((left[value], cross.seed(grid, chunk)))
+                pairs.append((left[value], cross.seed(self.grid_of(run), chunk)))
         return [(out, seed) for out, seed in pairs if out is not None and seed is not None]
 
     def take_rows_of(self, run: Run, chunk: int, stand_ins: Mapping[int, Cross]) -> None:
