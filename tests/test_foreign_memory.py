@@ -110,6 +110,55 @@ def test_an_array_of_what_is_read(
                 out.item()
 
 
+def shared_with(kind: str) -> tuple[Tensor, Any]:
+    """Return a tensor of six entries, and what else has its memory and can be written."""
+    if kind == "buffer":
+        buffer = bytearray(np.arange(1.0, 7.0).tobytes())
+        return torch.frombuffer(buffer, dtype=torch.float64), np.frombuffer(buffer)
+    array = np.arange(1.0, 13.0)[: 6 if kind == "array" else None]
+    return torch.from_numpy(array)[-6:], array
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 5])
+@pytest.mark.parametrize("kind", ["array", "slice", "buffer"])
+def test_an_array_whose_tensor_calls_read(kind: str, chunks: int | None) -> None:
+    """The tensor is no input, and nothing of koila's was asked for the array."""
+    for is_written in (False, True, False):
+        beside, array = shared_with(kind)
+        x = torch.randn(N_ROWS, 6, dtype=torch.float64)
+        model = make()
+        wanted = model(x * beside.clone()).pow(2).sum()
+        with koila.config(chunks=chunks):
+            loss = model(koila.lazy(x) * beside).pow(2).sum()
+            if is_written:
+                array.fill(0.0)
+                with pytest.raises(koila.StaleError, match="mul"):
+                    loss.backward()
+            else:
+                loss.backward()
+                torch.testing.assert_close(loss * 1, wanted * 1, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 5])
+def test_an_array_that_is_filled_again_for_each_step(chunks: int | None) -> None:
+    """Calls of the next step read its new numbers; those of the last one have run."""
+
+    def train(lazy: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, array = make(), np.zeros((N_ROWS, 1))
+        weights = torch.from_numpy(array)
+        for i in range(N_BATCHES):
+            array[:, 0] = np.random.default_rng(i).normal(size=N_ROWS)
+            x = lazy(torch.randn(N_ROWS, 6, dtype=torch.float64))
+            (model(x).pow(2) * weights).sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    wanted = train(lambda x: x)
+    with koila.config(chunks=chunks):
+        for want, got in zip(wanted, train(koila.lazy), strict=True):
+            torch.testing.assert_close(want, got, rtol=1e-10, atol=1e-12)
+
+
 def test_memory_of_torch_is_not_read_again() -> None:
     """Checksums cost a pass over the memory."""
     x = torch.randn(N_ROWS, 6, dtype=torch.float64)

@@ -97,6 +97,7 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
     entry->version = kl_stale_version(tensor);
     entry->looked_at = kl_py.n_looks;
     bool is_alone = kl_py.aliased == NULL || PyDict_GET_SIZE(kl_py.aliased) == 0;
+    is_alone = is_alone && !kl_storage_may_be_others(tensor);
     return is_alone ? 0 : kl_py_done(PyObject_CallFunction(kl_py.note_leaf, "IO", *value, tensor));
 }
 

@@ -294,7 +294,7 @@ def _begin(n_rows: int) -> int:
 
 def _input(tensor: torch.Tensor, dim: int, axis: int, n_rows: int) -> torch.Tensor:
     """Return a lazy for a tensor whose rows are in dim `dim`."""
-    aliases.note_input(tensor)
+    aliases.note_others(tensor)
     return _core.input(tensor, dim, axis, n_rows)
 
 

@@ -50,10 +50,13 @@ def _forget(key: int, tensor: int, ref: weakref.ref[torch.Tensor]) -> None:
             _foreign.discard(key)
 
 
-def note_input(tensor: torch.Tensor) -> None:
-    """Note whether a tensor that becomes lazy shares its memory with another library: a script may
-    fill an array of NumPy again for the next batch. torch marks the storage of such a tensor, and
-    of one that processes share, as one that cannot be resized."""
+def note_others(tensor: torch.Tensor) -> None:
+    """Note whether a tensor that becomes lazy, or that a call reads, shares its memory with another
+    library: a script may fill an array of NumPy again for the next batch. torch marks the storage
+    of such a tensor, and of one that processes share, as one that cannot be resized.
+
+    Parameters are left out: whole models are in memory of the library that loaded them, and to read
+    all of it twice in each step would take too long."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     if not is_plain or tensor.device.type != "cpu" or tensor.is_nested:
         return
@@ -125,6 +128,7 @@ def note_leaf(value: int, tensor: torch.Tensor) -> None:
     """Watch a tensor that has just become leaf number `value` of this thread's tape, if its memory
     is shared. If it no longer is, forget that it was: `model.to(device)` replaces the `.data` of
     each parameter by that of a tensor that dies."""
+    note_others(tensor)
     if is_shared(tensor):
         _core.memo().setdefault("watched", {}).setdefault(value, meta.checksum(tensor))
     elif tensor.layout is torch.strided and tensor.device.type != "meta":
