@@ -51,6 +51,20 @@ node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
         node_inputs(&tape->core, stages->import_of, node));
 }
 
+/* (node that makes it or -1, is it a leaf, does it get a gradient, is it kept) */
+static PyObject *
+value_object(const KlTape *core, const KlProgram *program, KlValueId id)
+{
+    const KlStages *stages = &program->stages;
+    bool is_leaf = stages->is_leaf[id];
+    KlNodeId node = is_leaf ? KL_ID_NONE : core->values[id].node;
+    bool is_made = node != KL_ID_NONE && stages->node_stage[node] != KL_STAGE_NONE;
+    return Py_BuildValue(
+        "(lNNN)", is_made ? (long)node : -1L, PyBool_FromLong(is_leaf),
+        PyBool_FromLong(stages->needs_gradient[id] && core->values[id].meta.requires_grad),
+        PyBool_FromLong(program->is_kept[id]));
+}
+
 static PyObject *
 import_object(const KlImport *import)
 {
@@ -438,21 +452,6 @@ KL_DEFINE(kl_program_spend, args)
     return stage_object(found);
 }
 
-/* Whether `what` includes a node of the program: "nodes" all, "once" those that run once, "aside" those with a graph that
- * leads to no root. */
-static bool
-is_told(const Tape *tape, const KlStages *stages, size_t i, char what)
-{
-    const KlNode *node = &tape->core.nodes[i];
-    bool has_graph = false;
-    for (uint32_t k = 0; k < node->n_outs; k++) {
-        has_graph = has_graph || tape->core.values[node->first_out + k].meta.requires_grad;
-    }
-    bool is_aside = has_graph && !kl_stage_has_gradient(&tape->core, stages, node);
-    return stages->node_stage[i] != KL_STAGE_NONE &&
-           (what == 'n' || (what == 'o' ? node->mode == KL_MODE_ONCE : is_aside));
-}
-
 KL_DEFINE(kl_program_told, args)
 {
     const KlProgram *program = NULL;
@@ -465,16 +464,20 @@ KL_DEFINE(kl_program_told, args)
         return Py_BuildValue("[NN]", ids_object(program->drops), ids_object(program->dropped));
     }
     const KlStages *stages = &program->stages;
-    bool is_runs = what[0] == 'r', is_nodes = !is_runs && what[0] != 'i';
-    size_t n = is_nodes ? stages->n_nodes : is_runs ? program->n_staged : stages->n_imports;
+    bool is_runs = what[0] == 'r', is_values = what[0] == 'v', is_nodes = what[0] == 'n';
+    size_t n = is_nodes    ? stages->n_nodes
+               : is_runs   ? program->n_staged
+               : is_values ? stages->n_values
+                           : stages->n_imports;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < n; i++) {
-        if (is_nodes && !is_told(tape, stages, i, what[0])) {
+        if (is_nodes && stages->node_stage[i] == KL_STAGE_NONE) {
             continue;
         }
-        PyObject *item = is_nodes  ? node_object(tape, stages, (KlNodeId)i)
-                         : is_runs ? run_object(program, &program->runs[i])
-                                   : import_object(&stages->imports[i]);
+        PyObject *item = is_nodes    ? node_object(tape, stages, (KlNodeId)i)
+                         : is_runs   ? run_object(program, &program->runs[i])
+                         : is_values ? value_object(&tape->core, program, (KlValueId)i)
+                                     : import_object(&stages->imports[i]);
         if (kl_py_append_new(list, item) < 0) {
             Py_CLEAR(list);
         }
@@ -482,42 +485,36 @@ KL_DEFINE(kl_program_told, args)
     return list;
 }
 
-KL_DEFINE(kl_program_maker, args)
+/* All that decides how a program is staged, cut and scheduled. No tensor, call or line is in it. */
+KL_DEFINE(kl_program_print, args)
 {
-    unsigned int id = 0;
-    const Tape *tape = kl_tape_open();
     const KlProgram *program = NULL;
-    if (tape == NULL ||
-        !PyArg_ParseTuple(args, "O&O&:maker", kl_program_of, &program, kl_py_id, &id)) {
+    const Tape *tape = kl_tape_open();
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&:print_of", kl_program_of, &program)) {
         return NULL;
     }
-    if (id >= program->stages.n_values) {
-        return PyErr_Format(PyExc_IndexError, "maker: there is no value %u", id);
-    }
+    const KlTape *core = &tape->core;
     const KlStages *stages = &program->stages;
-    KlNodeId node = tape->core.values[id].node;
-    bool is_made =
-        node != KL_ID_NONE && !stages->is_leaf[id] && stages->node_stage[node] != KL_STAGE_NONE;
-    return Py_BuildValue("(NOOO)", is_made ? node_object(tape, stages, node) : Py_NewRef(Py_None),
-                         stages->is_leaf[id] ? Py_True : Py_False,
-                         stages->needs_gradient[id] ? Py_True : Py_False,
-                         program->is_kept[id] ? Py_True : Py_False);
+    size_t n_nodes = stages->n_nodes, n_values = stages->n_values;
+#define OF(array, n) (const char *)(array), (Py_ssize_t)((n) * sizeof(*(array)))
+#define IDS(list) OF(program->list.ids, program->list.n)
+    return Py_BuildValue(
+        "(IIiin[y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#])", stages->last_body,
+        stages->tail_node, stages->is_tail_linear, program->is_checkpointed,
+        (Py_ssize_t)program->n_staged, OF(core->nodes, core->n_nodes),
+        OF(core->values, core->n_values), OF(core->inputs, core->n_inputs),
+        OF(core->storages, core->n_storages), OF(core->axis_rows, core->n_axes),
+        OF(core->axis_of, core->n_axes), OF(core->orders, core->n_axes),
+        OF(stages->node_stage, n_nodes), OF(stages->late_stage, n_nodes),
+        OF(stages->is_data, n_nodes), OF(stages->segment, n_nodes),
+        OF(stages->value_stage, n_values), OF(stages->is_leaf, n_values),
+        OF(stages->needs_gradient, n_values), OF(stages->imports, stages->n_imports),
+        OF(stages->import_of, core->n_inputs), OF(program->runs, program->n_runs), IDS(nodes),
+        IDS(parts), IDS(imports), IDS(exports), IDS(inner), IDS(combined), IDS(shadows),
+        IDS(reached), IDS(roots), OF(program->is_kept, n_values), OF(program->is_unread, n_values));
 }
-
-KL_DEFINE(kl_program_staged, args)
-{
-    unsigned int id = 0;
-    const Tape *tape = kl_tape_open();
-    const KlProgram *program = NULL;
-    if (tape == NULL ||
-        !PyArg_ParseTuple(args, "O&O&:staged", kl_program_of, &program, kl_py_id, &id)) {
-        return NULL;
-    }
-    if (id >= program->stages.n_nodes || program->stages.node_stage[id] == KL_STAGE_NONE) {
-        return PyErr_Format(PyExc_KeyError, "staged: node %u is not in the program", id);
-    }
-    return node_object(tape, &program->stages, id);
-}
+#undef IDS
+#undef OF
 
 /* Mark the leaves that are to get no gradient, since gets(tensor) is False, and the values with a number that are to
  * get one, since gets(number) is True: there the way ends. Both arrays: [n_values]. 0 or -1. */

@@ -235,19 +235,26 @@ def _advice_on_dims(objs: Any) -> str:
     return f"if the batch has {n} samples, write batch={chosen}"
 
 
-def _plain_dims(objs: tuple[Any, ...], batch: Any) -> list[int] | None:
-    """Return the dims of the rows, if all objects are plain tensors with one number of rows.
+def _plain_rows(objs: tuple[Any, ...], batch: Any) -> list[tuple[int, int]] | None:
+    """Return the dim and the number of the rows of each object, if all are plain tensors with one
+    number of rows.
 
     Return None if the objects have to be searched for tensors, or are not valid.
     """
-    if type(batch) not in (int, _Default) or any(type(obj) is not torch.Tensor for obj in objs):
-        return None
-    dims = [batch % obj.dim() if -obj.dim() <= batch < obj.dim() else _WHOLE for obj in objs]
-    pairs = list(zip(objs, dims, strict=True))
-    if any(dim == _WHOLE and obj.dim() > 0 for obj, dim in pairs):
-        return None
-    n_rows = {obj.size(dim) for obj, dim in pairs if dim != _WHOLE}
-    return dims if objs and len(n_rows) <= 1 else None
+    found: list[tuple[int, int]] = []
+    known: set[int] = set()
+    for obj in objs if type(batch) in (int, _Default) else ():
+        if type(obj) is not torch.Tensor:
+            return None
+        n_dims = obj.dim()
+        if -n_dims <= batch < n_dims:
+            found.append((batch % n_dims, obj.size(batch)))
+            known.add(found[-1][1])
+        elif n_dims > 0:
+            return None
+        else:
+            found.append((_WHOLE, 0))
+    return found if len(known) <= 1 else None
 
 
 def _as_asked(lazy_tensor: Any, batch: Any, dim: int, path: str) -> torch.Tensor:
@@ -343,23 +350,21 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
     if _is_off.get():
         return objs[0] if len(objs) == 1 else objs
     install.refresh()
+    plain = _plain_rows(objs, batch)
+    if plain:
+        _warn_in_worker()
+        axis = _begin(max(plain)[1])
+        found: dict[int, torch.Tensor] = {}  # a tensor that is passed twice becomes one lazy
+        for obj, (dim, n_rows) in zip(objs, plain, strict=True):
+            if id(obj) not in found:
+                found[id(obj)] = _input(obj, dim, axis, n_rows)
+        made = tuple(map(found.__getitem__, map(id, objs)))
+        return made[0] if len(objs) == 1 else made
+
     whole = objs[0] if len(objs) == 1 else objs
     if loaders.is_loader(whole):
         return loaders.lazy_loader(whole, functools.partial(of_loader, batch=batch))
     rows: dict[str, int] = {}
-    dims = _plain_dims(objs, batch)
-    if dims is not None:
-        _warn_in_worker()
-        sizes = [obj.size(dim) for obj, dim in zip(objs, dims, strict=True) if dim != _WHOLE]
-        axis = _begin(max(sizes, default=0))
-        found: dict[int, torch.Tensor] = {}  # a tensor that is passed twice becomes one lazy
-        for obj, dim in zip(objs, dims, strict=True):
-            if id(obj) not in found:
-                n_rows = 0 if dim == _WHOLE else obj.size(dim)
-                found[id(obj)] = _input(obj, dim, axis, n_rows)
-        made = tuple(found[id(obj)] for obj in objs)
-        return made[0] if len(objs) == 1 else made
-
     n_tensors = 0
 
     def look(tensor: torch.Tensor, leaf_batch: Any, path: str) -> torch.Tensor:

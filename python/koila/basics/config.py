@@ -147,6 +147,8 @@ class _Config:
 
     def __enter__(self) -> None:
         self._is_due = False
+        if _thread.call is not None and _thread.call() is self:
+            _thread.call = None
         _block.set(self._after)
 
     def __exit__(
@@ -168,7 +170,8 @@ def settings() -> Settings:
 
 def get(name: str) -> int | None:
     """Return one setting in force in this context."""
-    value: int | None = getattr(settings(), name)
+    now = settings() if _thread.call is not None else _block.get() or _process
+    value: int | None = getattr(now, name)
     return value
 
 

@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,10 @@ def user_frames() -> Iterator[FrameType]:
 
 def user_frame() -> FrameType | None:
     """Return the innermost frame that belongs neither to koila nor to torch."""
-    return next(user_frames(), None)
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
+        frame = frame.f_back
+    return frame
 
 
 def _line_of(frame: FrameType | None) -> str:
@@ -64,18 +68,19 @@ def user_line() -> str:
 
 
 #: Parts of the paths of files that pip installs, and of Python's own runner of modules.
-_INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", "<frozen runpy>"
+_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]|<frozen runpy>")
 
 
 def script_line() -> str:
     """As `user_line`, but not of an installed library, such as a framework that calls backward(),
     if a script calls that."""
-    of_script = (
-        frame
-        for frame in user_frames()
-        if not any(part in frame.f_code.co_filename for part in _INSTALLED)
-    )
-    return _line_of(next(of_script, None) or user_frame())
+    frame = innermost = user_frame()
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(INSIDE) and not _INSTALLED.search(path):
+            return _line_of(frame)
+        frame = frame.f_back
+    return _line_of(innermost)
 
 
 def is_of_koila() -> bool:

@@ -48,7 +48,7 @@ def of_backward() -> str:
     """Describe what would see each call of a backward that runs now; empty: nothing would."""
     if torch.autograd.forward_ad._current_level >= 0:
         return "forward-mode AD is on"
-    modes = _dispatch_modes()
+    modes = _dispatch_modes() if _C._len_torch_dispatch_stack() else ()
     return f"a dispatch mode is on ({type(modes[-1]).__name__})" if modes else ""
 
 
@@ -162,8 +162,9 @@ def is_transforming() -> bool:
 
 def _is_any() -> bool:
     return bool(
-        is_transforming()
-        or _is_below_autograd()
+        _C._get_tracing_state() is not None
+        or _functorch.peek_interpreter_stack() is not None
+        or (_C._dispatch_tls_is_dispatch_key_excluded(AUTOGRAD) and _is_below_autograd())
         or _C._len_torch_function_stack()
         or _C._len_torch_dispatch_stack()
         or _hooks._top_saved_tensors_default_hooks(True) is not None
@@ -209,20 +210,21 @@ def in_outside(func: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(func)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _is_any():
+            return func(*args, **kwargs)
         with outside():
             return func(*args, **kwargs)
 
     return wrapped
 
 
-@contextlib.contextmanager
-def inside() -> Iterator[None]:
+def inside() -> contextlib.ExitStack:
     """Wrap a call of the user's code, such as a hook, from koila's own work: all is enabled
     again."""
     with contextlib.ExitStack() as stack:
         for disabled in _state.disabled:
             stack.enter_context(disabled.back())
-        yield
+        return stack.pop_all()
 
 
 def _none(*_: Any) -> None:

@@ -169,13 +169,16 @@ class Meter:
     """Measures the peak bytes of tensors on GPUs since its creation, beyond those at that time."""
 
     def __init__(self) -> None:
-        self._before = {index: _stats(index) for index in _used_gpus()}
+        is_used = torch.cuda.is_initialized()
+        self._before = {index: _stats(index) for index in _used_gpus()} if is_used else {}
 
     def bytes(self) -> int | None:
         """Return the peak bytes; None: allocators keep no count, or an earlier peak was higher."""
+        if not self._before:
+            return None
         peak = "allocated_bytes.all.peak"
         after = {index: _stats(index) for index in self._before}
-        if not after or any(after[i].get(peak, 0) <= self._before[i].get(peak, 0) for i in after):
+        if any(after[i].get(peak, 0) <= self._before[i].get(peak, 0) for i in after):
             return None
         current = "allocated_bytes.all.current"
         return sum(after[i].get(peak, 0) - self._before[i].get(current, 0) for i in after)

@@ -30,8 +30,8 @@ from koila.planning import (
 from koila.reporting import reports
 from koila.reporting.report_types import ProgramReport, Stage, Whole
 from koila.reporting.reports import Decision
-from koila.staged import layers
-from koila.staged.facts import REDUCE, Run, name_of_node, where_of_node
+from koila.staged import hooks, layers
+from koila.staged.facts import REDUCE, Node, Run, name_of_node, where_of_node
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Schedule, Way
 
@@ -67,10 +67,10 @@ def layers_of(program: Program, planned: plans.Plan) -> tuple[Layer, ...]:
     number of samples. A program without a backward has no layers here, nor has a small one for
     which the number of chunks is set.
     """
-    key = lines.user_line(), program.n_nodes
     is_small = planned.predicted is None and program.amounts.made < planner.FEW_BYTES
     if is_small or not program.roots:
         return ()
+    key = lines.user_line(), program.n_nodes
     rows = layers.rows_of(program)
     if key not in _known_layers:
         _known_layers[key] = layers.of(program), rows
@@ -85,33 +85,55 @@ class Scheduled(NamedTuple):
 
     stages: tuple[Stage, ...]
     way: str  # what saves memory beside chunks, in words
+    named: list[tuple[Node, str]]  # the calls that the stages name, in words
 
 
 def scheduled(
-    program: Program, way: Way, schedule: Schedule, grid_of: Callable[[Run], list[Bounds]]
+    program: Program,
+    way: Way,
+    schedule: Schedule,
+    grids: Mapping[int, list[Bounds]],
+    grid_of: Callable[[Run], list[Bounds]],
 ) -> Scheduled:
     """Describe a run before it begins: afterwards there may be no memory left for that.
 
     Args:
         program: the program.
         way: the way it is scheduled.
-        schedule: its schedule.
-        grid_of: returns the chunks of a run.
+        schedule: its schedule, which `program.known` keeps.
+        grids: the chunks of each axis.
+        grid_of: returns the chunks of a run, or pieces of these.
     """
+    key = id(schedule), way, *grids, *map(tuple, grids.values())
+    found: Scheduled | None = program.known.described.get(key)
+    if found is None or hooks.is_any() or found.named != _in_words(found.named):
+        found = program.known.described[key] = _described(program, way, schedule, grid_of)
+    return found
+
+
+def _in_words(named: list[tuple[Node, str]]) -> list[tuple[Node, str]]:
+    """Return calls with their names and lines."""
+    return [(node, schedule_words.call_in_words(node)) for node, _ in named]
+
+
+def _described(
+    program: Program, way: Way, schedule: Schedule, grid_of: Callable[[Run], list[Bounds]]
+) -> Scheduled:
     passes = schedule_words.passes_of(schedule)
     none = schedule_words.Passes()
     runs = schedule_words.runs_of(program)
     # A part before the last one with a call only counts what the call divides by.
     last = {i: run.index for run in runs for i in run.nodes}
-    stages = []
+    stages, named = [], []
     for position, run in enumerate(runs, 1):
         rows = [stop - start for start, stop in grid_of(run)] if run.is_body else []
         of_run = passes.get(run.index, none)
-        why = schedule_words.why_twice(program, run, of_run)
+        why, node = schedule_words.why_twice(program, run, of_run)
+        named += [] if node is None else [(node, schedule_words.call_in_words(node))]
         n_calls = [last[i] for i in run.nodes].count(run.index)
         n_chunks, n_rows = len(rows) or 1, max(rows, default=None)
         stages.append(Stage(position, n_calls, n_chunks, n_rows, str(of_run), why))
-    return Scheduled(tuple(stages), schedule_words.way_in_words(program, way, schedule))
+    return Scheduled(tuple(stages), schedule_words.way_in_words(program, way, schedule), named)
 
 
 def report_of(
@@ -132,15 +154,16 @@ def report_of(
         measured: its peak bytes, if they were measured.
         known: the description made before the run.
     """
-    used = [grids[axis] for axis in program.axes]
+    used = list(map(grids.__getitem__, program.axes))
     n_chunks = max(map(len, used), default=1)
     is_whole = n_chunks == 1 and not known.way
-    n_rows = None if is_whole else max(stop - start for grid in used for start, stop in grid)
-    cause = cause_of_whole(program)
+    sizes_of = [stop - start for grid in used for start, stop in grid]
+    n_rows = None if is_whole else max(sizes_of)
+    cause, asked = cause_of_whole(program), reports.asked()
     fits = planned.why if planned.is_scheduled else "its numbers fit, without autograd's graph"
     return ProgramReport(
-        reports.asked(),
-        reports.line_of(reports.asked()),
+        asked,
+        reports.line_of(asked),
         program.n_nodes,
         program.amounts.made,
         n_chunks,
@@ -246,7 +269,7 @@ def _needs(program: Program, is_graph: bool) -> list[str]:
         assert node is not None
         found.append(
             "that includes other pending calls, whose results are still held: "
-            f"{name_of_node(node)} ({where_of_node(node)})"
+            f"{schedule_words.call_in_words(node)}"
         )
     return found
 
@@ -378,7 +401,8 @@ def _why_twice(
     said: list[str] = []
     for position, run in enumerate(runs, 1):
         of = passes.get(run.index, schedule_words.Passes())
-        why = schedule_words.why_twice(program, run, of) if run.stage != program.last_body else ""
+        is_last = run.stage == program.last_body
+        why = "" if is_last else schedule_words.why_twice(program, run, of)[0]
         if why and len(said) < _MOST_WHOLE:
             said.append(f"two forwards of part {position} in chunks: {why}")
     if said:
@@ -393,12 +417,12 @@ def _why(program: Program) -> list[str]:
     """Describe what runs twice or on the whole batch, why, and what can be done about it."""
     if program.unstageable is not None:
         node, why = program.unstageable
-        where = f"{name_of_node(node)} ({where_of_node(node)})"
+        where = schedule_words.call_in_words(node)
         return [f"everything runs on the whole batch, for {where}: {why}"]
     said = []
     if program.last_body is not None and not program.is_tail_linear:
         tail = program.node(program.tail_node) if program.tail_node is not None else None
-        name = f" through {name_of_node(tail)} ({where_of_node(tail)})" if tail is not None else ""
+        name = f" through {schedule_words.call_in_words(tail)}" if tail is not None else ""
         last = next(run for run in program.runs if run.stage == program.last_body)
         why = schedule_words.hook_in_words(program, last)
         why = why or f"the gradient of the loss depends on values of the whole batch{name}"

@@ -196,7 +196,8 @@ def _shape_of(program: Program, is_graph: bool, estimate: estimates.Estimate) ->
 def pinned_grids(program: Program) -> list[list[Bounds]]:
     """Return the grids of chunks that a program must run in, since it drew random numbers in
     them."""
-    return [grid for axis, grid in draws.pinned_grids().items() if axis in program.axes]
+    grids = draws.pinned_grids()
+    return [grids[axis] for axis in program.axes if axis in grids] if grids else []
 
 
 def _pinned(

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import operator
 from typing import NamedTuple
+
+import torch
 
 from koila import _core
 from koila.basics import config, lines
@@ -25,8 +28,8 @@ from koila.staged.schedule import AS_IT_IS, Way
 def is_whole() -> bool:
     """Tell, quickly and without staging, whether all that is pending certainly fits in one
     chunk."""
-    if config.get("chunks") is not None:
-        return config.is_one_chunk()
+    if (chunks := config.get("chunks")) is not None:
+        return chunks == 1
     if config.get("memory_limit") is not None:
         return False
     return budget.is_ample(int(_core.pending_bytes(False)))
@@ -144,6 +147,7 @@ def _way_in(chunks: int, program: Program) -> Way | None:
     return _ways_in[key]
 
 
+_GRAD_FN = operator.attrgetter("grad_fn")
 #: A program with a graph behind it runs in one chunk if several would take so many bytes more.
 _MORE_OF_ROWS = 2**16
 
@@ -153,7 +157,8 @@ def _is_graph_behind(program: Program) -> bool:
     those without joints count."""
     if program.is_part:
         return [run.is_body for run in program.runs if run.nodes or run.combined] == [True]
-    return any(tensor.grad_fn is not None for tensor in program.entered)
+    with torch._C.DisableTorchFunctionSubclass():  # of statistics that are still to be written
+        return any(map(_GRAD_FN, program.entered))
 
 
 def _is_less_in_one(chunks: int, program: Program, way: Way, shared: int) -> bool:

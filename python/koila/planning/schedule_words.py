@@ -38,6 +38,11 @@ def line_of(program: Program, node: Node) -> str:
     return f"    {node.id:4d} {name_of_node(node):24s} {mode}  ({where_of_node(node)})"
 
 
+def call_in_words(node: Node) -> str:
+    """Return the name and the line of a call."""
+    return f"{name_of_node(node)} ({where_of_node(node)})"
+
+
 def runs_of(program: Program) -> list[Run]:
     """Return the runs of a program that have calls or combine reductions, in order."""
     return [run for run in program.runs if run.nodes or run.combined]
@@ -99,22 +104,22 @@ def hook_in_words(program: Program, run: Run) -> str:
     made = program.node_of(hooked) if hooked is not None else None
     if made is None:
         return ""
-    where = f"{name_of_node(made)} ({where_of_node(made)})"
-    return f"a hook on the result of {where} gets the gradient of the whole batch"
+    return f"a hook on the result of {call_in_words(made)} gets the gradient of the whole batch"
 
 
-def why_twice(program: Program, run: Run, passes: Passes) -> str:
-    """Return why the chunks of a body run forward before their backward is possible; empty if they
-    do not, or if it is recomputed in segments, which `way_in_words` describes."""
+def why_twice(program: Program, run: Run, passes: Passes) -> tuple[str, Node | None]:
+    """Return why the chunks of a body run forward before their backward is possible, and the call
+    for which; empty if they do not, or if it is recomputed in segments, which `way_in_words`
+    describes."""
     if not run.is_body or passes.back == 0 or passes.forward < 2 or passes.n_segments > 1:
-        return ""
+        return "", None
     if hooked := hook_in_words(program, run):
-        return hooked
+        return hooked, None
     node = _waits_for(program, run)
     if node is None:
-        return "its backward needs values of the whole batch"
-    call = f"{name_of_node(node)} ({where_of_node(node)})"
-    return f"its backward needs the result of {call}, which depends on the whole batch"
+        return "its backward needs values of the whole batch", None
+    call = call_in_words(node)
+    return f"its backward needs the result of {call}, which depends on the whole batch", node
 
 
 def head_of(program: Program, passes: Mapping[int, Passes], run: Run, position: int) -> str:

@@ -409,18 +409,12 @@ def _ones(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def counting(left: Left | None) -> Iterator[Counter]:
-    """Wrap a call on the whole batch, and stop it when it allocates more bytes than are left.
-
-    Args:
-        left: the bytes left; None: the call is known to fit.
+def counting(left: Left) -> Iterator[Counter]:
+    """Wrap a call on the whole batch, and stop it when it allocates more bytes than are `left`.
 
     Raises:
         MemoryLimitError: the call was stopped.
     """
-    if left is None:
-        yield Counter()  # which counts nothing
-        return
     counter = Counter(left.n_bytes)
     try:
         with counter:
@@ -440,13 +434,13 @@ def run(
         func: the call.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        left: as in `counting`. If it is given, the backward through the graph of the result must
-            fit too.
+        left: as in `counting`; the backward through the graph of the result must fit too. None:
+            it is known that all fits.
 
     Raises:
         MemoryLimitError: the call, or that backward, needs more bytes than are left.
     """
-    with counting(left):
+    with counting(left) if left is not None else contextlib.nullcontext():
         made = _core.live(func, args, kwargs, True)
     outside.note_kept(_tensors(made))
     if left is not None:

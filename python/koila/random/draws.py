@@ -395,6 +395,9 @@ class Draws:
         """Record the draws of this run as final: later runs of these calls draw the same
         numbers."""
         self.leave()
+        if not self.program.is_drawing:
+            generators.let_go()
+            return
         for i in self.new_starts:
             _core.note_drawn(i)
         memo = _core.memo()
@@ -410,8 +413,9 @@ class Draws:
 
     def leave(self) -> None:
         """Set the generators to the state after the program's last draw."""
-        self._put(self.after)
-        self.after = {}
+        if self.after:
+            self._put(self.after)
+            self.after = {}
 
     def enter(self) -> None:
         """Go on after hooks of the user, which began at the state of `leave` and may have drawn."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,9 +33,7 @@ def _reals(obj: Any) -> list[Any]:
     return [_core.real(one) if type(one) is _core.LazyTensor else one for one in _listed(obj)]
 
 
-def words_of(
-    names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+def words_of(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -103,26 +101,17 @@ def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     replicated.visit()
 
 
+_OF_TENSOR = tuple("self gradient retain_graph create_graph inputs".split())
+_OF_TENSORS = tuple("tensors grad_tensors retain_graph create_graph grad_variables inputs".split())
+
+
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    names: tuple[str, ...]
-    if func is torch.Tensor.backward:
-        names = ("self", "gradient", "retain_graph", "create_graph", "inputs")
-        done = _backward_in_chunks(words_of(names, args, kwargs), "self", "gradient")
-    else:
-        names = (
-            "tensors",
-            "grad_tensors",
-            "retain_graph",
-            "create_graph",
-            "grad_variables",
-            "inputs",
-        )
-        done = _backward_in_chunks(words_of(names, args, kwargs), "tensors", "grad_tensors")
-    if done is not NotImplemented:
-        return
+    names = _OF_TENSOR if func is torch.Tensor.backward else _OF_TENSORS
     words = words_of(names, args, kwargs)
+    if _backward_in_chunks(words, names[0], names[1]) is not NotImplemented:
+        return
     _refuse_roots(words, names[0], names[1])
-    left = _tell_why(func, words, names[0])
+    left = None if reports.is_decided() else _tell_why(func, words, names[0])
     try:
         unsplit.run(func, args, kwargs, left)
     finally:
@@ -144,7 +133,7 @@ def _refuse_roots(words: dict[str, Any], root: str, gradient: str) -> None:
         number = torch.zeros((), dtype=lazy.dtype, device=lazy.device)
         return number.requires_grad_(lazy.requires_grad).expand(lazy.shape)
 
-    is_plain = all(sent is None or type(sent) is torch.Tensor for sent in given)
+    is_plain = {torch.Tensor, type(None)}.issuperset(map(type, given))
     if is_plain and len(given) == len(roots) and any(map(is_refused, roots, given)):
         with torch.enable_grad():
             stand_ins = [as_large(one) if is_pending(one) else one for one in roots]
@@ -154,8 +143,7 @@ def _refuse_roots(words: dict[str, Any], root: str, gradient: str) -> None:
 def _tell_why(
     func: Callable[..., Any], words: dict[str, Any], root: str, cause: str = ""
 ) -> unsplit.Left | None:
-    """Report why a backward cannot run in chunks, if that was not reported yet, and check that it
-    fits whole.
+    """Report why a backward cannot run in chunks, and check that it fits whole.
 
     Args:
         func: the function that was called.
@@ -167,7 +155,7 @@ def _tell_why(
         The memory that is left, if it is not known how much the backward needs; None: it fits.
     """
     outputs, is_deep = _listed(words[root]), bool(words.get("create_graph"))
-    if reports.is_decided() or not (is_deep or any(map(is_pending, outputs))):
+    if not (is_deep or any(map(is_pending, outputs))):
         return None
     why = "it starts from other tensors too, or in a way that is not run in chunks"
     if seen := surroundings.of_backward():
@@ -182,14 +170,7 @@ def _tell_why(
     return unsplit.check(func, why, unsplit.Derivative(outputs, inputs, is_deep))
 
 
-GRAD_WORDS: tuple[str, ...] = (
-    "outputs",
-    "inputs",
-    "grad_outputs",
-    "retain_graph",
-    "create_graph",
-    "only_inputs",
-)
+GRAD_WORDS = tuple("outputs inputs grad_outputs retain_graph create_graph only_inputs".split())
 
 
 def _grad_in_chunks(words: dict[str, Any]) -> Any:
@@ -281,7 +262,7 @@ def _autograd_grad(
         return found
     if not words.get("is_grads_batched"):  # batched gradients have one dim more than the roots
         _refuse_roots(words, "outputs", "grad_outputs")
-    left = _tell_why(func, words, "outputs", cause)
+    left = None if reports.is_decided() else _tell_why(func, words, "outputs", cause)
     try:
         return unsplit.run(func, args, kwargs, left)
     finally:

@@ -7,6 +7,7 @@ backward. It reads its leaves again then, so copies are kept of those that are w
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -377,7 +378,7 @@ class Cut:
         lazies = [root.lazy for root in roots]
         of = unsplit.Derivative(lazies, None, True)
         left = _core.held(lazies[0], unsplit.check, (torch.autograd.backward, _TWICE, of), {})
-        with unsplit.counting(left):
+        with unsplit.counting(left) if left is not None else contextlib.nullcontext():
             with surroundings.outside():
                 outputs, stand_ins = self._whole(roots, leaves)
                 _, others = self._whole(roots, behind)

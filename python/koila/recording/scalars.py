@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,10 @@ _READ_TENSORS = {
 def _is_number(lazy: Any) -> bool:
     """Return whether torch would use a lazy as a number, without __torch_function__."""
     return type(lazy) is LazyTensor and lazy.dim() == 0 and not lazy.requires_grad
+
+
+#: What can be such a lazy, or hold one.
+_HOLDERS = LazyTensor, tuple, list, slice
 
 
 def _holds_number(obj: Any) -> bool:
@@ -140,10 +145,14 @@ def instead(name: str, handler: Handler | None) -> Handler:
         read, words = args, kwargs  # the arguments, with numbers that were read
         if name in ("__getitem__", "__setitem__"):  # Ops by name: both have an index in brackets
             read = _read_indexing(args)
-        elif any(map(_holds_number, given)):
-            read, words = _read_words(name, args, kwargs)
-        if any(a is not b for a, b in zip(given, (*read, *words.values()), strict=True)):
-            return func(*read, **words)
-        return NotImplemented if handler is None else handler(func, args, kwargs)
+        else:
+            for one in given:
+                if isinstance(one, _HOLDERS) and _holds_number(one):
+                    read, words = _read_words(name, args, kwargs)
+                    break
+        is_same = read is args and words is kwargs
+        if is_same or all(map(operator.is_, given, (*read, *words.values()))):
+            return NotImplemented if handler is None else handler(func, args, kwargs)
+        return func(*read, **words)
 
     return call

@@ -280,7 +280,7 @@ class Report:
     @property
     def is_training(self) -> bool:
         """Whether the step had a backward."""
-        return any(ran.what in BACKWARDS for ran in self.programs)
+        return not {ran.what for ran in self.programs}.isdisjoint(BACKWARDS)
 
     @property
     def layers(self) -> tuple[Layer, ...]:

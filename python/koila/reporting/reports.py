@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import logging
 import threading
 import weakref
@@ -148,11 +147,11 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 def _begin(n_kept: int) -> None:
     """Begin a step; the last `n_kept` programs belong to it."""
-    over = tuple(itertools.islice(_state.programs, max(0, len(_state.programs) - n_kept)))
-    if over and Report(over).is_training:
-        _state.training = Report(over)
-    elif over:
-        _state.evaluation = Report(over)
+    over = Report(tuple(_state.programs)[: max(0, len(_state.programs) - n_kept)])
+    if over.is_training:
+        _state.training = over
+    elif over.programs:
+        _state.evaluation = over
     while len(_state.programs) > n_kept:
         ran = _state.programs.popleft()
         for observer in _observers:
@@ -178,6 +177,8 @@ def _is_gathering() -> bool:
     if _state.n_at_backward < 0 or _state.n_at_step >= 0:
         return False
     before = _state.gradients
+    if not before:
+        return False
     return any(key in before and now != before[key] for key, now in _gradients().items())
 
 
@@ -232,7 +233,7 @@ def note_backward() -> None:
     if _state.is_over:
         _begin(0)
     if _state.n_at_backward < 0:
-        _state.gradients = _gradients()
+        _state.gradients = _gradients() if _state.optimizers else {}
     _state.n_at_backward = _state.n_noted
 
 
@@ -395,12 +396,10 @@ def measure(n_bytes: float) -> None:
         _state.peak = budget.watch()
 
 
-def _note_measured(n_noted: int) -> None:
+def _note_measured(peak: resident.Peak, n_noted: int) -> None:
     """Add the measured peak to the report of one of the last `n_noted` programs: that with the
     largest prediction."""
-    peak, _state.peak = _state.peak, None
-    if peak is None:
-        return
+    _state.peak = None
     n_bytes = peak.stop()
     ran = list(_state.programs)
     last = ran[max(0, len(ran) - n_noted) :] if n_noted > 0 else []
@@ -449,7 +448,8 @@ class Asking:
     ) -> None:
         if self.is_outermost:
             _state.asked = None
-            _note_measured(_state.n_noted - self.n_before)
+            if _state.peak is not None:
+                _note_measured(_state.peak, _state.n_noted - self.n_before)
             is_noted = _state.n_noted > self.n_before and _state.programs[-1].n_chunks == 0
             if error is not None:
                 hide_frames(error)  # Python adds the user's outer frames as the error propagates

@@ -56,9 +56,10 @@ def attempt(
         replay = make(program, planned, hooked)
         _core.set_busy(True)
         try:
-            known = scheduled(program, planned.way, replay.schedule, replay.grid_of)
+            grids, grid_of = replay.grids, replay.grid_of
+            known = scheduled(program, planned.way, replay.schedule, grids, grid_of)
             result = run(replay)
-            reports.note(report_of(program, planned, replay.grids, n_tries, meter.bytes(), known))
+            reports.note(report_of(program, planned, grids, n_tries, meter.bytes(), known))
             return replay, result, planned
         except NotInChunksError as error:
             replay.draws.roll_back()

@@ -228,13 +228,14 @@ def check(program: Program, has_inputs: bool) -> None:
         program: the program to differentiate.
         has_inputs: whether the gradients of some tensors alone are asked for.
     """
+    if not (_state.has_reentrant or program.has_checkpoints):
+        return
     regions = reached(program) if program.has_checkpoints else set()
     # A gradient that the function of a checkpoint itself asks for is of calls in it.
     ended = regions.difference(_state.around)
     if has_inputs and any(region % 2 for region in ended):
         recomputed.refuse_inputs()
-    if _state.has_reentrant or program.has_checkpoints:
-        _check_hooks(passes(program))
+    _check_hooks(passes(program))
     known = _core.memo().get("modules", {}) if regions else {}
     module_state.check(one for region in regions for one in known.get(region, ()))
 

@@ -27,13 +27,11 @@ def goes_on(found: Sequence[tuple[torch.Tensor, torch.Tensor]], is_spent: bool) 
     then, parts that were cut off (`bridge.py`); or a graph of plain calls of which it read much,
     which it frees if its own graph `is_spent`."""
     behind = [real for real, _ in found if real.grad_fn is not None]
+    if not behind:
+        return False
     functions = (getattr(node, "_forward_cls", None) for node in nodes_behind(behind))
     runs_program = any(getattr(function, "runs_program", False) for function in functions)
     return runs_program or (is_spent and sum(t.nbytes for t in behind) > _FEW_BYTES)
-
-
-def _has_hooks(leaf: torch.Tensor) -> bool:
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
 class Undo:
@@ -43,13 +41,13 @@ class Undo:
     memory, but only where delivery can raise.
     """
 
-    def __init__(self, reals: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    def __init__(self, found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         leaves: dict[int, torch.Tensor] = {}
-        is_risky = any(gradient.layout != torch.strided for gradient in gradients)
-        for real in reals:
-            is_risky = is_risky or not real.is_leaf
+        is_risky = False
+        for real, sent in found:
+            is_risky |= not real.is_leaf or sent.layout is not torch.strided
             for leaf in (real,) if real.is_leaf else leaves_behind([real]):
-                is_risky = is_risky or _has_hooks(leaf)
+                is_risky |= bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
                 leaves[id(leaf)] = leaf
         self._before: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]] = []
         for leaf in leaves.values():
@@ -80,20 +78,26 @@ class _Give(torch.autograd.Function):
         return ctx.box.pop(), None
 
 
-def _entry(
-    real: torch.Tensor, gradient: torch.Tensor, is_shared: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an output and its gradient for torch's backward to deliver `gradient` to `real`.
+def _entries(
+    found: Sequence[tuple[torch.Tensor, torch.Tensor]], shared: set[int]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return outputs and their gradients for torch's backward to deliver these gradients.
 
     A view of a leaf will do, unless the leaf is shared with a graph outside of the program
-    (`is_shared`): torch then adds the leaf's gradients out of place and needs to free this one.
+    (`shared`): torch then adds the leaf's gradients out of place and needs to free this one.
     """
-    if gradient.is_sparse:
-        return real, gradient
-    if real.is_leaf and not is_shared:
-        return real.view_as(real), gradient
+    outputs: list[torch.Tensor] = []
+    sent: list[torch.Tensor] = []
     give: Any = _Give
-    return give.apply(real, [gradient]), without_memory(real.shape, real.dtype, real.device)
+    for real, gradient in found:
+        is_given = not gradient.is_sparse and (not real.is_leaf or id(real) in shared)
+        if is_given:
+            outputs.append(give.apply(real, [gradient]))
+            sent.append(without_memory(real.shape, real.dtype, real.device))
+        else:
+            outputs.append(real if gradient.is_sparse else real.view_as(real))
+            sent.append(gradient)
+    return outputs, sent
 
 
 def deliver(
@@ -110,15 +114,14 @@ def deliver(
         What `finish` returns.
     """
     reals = [real for real, _ in found]
-    undo = Undo(reals, [gradient for _, gradient in found])
+    undo = Undo(found)
     with torch.enable_grad(), as_recorded(reals):  # they may be frozen now
-        shared = set(map(id, leaves_behind(reals)))
-        entries = [_entry(real, gradient, id(real) in shared) for real, gradient in found]
+        outputs, sent = _entries(found, set(map(id, leaves_behind(reals))))
     found.clear()
     reals.clear()  # the graphs behind run now, without what only this program still holds of them
     try:
         with surroundings.inside():
-            return finish([output for output, _ in entries], [sent for _, sent in entries])
+            return finish(outputs, sent)
     except BaseException:
         undo.put_back()
         raise

@@ -75,8 +75,7 @@ def check(program: Program) -> None:
         StaleError: after a write through .data.
     """
     given: list[_Given] = _core.memo().get("given numbers", [])
-    written = [one for one in given if one.is_written()]
-    if written:
+    if written := list(filter(_Given.is_written, given)):
         storages = {one.storage for one in written if not one.is_counted()} | program.uncounted
         uncounted = overwritten.values_in(program, storages)
         everything = overwritten.values_in(program, {one.storage for one in written})

@@ -222,6 +222,8 @@ def settle_outdated(is_over: bool = False) -> None:
     keeps such values would otherwise keep their programs alive.
     """
     all_such, some = _core.outdated(is_over)
+    if not all_such and not some:
+        return
     gone = GoneGraphs()
     numbers: dict[int, torch.Tensor] = {}
     for value in sorted((*all_such, *some)):  # all before one leaves the tape: they lead there
@@ -234,5 +236,4 @@ def settle_outdated(is_over: bool = False) -> None:
             _core.deliver(value, result, True)
         else:
             _core.cut(value, result)
-    if all_such or some:
-        _core.close()
+    _core.close()

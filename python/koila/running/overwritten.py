@@ -32,7 +32,7 @@ _ELSEWHERE = "a call that is not recorded"
 
 def check(program: Program) -> None:
     """Raise what eager's backward of a program raises for tensors written since they were saved."""
-    for body in checkpoints.bodies(program):
+    for body in checkpoints.bodies(program) if program.has_checkpoints else ():
         for value in body.given:
             written = _core.writer_from(body.nodes[0].id, value)  # in the program or not
             if written is not None and not _is_uncounted(program, value):

@@ -7,6 +7,7 @@ aliases, running statistics are written on copies, and an exception restores the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -35,7 +36,7 @@ from koila.running.numbers import Numbers, settle_outdated
 from koila.running.prepared import outside_inference
 from koila.running.stages import Stages
 from koila.staged import hooks, leaves
-from koila.staged.facts import name_of_call
+from koila.staged.facts import Info, name_of_call
 from koila.staged.program import Program
 
 _T = TypeVar("_T")
@@ -80,7 +81,7 @@ class Replay(Stages):
         found, is_hooked = [], False
         for value, cross in self.cross.items():
             info, made = cross.info, self.program.made(value)
-            if not (made.is_leaf and made.needs_gradient and info.requires_grad):
+            if not (made.is_leaf and made.needs_gradient):
                 continue
             gradient = cross.take_total_gradient()
             real = info.real if info.real is not None else info.result
@@ -289,11 +290,14 @@ def _has_leaves(program: Program) -> bool:
     return "has_leaves" in _core.memo() and any(map(leaves.is_begun, program.wanted))
 
 
-@in_turn
 def settle_leaves() -> None:
     """Compute the leaves in mid-program that the user holds and may ask for the gradient of."""
-    if "has_leaves" not in _core.memo() or _core.is_busy() or not _core.has_known():
-        return
+    if "has_leaves" in _core.memo() and not _core.is_busy() and _core.has_known():
+        _settle_leaves()
+
+
+@in_turn
+def _settle_leaves() -> None:
     if _has_leaves(Program([], True)):
         with reports.Asking("requires_grad_()"):
             if not read_all(True):
@@ -369,8 +373,10 @@ def differentiate(
 def _filled(root: torch.Tensor, gradient: Any) -> torch.Tensor | None:
     """Return the gradient of a root, ones if none was given; None: torch refuses it."""
     if gradient is None:
-        is_number = root.numel() == 1 and not root.is_complex()
-        return torch.ones(root.shape, dtype=root.dtype, device=root.device) if is_number else None
+        value = _core.id(root) if type(root) is _core.LazyTensor else None
+        of = Info.of(value) if value is not None else root
+        is_number = math.prod(of.shape) == 1 and not of.dtype.is_complex
+        return torch.ones(of.shape, dtype=of.dtype, device=of.device) if is_number else None
     if type(gradient) is _core.LazyTensor:
         gradient = _core.read(gradient)
     is_fitting = isinstance(gradient, torch.Tensor) and gradient.shape == root.shape
@@ -430,17 +436,22 @@ def _differentiate(
     unwanted: tuple[_core.LazyTensor, ...] = (),
     beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> Any:
-    lazies = [root for root in roots if type(root) is _core.LazyTensor]
     settle_leaves()
-    is_other = any(_core.real(root) is not None or not root.requires_grad for root in lazies)
-    if is_other or not lazies:
+    is_lazy = False
+    for root in roots:
+        if type(root) is _core.LazyTensor:
+            is_lazy = True
+            if _core.real(root) is not None or not root.requires_grad:
+                return NotImplemented
+    if not is_lazy:
         return NotImplemented
     all_such, some = _core.outdated(False)
     if not {*all_such, *some}.isdisjoint(map(_core.id, roots)):
         _refuse_outdated(roots)
     settle_outdated()
-    with unwritten.reading():
-        overwritten.check_moved(roots)
+    if "versions" in _core.memo():
+        with unwritten.reading():
+            overwritten.check_moved(roots)
     if all(map(_core.is_pending_here, roots)) and _is_whole():
         _core.forget_left()
         return NotImplemented
@@ -450,11 +461,12 @@ def _differentiate(
         if sent is None:
             return NotImplemented  # the whole run raises torch's own error
         filled.append(sent)
-    if not all(_core.is_pending_here(root) for root in roots):
+    if not all(map(_core.is_pending_here, roots)):
         return NotImplemented
-    _core.check_leaves()
-    for root in roots:
-        _core.describe(root)  # raises if a tensor that it was computed with was changed since
+    with torch._C.DisableTorchFunctionSubclass():
+        _core.check_leaves()
+        for root in roots:
+            _core.describe(root)  # raises if a tensor that it was computed with was changed since
     _core.forget_left()
     staged = _stage(roots, False, gets, unwanted, [real for real, _ in beside])
     if staged is None or _has_leaves(staged[0]):

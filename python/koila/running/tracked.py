@@ -6,6 +6,7 @@ Until the commit the calls of a program write copies of the statistics.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -82,7 +83,7 @@ class Tracked:
         self.moves: dict[int, Statistics] = {}
         self.agains: dict[int, norms.Again] = {}  # of calls in the functions of checkpoints
         #: Leaves that several calls update: at the commit, in the order of the calls.
-        moved = Counter(value for node in program.moving for value in program.moved_by(node))
+        moved = Counter(itertools.chain.from_iterable(map(program.moved_by, program.moving)))
         self._shared = {value for value, n in moved.items() if n > 1}
 
     def note(self, node: Node, func: Any, args: tuple[Any, ...]) -> None:
@@ -169,6 +170,8 @@ class Tracked:
     def move_again(self) -> None:
         """Update the statistics of calls in checkpoints once more, as torch's second run of their
         functions in backward does: last checkpoint first, its calls in their order."""
+        if not self.agains:
+            return
         groups = {group for again in self.agains.values() for group in again.groups}
         regions = checkpoints.reached(self.program) if groups else set()
         for group in sorted(groups, key=lambda group: group.index, reverse=True):

@@ -86,13 +86,13 @@ class _Own(threading.local):
 _own = _Own()
 
 
-@contextlib.contextmanager
-def reading() -> Iterator[None]:
+class reading(contextlib.ContextDecorator):
     """Let this thread read the watched tensors as they are in a block, to run the pending calls."""
-    _own.n_blocks += 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _own.n_blocks += 1
+
+    def __exit__(self, *_: Any) -> None:
         _own.n_blocks -= 1
 
 
@@ -265,7 +265,9 @@ _N_OTHERS = 4096
 def _others_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the other tensors that share memory with `tensors`."""
     with torch._C.DisableTorchFunctionSubclass():
-        shared = [tensor for tensor in tensors if holders.is_shared(tensor)]
+        shared = list(filter(holders.is_shared, tensors))
+        if not shared:
+            return []
         known = (_others.get(id(tensor)) for tensor in shared)
         if not all(
             others is not None and others.are_all(tensor, holders.n_holders(tensor))

@@ -41,6 +41,8 @@ _now = _Now()
 
 def call_hooks(stages: Stages, value: int, gradient: torch.Tensor) -> torch.Tensor:
     """Call the hooks of a value with its gradient, of all rows, and return what they make of it."""
+    if not hooks.is_any():
+        return gradient
     if not hooks.is_called(value, stages.hooked):
         made = hooks.apply(value, gradient, stages.hooked)
         return offload.get(made, gradient.device)
@@ -216,9 +218,10 @@ def write_statistics(stages: Stages) -> None:
     """Write the side effects of the program's calls (running statistics), each of them once, in
     however many runs."""
     program = stages.program
+    if not (program.has_effects or stages.tracked.moves):
+        return
     done: set[int] = _core.memo().setdefault("effects", set())
-    nodes = program.nodes.values() if program.has_effects else ()
-    fresh = [n for n in nodes if n.leaf_writes and n.id not in done]
+    fresh = [n for n in program.moving if n.id not in done]
     written = set[int]().union(*map(program.moved_by, fresh))
     unwritten.note_written({n.id for n in fresh})
     stages.tracked.write(done)

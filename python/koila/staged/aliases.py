@@ -58,12 +58,11 @@ def note_others(tensor: torch.Tensor) -> None:
     Parameters are left out: whole models are in memory of the library that loaded them, and to read
     all of it twice in each step would take too long."""
     is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-    if not is_plain or tensor.device.type != "cpu" or tensor.is_nested:
-        return
-    storage = tensor.untyped_storage()
-    if not storage.resizable() and not storage.is_shared() and storage.nbytes():
-        noted(tensor)
-        _foreign.add(storage._cdata)
+    if is_plain and tensor.is_cpu and not tensor.is_nested:
+        storage = tensor.untyped_storage()
+        if not storage.resizable() and not storage.is_shared() and storage.nbytes():
+            noted(tensor)
+            _foreign.add(storage._cdata)
 
 
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef | None:

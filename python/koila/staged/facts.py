@@ -47,10 +47,7 @@ class Node(NamedTuple):
     region: int  # the number of the checkpoint whose body made this call; 0: no checkpoint
     is_kept: bool  # backward goes through it and reads the tensors that it saves
     imports: tuple[int, ...]
-
-    @property
-    def outs(self) -> range:
-        return range(self.first_out, self.first_out + self.n_outs)
+    outs: range  # the values that it makes
 
 
 def is_data(func: Callable[..., Any]) -> bool:
@@ -128,7 +125,15 @@ class Info(NamedTuple):
     @classmethod
     def of(cls, value: int) -> Info:
         """Return the metadata of value `value` of the current thread's tape."""
-        return cls(*_core.value(value))
+        return cls._make(_core.value(value))
+
+
+class Infos(dict[int, Info]):
+    """The metadata of values; a subscript is faster than a call."""
+
+    def __missing__(self, value: int) -> Info:
+        found = self[value] = Info._make(_core.value(value))
+        return found
 
 
 @dataclass

@@ -9,8 +9,9 @@ import copy
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,42 +22,21 @@ from koila.staged.facts import (
     ONCE,
     Amounts,
     Import,
-    Info,
+    Infos,
     Made,
     Node,
     Run,
     is_data,
-    parts_in,
 )
-from koila.staged.schedule import AS_IT_IS, Graph, Light, Op, Schedule, Step, Way
+from koila.staged.known import Known, known_of
+from koila.staged.schedule import AS_IT_IS, Schedule, Way
 
-_OPS, _GRAPHS = tuple(Op), tuple(Graph)
-_T = TypeVar("_T")
+#: What the core tells of a program, and all that depends on how its bodies are cut into segments.
+_OF_CORE = "known", "nodes", "imports", "runs", "moving", "node", "made", "needs_gradient"
+_OF_CUTS = (*_OF_CORE, "unstageable", "cloned")
+_UNCUT = AS_IT_IS.cuts
+_GETTER = operator.attrgetter("__getitem__")
 _NO_ID = 2**32 - 1  # KL_ID_NONE of base.h
-
-
-class _Cache(dict[int, _T]):
-    """Answers of a function by its argument; a subscript is faster than a call of a cache."""
-
-    def __init__(self, find: Callable[[int], _T]) -> None:
-        self._find = find
-
-    def __missing__(self, number: int) -> _T:
-        found = self[number] = self._find(number)
-        return found
-
-
-def _made(handle: object, value: int) -> Made:
-    node, *traits = _core.maker(handle, value)
-    return Made(None if node is None else Node._make(node), *traits)
-
-
-def _node(handle: object, i: int) -> Node:
-    return Node._make(_core.staged(handle, i))
-
-
-def _row(i: int) -> str:
-    return str(_core.node(i)[1] or "")
 
 
 #: Larger than the number of any call.
@@ -83,6 +63,15 @@ class Program:
         unwanted: lazy tensors whose numbers are not delivered.
         beside: plain tensors with a graph that are differentiated together with the roots.
     """
+
+    known: Known
+    nodes: dict[int, Node]  # all calls, by id
+    imports: list[Import]
+    runs: list[Run]
+    moving: list[Node]  # the calls that write leaves as a side effect
+    node: Callable[[int], Node]  # of an id
+    made: Callable[[int], Made]  # the role of a value
+    needs_gradient: Callable[[int], bool]  # of a value
 
     def __init__(
         self,
@@ -125,23 +114,25 @@ class Program:
         #: Whether calls of its tape differentiate others (`derived.py`).
         self.is_derived = "recipes" in _core.memo()
         self.is_known_only = is_known_only
-        self._cuts = AS_IT_IS.cuts
+        self._cuts = _UNCUT
         self._cloned: set[int] = set()
-        #: Cached functions of the number of a value (info, made) or the id of a call (node).
-        self.info = _Cache(Info.of).__getitem__
-        self.made = _Cache(functools.partial(_made, self.handle)).__getitem__
-        self.node = _Cache(functools.partial(_node, self.handle)).__getitem__
-        self._rows = _Cache(_row)
+        #: A cached function of the number of a value.
+        self.info = Infos().__getitem__
         #: A cache of `planning/ways.py`: the measures of this program, with and without backward.
         self.measured: dict[bool, Any] = {}
         self._cut_before: dict[tuple[int, bool], Program] = {}  # by `Way.cuts`
         #: A cache of `reductions/calls.py`: by reduction, its signature, dtype, rows of all chunks.
         self.signatures: dict[int, tuple[str, torch.dtype, int]] = {}
 
-    @functools.cached_property
-    def nodes(self) -> dict[int, Node]:
-        """All calls, by id. `node` reads a single one."""
-        return {node.id: node for node in map(Node._make, _core.told(self.handle, "nodes"))}
+    def __getattr__(self, name: str) -> Any:
+        """Ask the core what it tells of the program, when some of that is read first."""
+        if name not in _OF_CORE:
+            raise AttributeError(name)
+        known = known_of(self.handle)
+        lists = known.nodes, known.imports, known.runs, known.moving
+        of_number = map(_GETTER, (known.nodes, known.made, known.needs_gradient))
+        self.__dict__.update(zip(_OF_CORE, (known, *lists, *of_number), strict=True))
+        return self.__dict__[name]
 
     @functools.cached_property
     def regions(self) -> tuple[bytes, bytes]:
@@ -169,19 +160,16 @@ class Program:
 
     def once(self) -> list[Node]:
         """Return the calls that run once, on whole values."""
-        return [Node._make(entry) for entry in _core.told(self.handle, "once")]
+        return [node for node in self.nodes.values() if node.mode == ONCE]
 
     def aside(self) -> list[Node]:
         """Return the calls with a graph that leads to no root."""
-        return [Node._make(entry) for entry in _core.told(self.handle, "aside")]
-
-    @functools.cached_property
-    def imports(self) -> list[Import]:
-        return [Import(*entry) for entry in _core.told(self.handle, "imports")]
-
-    @functools.cached_property
-    def runs(self) -> list[Run]:
-        return [self._run(i, *entry) for i, entry in enumerate(_core.told(self.handle, "runs"))]
+        return [
+            node
+            for node in self.nodes.values()
+            if any(self.info(value).requires_grad for value in node.outs)
+            and not any(map(self.needs_gradient, node.outs))
+        ]
 
     @functools.cached_property
     def wanted(self) -> list[int]:
@@ -199,32 +187,12 @@ class Program:
         _ = self.unstageable
         return self._cloned
 
-    def _run(
-        self,
-        index: int,
-        stage: int,
-        axis: int,
-        segment: int,
-        nodes: list[int],
-        parts: list[int],
-        imports: list[int],
-        exports: list[int],
-        inner: list[int],
-        combined: list[int],
-        shadows: list[int],
-        has_gradient: bool,
-    ) -> Run:
-        reductions = [self.node(i) for i in combined]
-        numbers = {}
-        for i, bits in zip(nodes, parts, strict=True):
-            if bits:
-                numbers[self.node(i).first_out] = parts_in(bits)
-        lists = nodes, numbers, imports, exports, inner, reductions, shadows
-        return Run(index, stage, axis, segment, *lists, has_gradient)
-
     def row_of(self, node: Node) -> str:
         """Return the name of a call's row in the op table; empty if it has no row."""
-        return self._rows[node.id]
+        rows = self.known.rows
+        if node.id not in rows:
+            rows[node.id] = str(_core.node(node.id)[1] or "")
+        return rows[node.id]
 
     def node_of(self, value: int) -> Node | None:
         """Return the call that makes a value in this program; None for a leaf."""
@@ -233,16 +201,9 @@ class Program:
     def is_leaf(self, value: int) -> bool:
         return self.made(value).is_leaf
 
-    @functools.cached_property
-    def moving(self) -> list[Node]:
-        """The calls that write leaves as a side effect."""
-        nodes = self.nodes.values() if self.has_effects else ()
-        return [node for node in nodes if node.leaf_writes]
-
     def moved_by(self, node: Node) -> list[int]:
         """Return the leaves that a call writes as a side effect: running statistics."""
-        imports = enumerate(node.imports)
-        return [self.imports[i].value for k, i in imports if node.leaf_writes >> k & 1 and i >= 0]
+        return self.known.moved.get(node.id, [])
 
     @functools.cached_property
     def uncounted(self) -> frozenset[int]:
@@ -266,9 +227,6 @@ class Program:
                 storage = storages[value] = self.info(value).storage
                 first[storage] = min(node.stage, first.get(storage, node.stage))
         return {value: first[storage] for value, storage in storages.items()}
-
-    def needs_gradient(self, value: int) -> bool:
-        return self.made(value).needs_gradient and self.info(value).requires_grad
 
     def joins_rows(self, node: Node) -> bool:
         """Tell whether a call runs once although it reads rows of a batch."""
@@ -330,7 +288,7 @@ class Program:
             cut = copy.copy(self)
             cut.handle = _core.cut_program(self.handle, *way.cuts)
             cut._cuts, cut._cloned, cut._cut_before = way.cuts, set(), {}
-            for depends_on_cuts in ("runs", "unstageable", "cloned"):
+            for depends_on_cuts in _OF_CUTS:
                 cut.__dict__.pop(depends_on_cuts, None)
             self._cut_before[way.cuts] = cut
         return self._cut_before[way.cuts]
@@ -365,16 +323,7 @@ class Program:
             way: how memory is saved beside chunks.
             n_chunks: the number of chunks; 0: not known yet.
         """
-        homes = way.homes(is_graph, n_chunks=n_chunks)
-        steps, n_forward, lights = _core.schedule(self.handle, homes)
-        return Schedule(
-            [
-                Step(_OPS[op], _GRAPHS[graph], self.runs[first : first + n], values, others)
-                for op, graph, first, n, values, others in steps
-            ],
-            n_forward,
-            {value: Light(*light) for value, light in lights.items()},
-        )
+        return self.known.schedule(self.handle, way.homes(is_graph, n_chunks=n_chunks))
 
     @staticmethod
     def left_by(runs: Sequence[Run]) -> list[int]:

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the core tells of staged programs, kept for the next steps that stage the same program."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from koila import _core
+from koila.staged.facts import Import, Made, Node, Run, parts_in
+from koila.staged.schedule import Graph, Homes, Light, Op, Schedule, Step
+
+_OPS, _GRAPHS = tuple(Op), tuple(Graph)
+#: The programs that are kept have at most so many calls together.
+_N_KEPT = 2**12
+
+
+class Known:
+    """The calls, values and runs of a program, and its schedules. It holds no tensor and no handle,
+    and nothing in it changes: programs of other threads may share it."""
+
+    def __init__(self, handle: object, printed: tuple[Any, ...]) -> None:
+        self.printed = printed  # what `_core.print_of` returns
+        self.nodes: dict[int, Node] = {
+            entry[0]: Node._make((*entry, range(entry[6], entry[6] + entry[7])))
+            for entry in _core.told(handle, "nodes")
+        }
+        self.imports = list(map(Import._make, _core.told(handle, "imports")))
+        self.made = [
+            Made(self.nodes.get(node), *traits) for node, *traits in _core.told(handle, "values")
+        ]
+        self.needs_gradient = [made.needs_gradient for made in self.made]
+        self.runs = [self._run(*entry) for entry in enumerate(_core.told(handle, "runs"))]
+        self.moving = [node for node in self.nodes.values() if node.leaf_writes]
+        #: By call that writes leaves as a side effect, running statistics: the leaves.
+        self.moved = {
+            node.id: [
+                self.imports[i].value
+                for k, i in enumerate(node.imports)
+                if node.leaf_writes >> k & 1 and i >= 0
+            ]
+            for node in self.moving
+        }
+        self.rows: dict[int, str] = {}  # by call, once asked for: the name of its row
+        self._schedules: dict[Homes, Schedule] = {}
+        #: A cache of `planning/explain.py`: descriptions of runs, by all that they depend on.
+        self.described: dict[tuple[Any, ...], Any] = {}
+
+    def _run(self, index: int, told: tuple[Any, ...]) -> Run:
+        stage, axis, segment, nodes, parts, imports, exports, inner, combined, *rest = told
+        numbers = {
+            self.nodes[i].first_out: parts_in(bits)
+            for i, bits in zip(nodes, parts, strict=True)
+            if bits
+        }
+        reductions = [self.nodes[i] for i in combined]
+        between = nodes, numbers, imports, exports, inner
+        return Run(index, stage, axis, segment, *between, reductions, *rest)
+
+    def schedule(self, handle: object, homes: Homes) -> Schedule:
+        """Return the schedule of the program with this handle."""
+        found = self._schedules.get(homes)
+        if found is None:
+            steps, n_forward, lights = _core.schedule(handle, homes)
+            made = [
+                Step(_OPS[op], _GRAPHS[graph], self.runs[first : first + n], values, others)
+                for op, graph, first, n, values, others in steps
+            ]
+            freed = {value: Light(*light) for value, light in lights.items()}
+            found = self._schedules[homes] = Schedule(made, n_forward, freed)
+        return found
+
+
+_known: list[Known] = []
+
+
+def known_of(handle: object) -> Known:
+    """Return what is known of the program with a handle.
+
+    Programs are the same if all is equal that the core stages, cuts and schedules them by: calls,
+    shapes, dtypes, devices, gradients, hooks, what the user holds.
+    """
+    printed = _core.print_of(handle)
+    for known in _known:
+        if known.printed == printed:
+            return known
+    known = Known(handle, printed)
+    _known.append(known)
+    while sum(len(one.nodes) for one in _known) > _N_KEPT and len(_known) > 1:
+        _known.pop(0)
+    return known

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A program that was staged before is known again: what the core tells of it is asked once, and is
+asked anew for a program that differs in anything that decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import koila
+from koila.staged import known, program
+
+Step = Callable[[nn.Module, Tensor, Tensor], object]
+N_ROWS = 12
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[known.Known]]:
+    """What was asked of the core. What is known again is compared with what it tells now."""
+    found: list[known.Known] = []
+    of, begin, schedule = known.known_of, known.Known.__init__, known.Known.schedule
+    is_compared = False
+
+    def told(one: known.Known) -> dict[str, Any]:
+        caches = "printed", "rows", "_schedules", "described"  # of what was asked for later
+        return {name: told for name, told in vars(one).items() if name not in caches}
+
+    def asked_anew(handle: object) -> known.Known:
+        nonlocal is_compared
+        is_compared = True
+        try:
+            return known.Known(handle, ())
+        finally:
+            is_compared = False
+
+    def note(self: known.Known, handle: object, printed: Any) -> None:
+        if not is_compared:
+            found.append(self)
+        begin(self, handle, printed)
+
+    def compared(handle: object) -> known.Known:
+        one = of(handle)
+        assert told(one) == told(asked_anew(handle))
+        return one
+
+    def schedule_compared(self: known.Known, handle: object, homes: Any) -> Any:
+        one = schedule(self, handle, homes)
+        assert one == schedule(asked_anew(handle), handle, homes)
+        return one
+
+    monkeypatch.setattr(known, "_known", [])
+    monkeypatch.setattr(known.Known, "__init__", note)
+    monkeypatch.setattr(known.Known, "schedule", schedule_compared)
+    monkeypatch.setattr(program, "known_of", compared)
+    yield found
+    assert len(known._known) == len(found)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def as_it_is(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    F.cross_entropy(model(x), y).backward()
+
+
+def freezing(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    for parameter in model[0].parameters():  # type: ignore[index]
+        parameter.requires_grad_(False)
+    as_it_is(model, x, y)
+
+
+def hooking(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    h = model(x)
+    h.register_hook(lambda gradient: 2 * gradient)
+    F.cross_entropy(h, y).backward()
+
+
+def retaining(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    h = model(x)
+    h.retain_grad()
+    F.cross_entropy(h, y).backward()
+
+
+def holding(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    h: Tensor = model(x)
+    F.cross_entropy(h, y).backward()
+    return h.detach().clone()
+
+
+def evaluating(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    as_it_is(model.eval(), x, y)
+
+
+def of_other_rows(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    as_it_is(model, torch.cat([x, x]), torch.cat([y, y]))
+
+
+def of_another_dtype(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    as_it_is(model.double(), x.double(), y)
+
+
+def under_autocast(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(model(x), y)
+    loss.backward()
+
+
+def of_another_loss(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    F.log_softmax(model(x), 1).square().sum().backward()
+
+
+OTHERS: list[Step] = [
+    freezing,
+    hooking,
+    retaining,
+    holding,
+    evaluating,
+    of_other_rows,
+    of_another_dtype,
+    under_autocast,
+    of_another_loss,
+]
+
+
+def gradients(step: Step, model: nn.Module, is_lazy: bool) -> list[Tensor | None]:
+    """The gradients of a step, and the statistics that it leaves."""
+    torch.manual_seed(1)
+    x, y = torch.randn(N_ROWS, 4), torch.randint(3, (N_ROWS,))
+    model.zero_grad()
+    with koila.config(chunks=3):
+        made = step(model, *(koila.lazy(x, y, batch=0) if is_lazy else (x, y)))
+    del made
+    return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda step: step.__name__)
+def test_what_differs_is_asked_anew(other: Step, made: list[known.Known]) -> None:
+    """After a step and again, another step, and the first once more."""
+    models = network(), network()
+    counts = []
+    for step in (as_it_is, as_it_is, other, other, as_it_is):
+        if step is as_it_is:  # what the other step changed is set back
+            for model in models:
+                model.train().float().requires_grad_(True)
+        expected, found = gradients(step, models[0], False), gradients(step, models[1], True)
+        for one, two in zip(expected, found, strict=True):
+            assert (one is None) == (two is None)
+            near = 5e-2 if step is under_autocast else 1e-4
+            torch.testing.assert_close(one, two, rtol=near, atol=0.1 * near)
+        counts.append(len(made))
+    assert counts[0] == counts[1] < counts[2] == counts[3] == counts[4]
+
+
+def test_the_oldest_are_dropped(made: list[known.Known], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known, "_N_KEPT", 1)
+    model = network()
+    for _ in range(3):
+        gradients(as_it_is, model, True)
+        assert known._known == made[-1:]
+        gradients(of_other_rows, model, True)
+    assert len(made) == 6
+    made[:] = made[-1:]
