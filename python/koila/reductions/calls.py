@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -39,7 +39,7 @@ def dim_of_chunks(program: Program, node: Node) -> int | None:
     chunks read the whole value."""
     if not reduction_of(node).is_by_chunk:
         return None
-    _, call = call_of(program, node, *_core.call(node.id))
+    call = maker_of_calls(program, node)(*_core.call(node.id))
     dim = call.word("dim")
     return int(dim) % len(program.info(node.first_out).shape)
 
@@ -53,42 +53,28 @@ def known() -> int:
     return sum(1 << i for i, name in enumerate(NAMES) if name in REDUCTIONS)
 
 
-def call_of(
-    program: Program,
-    node: Node,
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    start: int = 0,
-    memo: dict[str, Any] | None = None,
-) -> tuple[Reduction, Call]:
-    """Return the reduction of a node and its call: on one chunk, to compute partials; or as it was
+def maker_of_calls(program: Program, node: Node) -> Callable[..., Call]:
+    """Return what makes a reduction's call: on one chunk, to compute partials; or as it was
     recorded, to combine them.
 
-    Args:
-        program: the program.
-        node: the reduction.
-        func: the function to call.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        start: the first row of the chunk.
-        memo: results shared by all runs of the chunk.
+    It takes the function to call, the function's positional arguments and its keyword arguments;
+    `start`, the first row of the chunk; and `memo`, results shared by all runs of the chunk.
     """
-    known = program.signatures.get(node.id)
-    if known is None:
+    made = program.makers_of_calls.get(node.id)
+    if made is None:
         _, row, _, _, n_rows, *_ = _core.node(node.id)
         assert row is not None  # only a row says that a call is a reduction
-        dtype = program.info(node.first_out).dtype
-        known = program.signatures[node.id] = table.ROWS[row]["call"], dtype, n_rows
-    signature, dtype, n_rows = known
-    return reduction_of(node), Call(func, args, kwargs, signature, dtype, start, n_rows, memo)
+        signature, dtype = table.ROWS[row]["call"], program.info(node.first_out).dtype
+        made = functools.partial(Call, signature=signature, dtype=dtype, n_rows=n_rows)
+        program.makers_of_calls[node.id] = made
+    return made
 
 
 def combine(
     program: Program, node: Node, parts: list[list[torch.Tensor]]
 ) -> tuple[torch.Tensor, ...]:
     """Return the outputs of a reduction from the partials of all chunks, parts[part][chunk]."""
-    reduction, call = call_of(program, node, *_core.call(node.id))
+    reduction, call = reduction_of(node), maker_of_calls(program, node)(*_core.call(node.id))
     value = reduction.combine(parts, call)
     values = tuple(value) if isinstance(value, tuple | list) else (value,)
     if reduction.is_by_chunk:

@@ -252,7 +252,7 @@ class Prepared:
         """Return the same for a call that leaves running statistics as they are."""
         if node.mode == ROWS and func in batch_softmax.N_OWN:
             return Prepared._normalize
-        return Prepared._reduce if node.first_out in self.run_.parts else Prepared._take
+        return self._reducer(node) if node.first_out in self.run_.parts else Prepared._take
 
     def _begin(
         self, _: Node, _chunk: int, _func: Callable[..., Any], args: _Args, _kwargs: _Kwargs
@@ -299,15 +299,24 @@ class Prepared:
         self.store.tracked.note(node, func, args)
         return func(*args, **kwargs)
 
-    def _reduce(
-        self, node: Node, chunk: int, func: Callable[..., Any], args: _Args, kwargs: _Kwargs
-    ) -> tuple[torch.Tensor, ...]:
-        """Compute the partial results of a reduction."""
-        memo = self.store.memos.setdefault((node.id, chunk), {})
-        start = self.grid[chunk][0] if self.grid else 0
-        words = self.program, node, func, args, kwargs, start, memo
-        reduction, call = calls.call_of(*words)
-        return reduction.partials(self.run_.parts[node.first_out], call)
+    def _reducer(self, node: Node) -> _Runner:
+        """Return what computes the partial results of a reduction."""
+        reduction, make = calls.reduction_of(node), calls.maker_of_calls(self.program, node)
+        parts = self.run_.parts[node.first_out]
+
+        def reduce(
+            of: Prepared,
+            node: Node,
+            chunk: int,
+            func: Callable[..., Any],
+            args: _Args,
+            kwargs: _Kwargs,
+        ) -> tuple[torch.Tensor, ...]:
+            memo = of.store.memos.setdefault((node.id, chunk), {})
+            start = of.grid[chunk][0] if of.grid else 0
+            return reduction.partials(parts, make(func, args, kwargs, start=start, memo=memo))
+
+        return reduce
 
     def _take(
         self, node: Node, _: int, func: Callable[..., Any], args: _Args, kwargs: _Kwargs

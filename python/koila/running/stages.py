@@ -64,12 +64,12 @@ class Stages(Store):
 
     def prepared(self, run: Run, is_graph: bool) -> Prepared:
         """Return a run prepared for its chunks; for a body, the same until the loop ends."""
-        if not run.is_body:
-            return Prepared(self, run, is_graph)
-        key = run.index, is_graph
-        if key not in self.ready:
-            self.ready[key] = Prepared(self, run, is_graph)
-        return self.ready[key]
+        prepared = self.ready.get((run.index, is_graph))
+        if prepared is None:
+            prepared = Prepared(self, run, is_graph)
+            if run.is_body:
+                self.ready[run.index, is_graph] = prepared
+        return prepared
 
     def run_nodes(
         self,

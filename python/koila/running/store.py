@@ -133,7 +133,8 @@ class Store:
     ) -> None:
         """Keep the outputs `values` of a run on a chunk, taken from `env`, for other stages. They
         are detached from its graph."""
-        self.begin_outputs(run.exports)  # `seeds` looks there, also for what no stage reads
+        if not self.cross.keys() >= set(run.exports):
+            self.begin_outputs(run.exports)  # `seeds` looks there, also for what no stage reads
         for value in values:
             cross, parts = self.cross[value], run.parts.get(value)
             if parts is None:

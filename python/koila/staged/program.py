@@ -121,8 +121,8 @@ class Program:
         #: A cache of `planning/ways.py`: the measures of this program, with and without backward.
         self.measured: dict[bool, Any] = {}
         self._cut_before: dict[tuple[int, bool], Program] = {}  # by `Way.cuts`
-        #: A cache of `reductions/calls.py`: by reduction, its signature, dtype, rows of all chunks.
-        self.signatures: dict[int, tuple[str, torch.dtype, int]] = {}
+        #: A cache of `reductions/calls.py`: by reduction, what makes its calls.
+        self.makers_of_calls: dict[int, Callable[..., Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
         """Ask the core what it tells of the program, when some of that is read first."""
