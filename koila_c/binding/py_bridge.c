@@ -78,8 +78,7 @@ KL_DEFINE(kl_bridge_behind, object)
                       : is_reached == NULL ? PyErr_NoMemory()
                                            : NULL;
     kl_alloc_free(is_reached);
-    Py_XDECREF(leaves);
-    Py_XDECREF(held);
+    KL_DROP(leaves, held);
     return found;
 }
 

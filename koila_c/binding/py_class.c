@@ -138,12 +138,7 @@ ask_size(PyObject *shape, PyObject *const *args, Py_ssize_t n_args, PyObject *kw
     if (ask != NULL) {
         result = PyObject_Vectorcall(ask, args, (size_t)n_args, kwnames);
     }
-    Py_XDECREF(ask);
-    Py_XDECREF(stand_in);
-    Py_XDECREF(words);
-    Py_XDECREF(given);
-    Py_XDECREF(empty);
-    Py_XDECREF(torch);
+    KL_DROP(ask, stand_in, words, given, empty, torch);
     return result;
 }
 
@@ -248,11 +243,8 @@ kl_class_init(PyObject *module)
     kl_py.lazy = (PyTypeObject *)Py_NewRef(class);
     kl_dispatch_install();
     result = PyModule_AddObjectRef(module, "LazyTensor", class);
-    if (result == 0) {
-        result = kl_recycle_init();
-    }
+    result = result == 0 ? kl_recycle_init() : result;
 error:
-    Py_XDECREF(member);
-    Py_XDECREF(class);
+    KL_DROP(member, class);
     return result;
 }

@@ -136,8 +136,7 @@ describe(const KlMeta *meta)
         result = Py_BuildValue("(OOOOi)", kl_py.dtypes[meta->dtype], size, strides,
                                meta->requires_grad ? Py_True : Py_False, (int)meta->device);
     }
-    Py_XDECREF(strides);
-    Py_XDECREF(size);
+    KL_DROP(strides, size);
     return result;
 }
 

@@ -15,8 +15,7 @@ kl_failure_keep(Tape *tape, KlNodeId id)
         PyObject *notes = args != NULL ? PyObject_GetAttrString(value, "__notes__") : NULL;
         PyErr_Clear();
         error = args != NULL ? PyTuple_Pack(3, type, args, notes != NULL ? notes : Py_None) : NULL;
-        Py_XDECREF(notes);
-        Py_XDECREF(args);
+        KL_DROP(notes, args);
     }
     PyErr_Clear();
     Py_XSETREF(tape->nodes[id].error, error);
@@ -35,8 +34,7 @@ add_note(Tape *tape, KlNodeId id)
     if (note != NULL && value != NULL) {
         (void)kl_py_done(PyObject_CallMethod(value, "add_note", "O", note));
     }
-    Py_XDECREF(note);
-    Py_XDECREF(where);
+    KL_DROP(note, where);
     PyErr_Restore(type, value, traceback);
 }
 

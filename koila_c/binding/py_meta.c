@@ -148,9 +148,7 @@ read_by_attribute(PyObject *tensor, KlMeta *meta)
     meta->is_strided = true;
     result = 0;
 error:
-    Py_XDECREF(strides);
-    Py_XDECREF(shape);
-    Py_XDECREF(dtype);
+    KL_DROP(strides, shape, dtype);
     return result;
 }
 
@@ -296,8 +294,7 @@ handle_self_test(PyObject *torch)
         PyObject *whole = PyObject_CallMethod(torch, "empty", "(ii)", 3, 5);
         PyObject *cast = whole ? PyObject_CallMethod(whole, "to", "O", kl_py.dtypes[i]) : NULL;
         PyObject *tensor = cast ? PyObject_CallMethod(cast, "t", NULL) : NULL;
-        Py_XDECREF(whole);
-        Py_XDECREF(cast);
+        KL_DROP(whole, cast);
         if (tensor == NULL) {
             return -1;
         }
@@ -348,8 +345,7 @@ layout_self_test(PyObject *torch)
             result = -1;
         }
     }
-    Py_XDECREF(cdata);
-    Py_XDECREF(tensor);
+    KL_DROP(cdata, tensor);
     return result;
 }
 

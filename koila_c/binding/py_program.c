@@ -654,8 +654,7 @@ KL_DEFINE(kl_program_stage, args)
         result = describe(tape, root_ids, reached, shared, handle);
     }
 error:
-    Py_XDECREF(handle);
-    Py_XDECREF(shared);
+    KL_DROP(handle, shared);
     kl_alloc_scratch_free(&scratch);
     kl_alloc_free(root_ids.ids);
     kl_alloc_free(reached.ids);

@@ -36,11 +36,7 @@ kl_promise_break(const Tape *tape, KlNodeId id, KlValueId value, PyObject *resul
             expected, promised.requires_grad ? "True" : "False", kl_meta_dtype_name(promised.dtype),
             rows >= 0 ? " of a chunk" : "", where);
     }
-    Py_XDECREF(requires_grad);
-    Py_XDECREF(dtype);
-    Py_XDECREF(shape);
-    Py_XDECREF(expected);
-    Py_XDECREF(where);
+    KL_DROP(requires_grad, dtype, shape, expected, where);
     return -1;
 }
 

@@ -99,8 +99,7 @@ make_number(KlPlaceholder kind)
     PyObject *args =
         make != NULL ? PyTuple_Pack(2, (PyObject *)kl_py.lazy, kl_py.empty_tuple) : NULL;
     PyObject *made = args != NULL ? PyObject_Call(make, args, state.options[kind]) : NULL;
-    Py_XDECREF(args);
-    Py_XDECREF(make);
+    KL_DROP(args, make);
     return made;
 }
 
@@ -178,8 +177,7 @@ layout_test(void)
         result = PyLong_AsVoidPtr(cdata) == ((TensorObject *)tensor)->impl &&
                  kl_py.slot_offset >= (Py_ssize_t)sizeof(TensorObject);
     }
-    Py_XDECREF(cdata);
-    Py_XDECREF(tensor);
+    KL_DROP(cdata, tensor);
     return PyErr_Occurred() ? -1 : result;
 }
 
@@ -205,10 +203,7 @@ count_test(void)
         result = -1;
     }
 error:
-    Py_XDECREF(back);
-    Py_XDECREF(capsule);
-    Py_XDECREF(aoti);
-    Py_XDECREF(lazy);
+    KL_DROP(back, capsule, aoti, lazy);
     return result;
 }
 

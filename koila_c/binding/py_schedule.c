@@ -44,8 +44,7 @@ lights_of(const KlSchedule *schedule)
         if (value == NULL || item == NULL || PyDict_SetItem(lights, value, item) < 0) {
             Py_CLEAR(lights);
         }
-        Py_XDECREF(item);
-        Py_XDECREF(value);
+        KL_DROP(item, value);
     }
     return lights;
 }

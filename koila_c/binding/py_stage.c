@@ -136,8 +136,7 @@ apply_rewrites(const Run *run, PyObject *args)
             PyObject *item = PySequence_GetItem(before, rewrite->entry);
             PyObject *changed = item != NULL ? rewrite_slice(item, rewrite->part, integer) : NULL;
             after = changed != NULL ? rewrite_entry(before, rewrite->entry, changed) : NULL;
-            Py_XDECREF(item);
-            Py_XDECREF(changed);
+            KL_DROP(item, changed);
         }
         Py_DECREF(integer);
         if (after == NULL || PyList_SetItem(args, rewrite->arg, after) < 0) {
@@ -222,9 +221,7 @@ call_node(Run *run, KlNodeId id)
         result =
             PyObject_CallFunctionObjArgs(run->run_other, integer, call->func, tuple, named, NULL);
     }
-    Py_XDECREF(integer);
-    Py_XDECREF(named);
-    Py_XDECREF(tuple);
+    KL_DROP(integer, named, tuple);
 error:
     Py_XDECREF(args);
     return result;
@@ -258,10 +255,7 @@ lay_out(const Run *run, KlValueId value, PyObject *result)
     } else if (is_same == 0 && PyList_SetItem(strides, place->dim, Py_NewRef(stride)) == 0) {
         laid_out = PyObject_CallMethod(result, "as_strided", "OO", shape, strides);
     }
-    Py_XDECREF(stride);
-    Py_XDECREF(strides);
-    Py_XDECREF(shape);
-    Py_XDECREF(given);
+    KL_DROP(stride, strides, shape, given);
     return laid_out;
 }
 
@@ -393,9 +387,7 @@ run_one(Run *run, KlNodeId id, KlContextSwitch *context)
     }
     Py_XDECREF(before);
     Py_CLEAR(run->forked);
-    if (status == 0) {
-        status = kl_stage_wait_for_copy(run->tape, run->node);
-    }
+    status = status == 0 ? kl_stage_wait_for_copy(run->tape, run->node) : status;
     Py_XDECREF(result);
     return PyList_SetSlice(run->scratch, 0, PyList_GET_SIZE(run->scratch), NULL) < 0 ? -1 : status;
 }

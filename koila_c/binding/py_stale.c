@@ -67,8 +67,7 @@ kind_of(PyObject *tensor)
     PyObject *nn = PyImport_ImportModule("torch.nn");
     PyObject *type = nn != NULL ? PyObject_GetAttrString(nn, "Parameter") : NULL;
     bool is_parameter = type != NULL && PyObject_IsInstance(tensor, type) == 1;
-    Py_XDECREF(type);
-    Py_XDECREF(nn);
+    KL_DROP(type, nn);
     PyErr_Clear();
     return is_parameter ? "parameter" : "tensor";
 }
@@ -87,9 +86,7 @@ set_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
             "the call ran; change it after backward(), or read the result first",
             name, kind_of(tape->values[leaf].real), size, where);
     }
-    Py_XDECREF(name);
-    Py_XDECREF(size);
-    Py_XDECREF(where);
+    KL_DROP(name, size, where);
 }
 
 /* A leaf was changed: fail the calls that read it, so that whoever asks for their values gets a StaleError. If one
@@ -360,7 +357,6 @@ KL_DEFINE(kl_stale_outdated, is_over)
     }
 done:;
     PyObject *result = status < 0 ? NULL : PyTuple_Pack(2, list, cuts);
-    Py_XDECREF(cuts);
-    Py_XDECREF(list);
+    KL_DROP(cuts, list);
     return result;
 }

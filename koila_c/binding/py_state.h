@@ -222,6 +222,18 @@ kl_py_truth(PyObject *answer)
     return answer == NULL ? -1 : answer == Py_True;
 }
 
+/* Drop references, of which each may be NULL, in that order. */
+#define KL_DROP(...)                                                                               \
+    kl_py_drop((PyObject *[]){__VA_ARGS__},                                                        \
+               sizeof((PyObject *[]){__VA_ARGS__}) / sizeof(PyObject *))
+static inline void
+kl_py_drop(PyObject *const *objects, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        Py_XDECREF(objects[i]);
+    }
+}
+
 /* Drop the result of a call made for its side effect. Returns 0, or -1 if the call raised. */
 static inline int
 kl_py_done(PyObject *result)

@@ -169,9 +169,7 @@ take_weak(const Storage *storage)
         weak = PyObject_CallMethod(object, "_weak_ref", NULL);
     }
     int result = weak != NULL ? 1 : object == Py_None ? 0 : -1;
-    Py_XDECREF(weak);
-    Py_XDECREF(object);
-    Py_XDECREF(address);
+    KL_DROP(weak, object, address);
     return result;
 }
 
@@ -273,8 +271,7 @@ note_all(PyObject *objects)
         parts = PyObject_CallOneArg(state.parts, others);
         result = parts == NULL ? -1 : note_list(parts, NULL);
     }
-    Py_XDECREF(parts);
-    Py_XDECREF(others);
+    KL_DROP(parts, others);
     return result;
 }
 
@@ -457,9 +454,7 @@ test_storage(PyObject *locals)
     view = evaluate("x.view(-1)", locals);
     result = view == NULL ? -1 : (uint32_t)storage->counts == n_before + 1;
 error:
-    Py_XDECREF(view);
-    Py_XDECREF(words);
-    Py_XDECREF(tensor);
+    KL_DROP(view, words, tensor);
     return result;
 }
 
@@ -484,11 +479,7 @@ test_others(PyObject *locals)
              impl_of(meta)->storage != NULL && bytes_of(impl_of(meta)->storage) == 0 &&
              impl_of(grad)->storage->is_resizable && !impl_of(buffer)->storage->is_resizable;
 error:
-    Py_XDECREF(sparse);
-    Py_XDECREF(buffer);
-    Py_XDECREF(meta);
-    Py_XDECREF(grad);
-    Py_XDECREF(leaf);
+    KL_DROP(sparse, buffer, meta, grad, leaf);
     return result;
 }
 
@@ -512,10 +503,7 @@ self_test(void)
     result = state.grad == NULL ? 0 : test_storage(locals);
     result = result == 1 ? test_others(locals) : result;
 error:
-    Py_XDECREF(type);
-    Py_XDECREF(locals);
-    Py_XDECREF(gc);
-    Py_XDECREF(torch);
+    KL_DROP(type, locals, gc, torch);
     return result;
 }
 

@@ -198,9 +198,7 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
                              .refresh_of = value,
                              .refresh_out = origin - node.first_out};
     int result = infer_again(tape, &node, &old, source, again, &inferred);
-    if (result == 0) {
-        result = copy_call(tape, old.node, now, &call);
-    }
+    result = result == 0 ? copy_call(tape, old.node, now, &call) : result;
     if (result == 0) {
         result = kl_tape_append_call(tape, &record, tape->nodes[old.node].func, &call, &id);
         if (result < 0) {

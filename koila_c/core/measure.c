@@ -876,9 +876,7 @@ kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *o
                  .n_pieces = 1,
                  .moments = &measured->moments};
     step.status = kl_sweep_init(&step.sweep, tape, program, &outside->known, error);
-    if (step.status == KL_OK) {
-        step.status = allocate(&step);
-    }
+    step.status = step.status == KL_OK ? allocate(&step) : step.status;
     if (step.status == KL_OK) {
         step.status = kl_schedule_build(tape, program, homes, &step.schedule, error);
     }

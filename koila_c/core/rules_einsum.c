@@ -182,9 +182,8 @@ read_equation(const KlCall *call, Equation *equation)
     const char *text = NULL;
     uint8_t counts[128] = {0};
     *equation = (Equation){.n_operands = call->n_inputs};
-    KlStatus status = kl_rules_text(call, 0, NULL, &text);
-    if (status != KL_OK || text == NULL || call->n_inputs < 2 || call->n_inputs > KL_LABELS_MAX ||
-        call->args[1].kind != KL_ARG_VALUES) {
+    if (kl_rules_text(call, 0, NULL, &text) != KL_OK || text == NULL || call->n_inputs < 2 ||
+        call->n_inputs > KL_LABELS_MAX || call->args[1].kind != KL_ARG_VALUES) {
         return KL_DECLINED;
     }
     bool is_read = read_operands(call, &text, equation) && (*text == '\0' || *text == '-') &&

@@ -60,9 +60,8 @@ KL_SHAPE(one_hot)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     int64_t n_classes = 0;
-    KlStatus status = kl_rules_int(call, 1, -1, &n_classes);
-    if (status != KL_OK || input == NULL || input->dtype != KL_DTYPE_INT64 || n_classes <= 0 ||
-        input->n_dims + 1 > KL_DIMS_MAX) {
+    if (kl_rules_int(call, 1, -1, &n_classes) != KL_OK || input == NULL ||
+        input->dtype != KL_DTYPE_INT64 || n_classes <= 0 || input->n_dims + 1 > KL_DIMS_MAX) {
         return KL_DECLINED; /* without num_classes the shape depends on the data */
     }
     KlMeta out = *input;

@@ -152,10 +152,9 @@ KL_SHAPE(select_masked)
 {
     const KlMeta *input = call->inputs[0], *mask = kl_rules_input(call, 1);
     int64_t n_each = 0;
-    KlStatus status = kl_rules_int(call, 2, 0, &n_each);
-    if (status != KL_OK || n_each <= 0 || mask == NULL || mask->dtype != KL_DTYPE_BOOL ||
-        mask->n_dims == 0 || mask->n_dims > input->n_dims) {
-        return status == KL_OK ? KL_DECLINED : status;
+    if (kl_rules_int(call, 2, 0, &n_each) != KL_OK || n_each <= 0 || mask == NULL ||
+        mask->dtype != KL_DTYPE_BOOL || mask->n_dims == 0 || mask->n_dims > input->n_dims) {
+        return KL_DECLINED;
     }
     int64_t shape[KL_DIMS_MAX] = {mask->shape[0] * n_each};
     for (int32_t dim = 0; dim < input->n_dims; dim++) {
@@ -165,7 +164,7 @@ KL_SHAPE(select_masked)
             return kl_error_set(error, KL_ERROR_SHAPE, "the mask does not have the value's shape");
         }
     }
-    status = kl_rules_out_shape(result, shape, input->n_dims - mask->n_dims + 1, error);
+    KlStatus status = kl_rules_out_shape(result, shape, input->n_dims - mask->n_dims + 1, error);
     if (status == KL_OK && (kl_meta_is_contiguous(input) || mask->n_dims == input->n_dims)) {
         kl_meta_set_contiguous(&result->outs[0]);
     }

@@ -212,9 +212,9 @@ static KlStatus
 read_options(const KlCall *call, KlInferred *result, uint32_t first)
 {
     bool is_pinned = false, is_leaf = false;
-    KlStatus status = kl_rules_bool(call, first + 3, false, &is_pinned);
-    status = status == KL_OK ? kl_rules_bool(call, first + 4, false, &is_leaf) : status;
-    if (status != KL_OK || is_pinned || is_leaf || kl_rules_is_given(call, first + 1)) {
+    if (kl_rules_bool(call, first + 3, false, &is_pinned) != KL_OK ||
+        kl_rules_bool(call, first + 4, false, &is_leaf) != KL_OK || is_pinned || is_leaf ||
+        kl_rules_is_given(call, first + 1)) {
         return KL_DECLINED;
     }
     if (kl_rules_is_given(call, first + 2)) {

@@ -229,11 +229,11 @@ KL_SHAPE(expand)
     const KlMeta *input = call->inputs[0];
     const int64_t *sizes = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, 1, &sizes, &n);
-    if (status != KL_OK || n > KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
+    if (kl_rules_ints(call, 1, &sizes, &n) != KL_OK || n > KL_DIMS_MAX ||
+        !kl_rules_is_given(call, 1)) {
         return KL_DECLINED;
     }
-    status = begin_view(call, result, error);
+    KlStatus status = begin_view(call, result, error);
     if (status == KL_OK) {
         status = kl_rules_expand(input, &result->outs[0], sizes, (int32_t)n, error);
     }

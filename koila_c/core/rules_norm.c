@@ -52,9 +52,9 @@ read_normalized(const KlCall *call, uint32_t n_weights, int32_t *n, KlError *err
     const int64_t *ints = NULL;
     uint32_t n_given = 0;
     const KlMeta *input = kl_rules_input(call, 0);
-    KlStatus status = kl_rules_ints(call, 1, &ints, &n_given);
-    if (status != KL_OK || call->args[1].kind != KL_ARG_INTS || input == NULL || n_given == 0 ||
-        n_given > (uint32_t)input->n_dims || kl_meta_n_elements(input) == 0) {
+    if (kl_rules_ints(call, 1, &ints, &n_given) != KL_OK || call->args[1].kind != KL_ARG_INTS ||
+        input == NULL || n_given == 0 || n_given > (uint32_t)input->n_dims ||
+        kl_meta_n_elements(input) == 0) {
         return KL_DECLINED;
     }
     *n = (int32_t)n_given;
@@ -168,9 +168,8 @@ KL_SHAPE(group_norm)
 {
     int64_t n_groups = 0;
     const KlMeta *input = kl_rules_input(call, 0);
-    KlStatus status = kl_rules_int(call, 1, 0, &n_groups);
-    if (status != KL_OK || input == NULL || input->n_dims < 2 || n_groups <= 0 ||
-        kl_meta_n_elements(input) == 0 || !is_vector(call, 2, input->shape[1]) ||
+    if (kl_rules_int(call, 1, 0, &n_groups) != KL_OK || input == NULL || input->n_dims < 2 ||
+        n_groups <= 0 || kl_meta_n_elements(input) == 0 || !is_vector(call, 2, input->shape[1]) ||
         !is_vector(call, 3, input->shape[1])) {
         return KL_DECLINED;
     }

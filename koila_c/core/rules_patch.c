@@ -140,8 +140,7 @@ KL_SHAPE(affine_grid)
     const KlMeta *theta = kl_rules_input(call, 0);
     const int64_t *size = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, 1, &size, &n);
-    if (status != KL_OK || theta == NULL || (n != 4 && n != 5)) {
+    if (kl_rules_ints(call, 1, &size, &n) != KL_OK || theta == NULL || (n != 4 && n != 5)) {
         return KL_DECLINED;
     }
     int64_t n_spatial = (int64_t)n - 2;

@@ -11,9 +11,9 @@ read_dropout(const KlCall *call, double *p, bool *is_drawn)
 {
     bool is_training = false;
     const KlMeta *input = kl_rules_input(call, INPUT);
-    KlStatus status = kl_rules_float(call, PROBABILITY, 0.0, p);
-    status = status == KL_OK ? kl_rules_bool(call, TRAIN, true, &is_training) : status;
-    if (status != KL_OK || input == NULL || !(*p >= 0.0 && *p <= 1.0)) {
+    if (kl_rules_float(call, PROBABILITY, 0.0, p) != KL_OK ||
+        kl_rules_bool(call, TRAIN, true, &is_training) != KL_OK || input == NULL ||
+        !(*p >= 0.0 && *p <= 1.0)) {
         return KL_DECLINED;
     }
     *is_drawn = is_training && *p > 0.0 && kl_meta_n_elements(input) > 0;
@@ -176,11 +176,10 @@ KL_SHAPE(multinomial)
     int64_t n = 0;
     bool is_replaced = false;
     const KlMeta *input = kl_rules_input(call, INPUT);
-    KlStatus status = kl_rules_int(call, 1, 0, &n);
-    status = status == KL_OK ? kl_rules_bool(call, 2, false, &is_replaced) : status;
-    if (status != KL_OK || input == NULL || n < 1 || input->n_dims < 1 || input->n_dims > 2 ||
-        !kl_meta_dtype_is_float(input->dtype) || !has_default_generator(call) ||
-        (!is_replaced && n > input->shape[input->n_dims - 1])) {
+    if (kl_rules_int(call, 1, 0, &n) != KL_OK ||
+        kl_rules_bool(call, 2, false, &is_replaced) != KL_OK || input == NULL || n < 1 ||
+        input->n_dims < 1 || input->n_dims > 2 || !kl_meta_dtype_is_float(input->dtype) ||
+        !has_default_generator(call) || (!is_replaced && n > input->shape[input->n_dims - 1])) {
         return KL_DECLINED;
     }
     KlMeta out = *input;

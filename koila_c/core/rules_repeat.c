@@ -39,8 +39,8 @@ shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result, KlError *
 {
     const int64_t *repeats = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, 1, &repeats, &n);
-    if (status != KL_OK || n > KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
+    if (kl_rules_ints(call, 1, &repeats, &n) != KL_OK || n > KL_DIMS_MAX ||
+        !kl_rules_is_given(call, 1)) {
         return KL_DECLINED;
     }
     if ((int32_t)n < n_least) {

@@ -92,8 +92,8 @@ read_pads(const KlCall *call, const KlMeta *input, int64_t (*pads)[2])
 {
     const int64_t *ints = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, 1, &ints, &n);
-    if (status != KL_OK || n % 2 != 0 || n / 2 > (uint32_t)input->n_dims) {
+    if (kl_rules_ints(call, 1, &ints, &n) != KL_OK || n % 2 != 0 ||
+        n / 2 > (uint32_t)input->n_dims) {
         return KL_DECLINED;
     }
     memset(pads, 0, sizeof(pads[0]) * KL_DIMS_MAX);
