@@ -217,8 +217,8 @@ void kl_rules_save(const KlCall *call, KlSaves *saves, uint32_t arg);
 bool kl_rules_needs_grad(const KlCall *call, uint32_t arg);
 /* Note that a new tensor of n elements is saved. */
 void kl_rules_save_new(const KlInferred *result, KlSaves *saves, int64_t n, KlDtype dtype);
-/* Whether view(-1, shape[-1]) needs no copy. */
-bool kl_rules_is_foldable(const KlMeta *meta);
+/* Whether all dims but the last `n_last` can be merged into one without a copy. */
+bool kl_rules_merges(const KlMeta *meta, int32_t n_last);
 /* Get args[arg] as `n` numbers, one for each spatial dim: a tuple, one number for all, or the fallback. */
 KlStatus kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fallback,
                           int64_t *values); /* rules_conv.c */
@@ -250,8 +250,8 @@ KlStatus kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta
                       const KlInferred *result __attribute__((unused)), KlSaves *saves)
 
 /* Rules that other rules call, and that infer.c knows. */
-KlRule shape_broadcast, shape_cast, shape_itself, shape_like, shape_tensor_pair;
-KlRule dtype_promote, dtype_same, dtype_uniform_float, dtype_value_index;
+KlRule shape_alias, shape_broadcast, shape_cast, shape_itself, shape_like, shape_tensor_pair;
+KlRule dtype_all_same, dtype_promote, dtype_same, dtype_uniform_float, dtype_value_index;
 KlRule place_along, place_moved, place_rowwise, place_scan;
 KlSavesRule kl_rules_keep; /* as KlRow.keeps says */
 KlSavesRule saves_all, saves_index;

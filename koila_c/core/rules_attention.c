@@ -66,12 +66,10 @@ check_mask(const KlCall *call, const KlMeta *lead, KlError *error)
     weights.shape[weights.n_dims++] = key->shape[key->n_dims - 2];
     KlMeta grown = weights;
     KlStatus status = kl_rules_broadcast(&grown, mask, error);
-    for (int32_t dim = 0; status == KL_OK && dim < grown.n_dims; dim++) {
-        bool is_same = grown.n_dims == weights.n_dims && grown.shape[dim] == weights.shape[dim];
-        status = is_same ? KL_OK : KL_DECLINED;
-    }
-    bool is_typed = mask->dtype == KL_DTYPE_BOOL || mask->dtype == query->dtype;
-    return status == KL_OK && !is_typed ? KL_DECLINED : status;
+    bool is_fit = (mask->dtype == KL_DTYPE_BOOL || mask->dtype == query->dtype) &&
+                  grown.n_dims == weights.n_dims &&
+                  kl_rules_are_alike(&grown, &weights, weights.n_dims);
+    return status == KL_OK && !is_fit ? KL_DECLINED : status;
 }
 
 /* Whether torch may use a fused kernel: four dims, equal batch and feature sizes, contiguous features, a mask of two or
@@ -167,19 +165,6 @@ KL_PLACE(attention)
     return kl_rules_wire(call, result, &wiring);
 }
 
-/* Whether all dims but the last two can be merged without a copy. */
-static bool
-is_batch_of_matrices(const KlMeta *meta)
-{
-    KlMeta batch = {.n_dims = 3, .shape = {1}};
-    for (int32_t dim = 0; dim < meta->n_dims - 2; dim++) {
-        batch.shape[0] *= meta->shape[dim];
-    }
-    batch.shape[1] = meta->shape[meta->n_dims - 2];
-    batch.shape[2] = meta->shape[meta->n_dims - 1];
-    return meta->is_strided && kl_rules_view_strides(meta, &batch);
-}
-
 KL_SAVES(attention)
 {
     double dropout = 0.0;
@@ -207,7 +192,7 @@ KL_SAVES(attention)
     /* The other kernel saves the weights, scaled copies of query and key, and the value, or a copy of it. `there`: tensors
      * that are widened, repeated for grouped heads, or made of a mask, which live until the call ends. */
     const KlMeta *value = call->inputs[VALUE];
-    bool is_batch = is_batch_of_matrices(value), is_made = is_half || is_grouped;
+    bool is_batch = kl_rules_merges(value, 2), is_made = is_half || is_grouped;
     if (!is_made && (is_batch || !value->is_strided)) {
         kl_rules_save(call, saves, VALUE);
     }
@@ -223,7 +208,7 @@ KL_SAVES(attention)
     int64_t there = is_grouped ? keys : 0;
     there += is_half ? size * (kl_meta_n_elements(query) + kl_meta_n_elements(key)) : 0;
     there += is_half && (is_grouped || !is_batch) ? size * kl_meta_n_elements(value) : 0;
-    there += is_batch_of_matrices(query) ? 0 : size * kl_meta_n_elements(query);
+    there += kl_rules_merges(query, 2) ? 0 : size * kl_meta_n_elements(query);
     there += is_causal ? weights / n_queries * out->shape[out->n_dims - 2] : 0;
     there += mask != NULL && mask->dtype == KL_DTYPE_BOOL ? own * kl_meta_n_elements(mask) : 0;
     /* During softmax the scores exist besides the weights, and a bool for each that tells whether it is -inf. At the end

@@ -2,26 +2,10 @@
 /* rules_complex.c - views of complex values as pairs of real numbers, and of their real and imaginary parts. */
 #include "rules.h"
 
-#include <string.h>
-
-/* Make one output that is a view of the first input; the caller sets its strides. */
-static KlStatus
-view_of(const KlCall *call, KlInferred *result, KlError *error)
-{
-    const KlMeta *input = call->inputs[0];
-    KlStatus status = kl_rules_out(result, input, error);
-    if (status == KL_OK) {
-        memcpy(result->outs[0].strides, input->strides, sizeof(input->strides));
-        result->outs[0].is_strided = input->is_strided;
-        kl_rules_alias(result, KL_ALIAS_VIEW, 0);
-    }
-    return status;
-}
-
 KL_SHAPE(conj)
 {
     bool is_complex = kl_meta_dtype_is_complex(call->inputs[0]->dtype);
-    return is_complex ? view_of(call, result, error) : shape_itself(call, result, error);
+    return is_complex ? shape_alias(call, result, error) : shape_itself(call, result, error);
 }
 
 /* A view of every second number of a complex value. */
@@ -30,7 +14,7 @@ KL_SHAPE(imag)
     if (!kl_meta_dtype_is_complex(call->inputs[0]->dtype)) {
         return KL_DECLINED;
     }
-    KlStatus status = view_of(call, result, error);
+    KlStatus status = shape_alias(call, result, error);
     for (int32_t dim = 0; status == KL_OK && dim < result->outs[0].n_dims; dim++) {
         result->outs[0].strides[dim] *= 2;
     }
@@ -74,7 +58,7 @@ KL_SHAPE(view_as_complex)
     if (!is_pairs) {
         return kl_error_set(error, KL_ERROR_SHAPE, "the last dim is none of pairs");
     }
-    KlStatus status = view_of(call, result, error);
+    KlStatus status = shape_alias(call, result, error);
     if (status == KL_OK) {
         KlMeta *out = &result->outs[0];
         out->n_dims = last;
@@ -89,15 +73,10 @@ KL_SHAPE(view_as_complex)
 /* Two real tensors of one type. */
 KL_DTYPE(to_complex)
 {
-    KlDtype dtype = call->inputs[0]->dtype;
-    for (uint32_t i = 1; i < call->n_inputs; i++) {
-        if (call->inputs[i]->dtype != dtype) {
-            return KL_DECLINED;
-        }
-    }
-    if (dtype != KL_DTYPE_FLOAT32 && dtype != KL_DTYPE_FLOAT64) {
+    bool is_double = call->inputs[0]->dtype == KL_DTYPE_FLOAT64;
+    if (dtype_all_same(call, result, error) != KL_OK ||
+        (!is_double && call->inputs[0]->dtype != KL_DTYPE_FLOAT32)) {
         return KL_DECLINED;
     }
-    bool is_double = dtype == KL_DTYPE_FLOAT64;
     return kl_rules_set_dtypes(result, is_double ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64);
 }

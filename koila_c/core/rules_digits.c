@@ -58,9 +58,8 @@ kl_rules_first_rows(const KlCall *call)
     return i;
 }
 
-static const char *
-follow(const KlCall *call, KlInferred *result, uint32_t input, const KlPlace *want,
-       bool can_broadcast)
+const char *
+kl_rules_match(const KlCall *call, KlInferred *result, uint32_t input, const KlPlace *want)
 {
     const KlMeta *meta = call->inputs[input];
     const KlPlace *own = &meta->place;
@@ -70,9 +69,6 @@ follow(const KlCall *call, KlInferred *result, uint32_t input, const KlPlace *wa
         }
         return kl_place_is_equal(own, want) ? NULL
                                             : "two inputs have their samples in different order";
-    }
-    if (can_broadcast && (want->dim < 0 || meta->shape[want->dim] == 1)) {
-        return NULL;
     }
     if (want->dim < 0 || want->dim >= meta->n_dims ||
         meta->shape[want->dim] != kl_rules_span(want, kl_rules_rows(call, result))) {
@@ -85,13 +81,11 @@ follow(const KlCall *call, KlInferred *result, uint32_t input, const KlPlace *wa
 const char *
 kl_rules_follow(const KlCall *call, KlInferred *result, uint32_t input, const KlPlace *want)
 {
-    return follow(call, result, input, want, true);
-}
-
-const char *
-kl_rules_match(const KlCall *call, KlInferred *result, uint32_t input, const KlPlace *want)
-{
-    return follow(call, result, input, want, false);
+    const KlMeta *meta = call->inputs[input];
+    bool is_broadcast = want->dim < 0 || meta->shape[want->dim] == 1;
+    return is_broadcast && !kl_place_is_rows(&meta->place)
+               ? NULL
+               : kl_rules_match(call, result, input, want);
 }
 
 bool

@@ -202,17 +202,17 @@ kl_rules_save_new(const KlInferred *result, KlSaves *saves, int64_t n, KlDtype d
 }
 
 bool
-kl_rules_is_foldable(const KlMeta *meta)
+kl_rules_merges(const KlMeta *meta, int32_t n_last)
 {
-    if (meta->n_dims <= 2) {
-        return true;
+    KlMeta merged = {.n_dims = 1, .shape = {1}};
+    for (int32_t dim = 0; dim < meta->n_dims; dim++) {
+        if (dim < meta->n_dims - n_last) {
+            merged.shape[0] *= meta->shape[dim];
+        } else {
+            merged.shape[merged.n_dims++] = meta->shape[dim];
+        }
     }
-    int64_t last = meta->shape[meta->n_dims - 1];
-    KlMeta folded = {.n_dims = 2, .shape = {1, last}};
-    for (int32_t dim = 0; dim < meta->n_dims - 1; dim++) {
-        folded.shape[0] *= meta->shape[dim];
-    }
-    return meta->is_strided && kl_rules_view_strides(meta, &folded);
+    return meta->is_strided && kl_rules_view_strides(meta, &merged);
 }
 
 /* Every tensor of the call has the dtype of the first, which is no bool. */

@@ -78,15 +78,12 @@ check_addend(const KlCall *call, const KlInferred *result, KlError *error)
     }
     KlMeta grown = result->outs[0];
     KlStatus status = kl_rules_broadcast(&grown, addend, error);
-    for (int32_t dim = 0; status == KL_OK && dim < grown.n_dims; dim++) {
-        bool is_grown = grown.n_dims != result->outs[0].n_dims ||
-                        grown.shape[dim] != result->outs[0].shape[dim];
-        if (is_grown) {
-            status = kl_error_set(error, KL_ERROR_SHAPE,
-                                  "the first argument does not broadcast to the product");
-        }
-    }
-    return status;
+    bool is_grown = grown.n_dims != result->outs[0].n_dims ||
+                    !kl_rules_are_alike(&grown, &result->outs[0], grown.n_dims);
+    return status != KL_OK || !is_grown
+               ? status
+               : kl_error_set(error, KL_ERROR_SHAPE,
+                              "the first argument does not broadcast to the product");
 }
 
 /* The shape rule of a product of args[arg] and args[arg + 1], which have n_left and n_right dims. */

@@ -112,15 +112,9 @@ KL_SHAPE(matmul)
         return kl_error_set(error, KL_ERROR_SHAPE, "sizes %lld and %lld do not match",
                             (long long)size_sum, (long long)size_sum_right(right));
     }
-    KlMeta batch_left = {.n_dims = n_batch(left)};
-    KlMeta batch_right = {.n_dims = n_batch(right)};
-    KlMeta out = {.n_dims = 0};
-    for (int32_t dim = 0; dim < batch_left.n_dims; dim++) {
-        batch_left.shape[dim] = left->shape[dim];
-    }
-    for (int32_t dim = 0; dim < batch_right.n_dims; dim++) {
-        batch_right.shape[dim] = right->shape[dim];
-    }
+    KlMeta batch_left = *left, batch_right = *right, out = {.n_dims = 0};
+    batch_left.n_dims = n_batch(left);
+    batch_right.n_dims = n_batch(right);
     KlStatus status = kl_rules_broadcast(&out, &batch_left, error);
     status = status == KL_OK ? kl_rules_broadcast(&out, &batch_right, error) : status;
     if (status != KL_OK) {
@@ -134,8 +128,7 @@ KL_SHAPE(matmul)
     }
     status = kl_rules_out(result, &out, error);
     if (status == KL_OK) {
-        KlMeta used_left = *left;
-        KlMeta used_right = *right;
+        KlMeta used_left = *left, used_right = *right;
         squeeze_pair(&used_left, &used_right);
         kl_meta_set_contiguous(&result->outs[0]);
         if (used_left.n_dims == 2 && used_right.n_dims > 2 && is_folded(&used_left, &used_right)) {
@@ -185,7 +178,7 @@ static void
 save_folded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint32_t arg,
             const KlMeta *meta)
 {
-    bool is_view = kl_rules_is_foldable(meta);
+    bool is_view = meta->n_dims <= 2 || kl_rules_merges(meta, 1);
     if (is_view || !meta->is_strided) {
         kl_rules_save(call, saves, arg);
     }
@@ -239,8 +232,7 @@ save_expanded(const KlCall *call, const KlInferred *result, KlSaves *saves, uint
 
 KL_SAVES(matmul)
 {
-    KlMeta left = *call->inputs[0];
-    KlMeta right = *call->inputs[1];
+    KlMeta left = *call->inputs[0], right = *call->inputs[1];
     if (left.n_dims <= 2 && right.n_dims <= 2) {
         for (uint32_t arg = 0; arg < 2; arg++) {
             if (kl_rules_needs_grad(call, arg)) {

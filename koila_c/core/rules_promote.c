@@ -37,21 +37,13 @@ kl_rules_can_cast(KlDtype from, KlDtype to)
 static bool
 number_dtype(const KlCall *call, const KlArg *arg, KlDtype *dtype)
 {
-    switch (arg->kind) {
-    case KL_ARG_BOOL:
-        *dtype = KL_DTYPE_BOOL;
-        return true;
-    case KL_ARG_INT:
-        *dtype = KL_DTYPE_INT64;
-        return true;
-    case KL_ARG_FLOAT:
-        *dtype = call->default_dtype;
-        return true;
-    default:
-        break;
-    }
-    *dtype = call->default_dtype == KL_DTYPE_FLOAT64 ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64;
-    return call->default_dtype == KL_DTYPE_FLOAT32 || call->default_dtype == KL_DTYPE_FLOAT64;
+    KlDtype real = call->default_dtype;
+    *dtype = arg->kind == KL_ARG_BOOL    ? KL_DTYPE_BOOL
+             : arg->kind == KL_ARG_INT   ? KL_DTYPE_INT64
+             : arg->kind == KL_ARG_FLOAT ? real
+             : real == KL_DTYPE_FLOAT64  ? KL_DTYPE_COMPLEX128
+                                         : KL_DTYPE_COMPLEX64;
+    return arg->kind != KL_ARG_COMPLEX || real == KL_DTYPE_FLOAT32 || real == KL_DTYPE_FLOAT64;
 }
 
 /* Combine the dtypes of two priorities: the weaker one can change only the kind (int, float, complex) of the stronger

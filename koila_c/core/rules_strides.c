@@ -63,23 +63,23 @@ kl_rules_is_channels_last(const KlMeta *meta)
     return true;
 }
 
-void
-kl_rules_set_channels_last(KlMeta *meta)
+/* Set dense strides in that order of dims, the fastest first. */
+static void
+set_dense(KlMeta *meta, const int32_t *order)
 {
-    static const int32_t order[] = {1, 3, 2, 0};
     int64_t stride = 1;
-    for (int i = 0; i < 4; i++) {
+    for (int32_t i = 0; i < meta->n_dims; i++) {
         meta->strides[order[i]] = stride;
         stride *= meta->shape[order[i]]; /* of an empty value 0, where row-major strides count 1 */
     }
     meta->is_strided = true;
 }
 
-static bool
-is_equal_shape(const KlMeta *left, const KlMeta *right)
+void
+kl_rules_set_channels_last(KlMeta *meta)
 {
-    return left->n_dims == right->n_dims &&
-           memcmp(left->shape, right->shape, (size_t)left->n_dims * sizeof(left->shape[0])) == 0;
+    static const int32_t order[] = {1, 3, 2, 0};
+    set_dense(meta, order);
 }
 
 /* TensorIterator::fast_set_up: all operands have one shape and one layout. */
@@ -88,7 +88,8 @@ iterate_fast(KlMeta *out, const KlMeta *const *operands, uint32_t n)
 {
     bool is_contiguous = true, is_last = true, is_dense = true;
     for (uint32_t i = 0; i < n; i++) {
-        if (!is_equal_shape(operands[i], out)) {
+        if (operands[i]->n_dims != out->n_dims ||
+            !kl_rules_are_alike(operands[i], out, out->n_dims)) {
             return false;
         }
         is_contiguous = is_contiguous && kl_meta_is_contiguous(operands[i]);
@@ -161,14 +162,9 @@ iterate_sorted(KlMeta *out, const Operand *operands, uint32_t n)
     }
     if (is_row_major) {
         kl_meta_set_contiguous(out);
-        return;
+    } else {
+        set_dense(out, order);
     }
-    int64_t stride = 1;
-    for (int32_t i = 0; i < out->n_dims; i++) {
-        out->strides[order[i]] = stride;
-        stride *= out->shape[order[i]];
-    }
-    out->is_strided = true;
 }
 
 void
@@ -226,7 +222,7 @@ kl_rules_view_strides(const KlMeta *meta, KlMeta *out)
     int64_t n_elements = kl_meta_n_elements(meta);
     out->is_strided = true;
     if (n_elements == 0) {
-        if (is_equal_shape(meta, out)) {
+        if (meta->n_dims == out->n_dims && kl_rules_are_alike(meta, out, out->n_dims)) {
             memcpy(out->strides, meta->strides, sizeof(out->strides));
         } else {
             kl_meta_set_contiguous(out);
