@@ -80,17 +80,6 @@ run_value(void *env, KlValueId value)
     return made != Py_None || (run->program == NULL && is_for_chunks) ? made : NULL;
 }
 
-/* Whether the node reads what a node that only chunks run (is_for_chunks) computed for it. */
-static bool
-reads_for_chunks(const Run *run)
-{
-    const KlTape *core = &run->tape->core;
-    uint32_t last = run->node->first_input + run->node->n_inputs - 1;
-    KlValueId value = run->node->n_inputs > 0 ? core->inputs[last].value : KL_ID_NONE;
-    KlNodeId maker = value != KL_ID_NONE ? core->values[value].node : KL_ID_NONE;
-    return maker != KL_ID_NONE && core->nodes[maker].is_for_chunks;
-}
-
 static PyObject *
 rewrite_entry(PyObject *object, Py_ssize_t entry, PyObject *item)
 {
@@ -198,7 +187,8 @@ call_node(Run *run, KlNodeId id)
                       kl_tape_is_begun(&run->tape->core, run->node->first_out);
     bool is_accruing =
         run->rows >= 0 && kl_stage_accruing(&run->tape->core, run->node) != KL_ID_NONE;
-    bool is_other = has_effect || is_view || is_accruing || reads_for_chunks(run);
+    bool is_other = has_effect || is_view || is_accruing ||
+                    kl_tape_reads_for_chunks(&run->tape->core, run->node);
     if (run->node->mode != KL_MODE_REDUCE && !is_other) {
         result = call_function(run, call, args, n_positional);
         if (result == Py_None && run->node->writes != 0) { /* __setitem__ returns None */

@@ -74,7 +74,7 @@ static void
 put_together(Step *step, const KlRun *run)
 {
     for (uint32_t i = 0; i < run->imports.n; i++) {
-        KlValueId id = import_of(step, run, i);
+        KlValueId id = kl_program_import(step->program, run, i)->value;
         KlMeasureValue *value = &step->values[id];
         if (value->is_whole || step->sweep.sizes[id].is_put_together || !value->is_held ||
             !is_gathered(step, run, i)) {
@@ -273,7 +273,7 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body, bool are_copies)
 {
     double by_chunks = 0;
     for (uint32_t i = 0; i < run->imports.n; i++) {
-        KlValueId value = import_of(step, run, i);
+        KlValueId value = kl_program_import(step->program, run, i)->value;
         KlMeasureValue *known = &step->values[value];
         KlSize *size = &step->sweep.sizes[value];
         bool is_cut = is_made_by_rows(step, value) && !size->is_put_together;
@@ -318,7 +318,7 @@ enter_body(Step *step, const KlStep *of)
     double values = 0;
     for (uint32_t r = 0; r < of->n_runs; r++) {
         for (uint32_t i = 0; i < runs[r].imports.n; i++) {
-            KlValueId value = import_of(step, &runs[r], i);
+            KlValueId value = kl_program_import(step->program, &runs[r], i)->value;
             KlMeasureValue *known = &step->values[value];
             bool is_beside = step->tape->values[value].meta.device != 0;
             if (known->is_offloaded && is_beside && known->given_in != step->at + 1) {
@@ -327,7 +327,7 @@ enter_body(Step *step, const KlStep *of)
             }
         }
         for (uint32_t i = 0; i < runs[r].exports.n; i++) {
-            KlMeasureValue *known = &step->values[export_of(step, &runs[r], i)];
+            KlMeasureValue *known = &step->values[kl_program_export(step->program, &runs[r], i)];
             known->body = of->run + 1;
             known->is_handed = known->is_coming = false;
         }
@@ -340,7 +340,7 @@ static void
 hold_handed_gradients(Step *step, const KlRun *run)
 {
     for (uint32_t i = 0; i < run->imports.n; i++) {
-        KlValueId value = import_of(step, run, i);
+        KlValueId value = kl_program_import(step->program, run, i)->value;
         KlMeasureValue *known = &step->values[value];
         bool is_first = known->body == step->loop->run + 1 && !known->is_coming;
         if (is_first && needs_gradient(step, value)) {
@@ -356,7 +356,7 @@ static void
 free_handed_gradients(Step *step, const KlRun *run)
 {
     for (uint32_t i = 0; i < run->exports.n; i++) {
-        KlValueId value = export_of(step, run, i);
+        KlValueId value = kl_program_export(step->program, run, i);
         KlMeasureValue *known = &step->values[value];
         hold_gradients(step, 0, known->is_coming ? -step->sweep.sizes[value].per_row : 0);
         known->is_coming = false;
@@ -395,7 +395,7 @@ run_tail(Step *step, const KlStep *of)
         const KlRun *run = &step->program->runs[r];
         moment.node = step->program->nodes.ids[run->nodes.first + run->nodes.n - 1];
         for (uint32_t i = 0; i < run->exports.n; i++) {
-            KlValueId value = export_of(step, run, i);
+            KlValueId value = kl_program_export(step->program, run, i);
             const KlParts *parts = step->values[value].is_inner ? NULL : parts_of(step, value);
             if (parts != NULL) {
                 double left = parts->left * result_of(step, value, parts);
@@ -419,8 +419,7 @@ gradients_beside(const Step *step, const KlRun *last)
     double gradients = 0;
     bool is_one = step->homes->n_across == 0 || rows_of(step, last) <= 1;
     for (uint32_t i = 0; i < last->imports.n && !is_one; i++) {
-        const KlImport *import =
-            &step->stages->imports[step->program->imports.ids[last->imports.first + i]];
+        const KlImport *import = kl_program_import(step->program, last, i);
         bool is_whole = !kl_place_is_rows(&import->place);
         gradients +=
             is_whole && needs_gradient(step, import->value) ? whole(step, import->value) : 0;
@@ -448,7 +447,7 @@ static void
 set_there(Step *step, const KlRun *run, bool is_there)
 {
     for (uint32_t i = 0; i < run->exports.n; i++) {
-        step->sweep.sizes[export_of(step, run, i)].is_there = is_there;
+        step->sweep.sizes[kl_program_export(step->program, run, i)].is_there = is_there;
     }
 }
 
@@ -458,7 +457,7 @@ missing(const Step *step, const KlRun *run)
 {
     double bytes = 0;
     for (uint32_t i = 0; i < run->exports.n; i++) {
-        KlValueId value = export_of(step, run, i);
+        KlValueId value = kl_program_export(step->program, run, i);
         const KlSize *size = &step->sweep.sizes[value];
         bytes += step->values[value].is_counted && !size->is_put_together ? size->per_row : 0;
     }
@@ -505,7 +504,7 @@ hold_left(Step *step, const KlStep *of)
     for (uint32_t r = 0; r < of->n_runs; r++) {
         const KlRun *run = &step->program->runs[of->run + r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
-            KlValueId value = export_of(step, run, i);
+            KlValueId value = kl_program_export(step->program, run, i);
             KlMeasureValue *known = &step->values[value];
             bool is_gone = is_alone && step->program->is_unread[value];
             bool is_hooked = kl_tape_is_looked_at(step->tape, value);
@@ -550,7 +549,7 @@ call_hooks(Step *step, const KlStep *of)
     for (uint32_t r = of->run; r < of->run + of->n_runs; r++) {
         const KlRun *run = &step->program->runs[r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
-            KlValueId value = export_of(step, run, i);
+            KlValueId value = kl_program_export(step->program, run, i);
             KlNodeId of_node = step->tape->values[value].node;
             if (step->tape->values[value].is_hooked && needs_gradient(step, value)) {
                 double made = gradient(step, value);
@@ -572,7 +571,7 @@ go_back_joint(Step *step, const KlStep *of)
     sweep_back(step);
     (void)gather_gradients(step, run, UINT32_MAX, false);
     for (uint32_t k = 0; k < run->exports.n; k++) {
-        KlValueId value = export_of(step, run, k);
+        KlValueId value = kl_program_export(step->program, run, k);
         hold_gradients(step, step->values[value].is_gathering ? -gradient(step, value) : 0, 0);
         step->values[value].is_gathering = false;
     }
@@ -589,7 +588,7 @@ left_gradients(const Step *step, const KlStep *of, bool is_whole)
     for (uint32_t r = 0; r < of->n_runs; r++) {
         const KlRun *run = &step->program->runs[of->run + r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
-            KlValueId value = export_of(step, run, i);
+            KlValueId value = kl_program_export(step->program, run, i);
             const KlMeasureValue *known = &step->values[value];
             bool is_left = is_whole ? known->is_gathering_whole && needs_gradient(step, value)
                                     : known->is_gathering && !known->is_one_gradient &&
@@ -838,8 +837,9 @@ look_up(Step *step, KlMeasured *measured)
         const KlRun *run = &step->program->runs[i];
         uint32_t joint = kl_program_is_body(run) ? 0 : (uint32_t)i + 1;
         for (uint32_t k = 0; k < run->exports.n; k++) {
-            step->values[export_of(step, run, k)].joint = joint;
-            step->storages[storage_of(step, export_of(step, run, k))].is_shared |= joint == 0;
+            step->values[kl_program_export(step->program, run, k)].joint = joint;
+            step->storages[storage_of(step, kl_program_export(step->program, run, k))].is_shared |=
+                joint == 0;
         }
         for (uint32_t k = 0; k < run->combined.n; k++) {
             KlNodeId id = step->program->combined.ids[run->combined.first + k];
@@ -849,10 +849,12 @@ look_up(Step *step, KlMeasured *measured)
             step->values[step->program->inner.ids[run->inner.first + k]].is_inner = true;
         }
         for (uint32_t k = 0; k < run->imports.n; k++) {
-            KlMeasureValue *value = &step->values[import_of(step, run, k)];
-            step->storages[storage_of(step, import_of(step, run, k))].is_shared |= joint > 0;
+            KlMeasureValue *value = &step->values[kl_program_import(step->program, run, k)->value];
+            step->storages[storage_of(step, kl_program_import(step->program, run, k)->value)]
+                .is_shared |= joint > 0;
             value->is_read_by_tail |= is_joint_after(step, run);
-            value->is_for_segments |= is_made_in(step, run, import_of(step, run, k));
+            value->is_for_segments |=
+                is_made_in(step, run, kl_program_import(step->program, run, k)->value);
             value->is_read_whole |= !kl_program_is_body(run) || is_gathered(step, run, k);
         }
         KlAxisId axis = kl_tape_axis_find(step->tape, run->axis);

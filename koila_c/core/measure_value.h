@@ -127,18 +127,6 @@ rows_of(const Step *step, const KlRun *body)
     return axis != KL_ID_NONE && step->tape->axis_rows[axis] > 0 ? step->tape->axis_rows[axis] : 1;
 }
 
-static inline KlValueId
-export_of(const Step *step, const KlRun *run, uint32_t i)
-{
-    return step->program->exports.ids[run->exports.first + i];
-}
-
-static inline KlValueId
-import_of(const Step *step, const KlRun *run, uint32_t i)
-{
-    return step->stages->imports[step->program->imports.ids[run->imports.first + i]].value;
-}
-
 static inline bool
 is_joint_after(const Step *step, const KlRun *run)
 {
@@ -156,8 +144,7 @@ value_of(const Step *step, const KlStep *of, uint32_t i)
 static inline bool
 is_gathered(const Step *step, const KlRun *run, uint32_t i)
 {
-    const KlImport *import =
-        &step->stages->imports[step->program->imports.ids[run->imports.first + i]];
+    const KlImport *import = kl_program_import(step->program, run, i);
     return kl_program_is_body(run) && !kl_place_is_rows(&import->place) &&
            kl_place_is_rows(&step->tape->values[import->value].meta.place);
 }

@@ -338,7 +338,7 @@ note_deaths(Build *build, const KlRun *run)
         push(build, by_reader, KL_ID_NONE);
     }
     for (uint32_t i = 0; i < run->exports.n; i++) {
-        build->last_use[program->exports.ids[run->exports.first + i]] = UINT32_MAX;
+        build->last_use[kl_program_export(program, run, i)] = UINT32_MAX;
     }
     for (uint32_t i = run->nodes.n; i-- > 0 && build->status == KL_OK;) {
         const KlNode *node = &tape->nodes[program->nodes.ids[run->nodes.first + i]];
@@ -858,7 +858,7 @@ kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t ru
     }
     part.nodes = kl_program_since(&program->nodes, part.nodes.first);
     for (uint32_t i = 0; i < joint.exports.n; i++) {
-        KlValueId value = program->exports.ids[joint.exports.first + i];
+        KlValueId value = kl_program_export(program, &joint, i);
         if (is_inside[value]) {
             push(&build, &program->exports, value);
         }

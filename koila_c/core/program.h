@@ -101,6 +101,18 @@ kl_program_end(const KlProgram *program, uint32_t first)
     return end;
 }
 
+/* Return the `i`-th value that leaves a run, and the `i`-th that it reads from outside. */
+static inline KlValueId
+kl_program_export(const KlProgram *program, const KlRun *run, uint32_t i)
+{
+    return program->exports.ids[run->exports.first + i];
+}
+static inline const KlImport *
+kl_program_import(const KlProgram *program, const KlRun *run, uint32_t i)
+{
+    return &program->stages.imports[program->imports.ids[run->imports.first + i]];
+}
+
 /* Whether the run is a segment of a body, which runs chunk by chunk. */
 static inline bool
 kl_program_is_body(const KlRun *run)

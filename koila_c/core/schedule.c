@@ -59,7 +59,7 @@ exports_of(KlBuild *build, KlSlice runs, IsSuch *is_such)
     for (uint32_t r = runs.first; r < runs.first + runs.n; r++) {
         const KlRun *run = &build->program->runs[r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
-            KlValueId value = kl_units_export(build, run, i);
+            KlValueId value = kl_program_export(build->program, run, i);
             if (is_such == NULL || is_such(build, value)) {
                 kl_units_add_value(build, value);
             }
@@ -126,7 +126,7 @@ static KlValueId
 input_of(const KlBuild *build, const KlRun *run, uint32_t i)
 {
     if (i < run->imports.n) {
-        return kl_units_import(build, run, i);
+        return kl_program_import(build->program, run, i)->value;
     }
     KlNodeId id = build->program->combined.ids[run->combined.first + i - run->imports.n];
     return build->tape->nodes[id].first_out;
@@ -283,7 +283,7 @@ mark_needed(KlBuild *build, uint32_t r)
 {
     const KlRun *run = &build->program->runs[r];
     for (uint32_t i = 0; i < run->imports.n; i++) {
-        const KlFacts *facts = &build->facts[kl_units_import(build, run, i)];
+        const KlFacts *facts = &build->facts[kl_program_import(build->program, run, i)->value];
         if (facts->unit != KL_NOWHERE && (facts->is_freed || facts->is_inner)) {
             build->is_needed[facts->run] = true;
         }
@@ -301,7 +301,7 @@ recompute_segments(KlBuild *build, KlSlice runs)
         const KlRun *run = &build->program->runs[r];
         size_t first = build->schedule->values.n;
         for (uint32_t i = 0; i < run->exports.n; i++) {
-            KlValueId value = kl_units_export(build, run, i);
+            KlValueId value = kl_program_export(build->program, run, i);
             KlFacts *facts = &build->facts[value];
             if (facts->is_inner || facts->is_freed) {
                 kl_units_add_value(build, value);
@@ -381,7 +381,7 @@ exports_to_free(KlBuild *build, const KlUnit *unit)
     for (uint32_t r = 0; r < unit->runs.n; r++) {
         const KlRun *run = kl_units_run(build, unit, r);
         for (uint32_t i = 0; i < run->exports.n; i++) {
-            KlValueId value = kl_units_export(build, run, i);
+            KlValueId value = kl_program_export(build->program, run, i);
             KlFacts *facts = &build->facts[value];
             if (!build->program->is_kept[value] && !facts->is_inner && !facts->is_freed &&
                 !is_combined(build, run, value)) {
@@ -404,7 +404,8 @@ lights_read_by(KlBuild *build, const KlUnit *unit)
         for (uint32_t r = 0; r < unit->runs.n; r++) {
             const KlRun *run = kl_units_run(build, unit, r);
             for (uint32_t k = 0; k < run->imports.n && !is_read; k++) {
-                is_read = kl_units_import(build, run, k) == lights->lights[i].value;
+                is_read =
+                    kl_program_import(build->program, run, k)->value == lights->lights[i].value;
             }
         }
         if (is_read) {

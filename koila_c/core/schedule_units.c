@@ -66,7 +66,7 @@ find_makers(KlBuild *build, uint32_t u, uint32_t r)
     const KlProgram *program = build->program;
     const KlRun *run = &program->runs[r];
     for (uint32_t i = 0; i < run->exports.n; i++) {
-        KlFacts *facts = &build->facts[kl_units_export(build, run, i)];
+        KlFacts *facts = &build->facts[kl_program_export(build->program, run, i)];
         facts->unit = u;
         facts->run = r;
         facts->is_used_back = goes_back(&build->units[u]);
@@ -83,8 +83,7 @@ find_readers(KlBuild *build, uint32_t u, uint32_t r)
     const KlProgram *program = build->program;
     const KlRun *run = &program->runs[r];
     for (uint32_t i = 0; i < run->imports.n; i++) {
-        const KlImport *import =
-            &program->stages.imports[program->imports.ids[run->imports.first + i]];
+        const KlImport *import = kl_program_import(program, run, i);
         KlFacts *facts = &build->facts[import->value];
         bool is_crossing = facts->unit != KL_NOWHERE && facts->unit != u;
         bool is_by_rows = kl_place_is_rows(&import->place);
@@ -165,7 +164,8 @@ choose_homes(KlBuild *build)
         for (uint32_t r = 0; r < unit->runs.n && unit->is_body; r++) {
             const KlRun *run = kl_units_run(build, unit, r);
             for (uint32_t i = 0; i < run->exports.n; i++) {
-                leaves_rows |= kl_units_can_recompute(build, kl_units_export(build, run, i));
+                leaves_rows |=
+                    kl_units_can_recompute(build, kl_program_export(build->program, run, i));
             }
         }
         if (leaves_rows && unit->has_gradient) {
@@ -197,7 +197,7 @@ choose_light(KlBuild *build, const KlWaiting *waiting)
             continue;
         }
         for (uint32_t i = 0; i < run->exports.n; i++) {
-            KlValueId value = kl_units_export(build, run, i);
+            KlValueId value = kl_program_export(build->program, run, i);
             build->may_be_light[value] = kl_units_can_recompute(build, value) &&
                                          !build->units[build->facts[value].last_read].is_fused;
         }
@@ -218,7 +218,7 @@ is_worth_waiting(const KlBuild *build, const KlRun *run)
 {
     uint64_t left = 0, graphs = (uint64_t)build->homes->n_chunks * run->nodes.n * BYTES_OF_A_CALL;
     for (uint32_t i = 0; i < run->exports.n; i++) {
-        KlValueId value = kl_units_export(build, run, i);
+        KlValueId value = kl_program_export(build->program, run, i);
         const KlMeta *meta = &build->tape->values[value].meta;
         bool is_home = !kl_units_is_parts(build, value) && kl_place_is_rows(&meta->place);
         left += is_home ? (uint64_t)kl_meta_n_elements(meta) * kl_meta_dtype_bytes(meta->dtype) : 0;

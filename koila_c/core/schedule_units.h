@@ -69,21 +69,6 @@ bool kl_units_can_recompute(const KlBuild *build, KlValueId value);
  * because of the policy, or because the user's checkpoint covers it. */
 bool kl_units_is_recomputed(const KlBuild *build, const KlUnit *unit, KlValueId value);
 
-/* Return the `i`-th value that leaves a run. */
-static inline KlValueId
-kl_units_export(const KlBuild *build, const KlRun *run, uint32_t i)
-{
-    return build->program->exports.ids[run->exports.first + i];
-}
-
-/* Return the `i`-th value that a run reads from outside. */
-static inline KlValueId
-kl_units_import(const KlBuild *build, const KlRun *run, uint32_t i)
-{
-    const KlProgram *program = build->program;
-    return program->stages.imports[program->imports.ids[run->imports.first + i]].value;
-}
-
 /* Return the `i`-th run of a unit. */
 static inline const KlRun *
 kl_units_run(const KlBuild *build, const KlUnit *unit, uint32_t i)

@@ -47,21 +47,12 @@ kl_stage_is_overwritten(const KlTape *tape, const KlNode *node, uint32_t k, bool
     return tape->values[dated].version < tape->storages[tape->values[value].storage].version;
 }
 
-/* Whether a node may save other tensors than `saves` says: it has no row, or it is a call that in chunks replaces another
- * one, and `saves` describes the call in chunks. Torch is asked which. */
-static bool
-may_save_any(const KlTape *tape, const KlNode *node)
-{
-    KlValueId last =
-        node->n_inputs > 0 ? kl_tape_inputs(tape, node)[node->n_inputs - 1].value : KL_ID_NONE;
-    KlNodeId maker = last != KL_ID_NONE ? tape->values[last].node : KL_ID_NONE;
-    return node->row == NULL || (maker != KL_ID_NONE && tape->nodes[maker].is_for_chunks);
-}
-
 static bool
 keeps_overwritten(const KlTape *tape, const KlNode *node)
 {
-    bool is_any = may_save_any(tape, node);
+    /* Without a row it may save any tensor; so may a call that in chunks replaces another one, since `saves` describes the
+     * call in chunks. Torch is asked which. */
+    bool is_any = node->row == NULL || kl_tape_reads_for_chunks(tape, node);
     for (int is_output = 0; is_output < 2; is_output++) {
         uint64_t saved = is_output ? node->saves.outputs : node->saves.inputs;
         for (uint32_t k = 0; k < (is_output ? node->n_outs : node->n_inputs); k++) {

@@ -45,13 +45,10 @@ static bool
 can_sink(const KlTape *tape, const KlStages *stages, KlNodeId id)
 {
     const KlNode *node = &tape->nodes[id];
-    KlValueId last =
-        node->n_inputs > 0 ? kl_tape_inputs(tape, node)[node->n_inputs - 1].value : KL_ID_NONE;
-    KlNodeId maker = last != KL_ID_NONE ? tape->values[last].node : KL_ID_NONE;
-    bool is_given = maker != KL_ID_NONE && tape->nodes[maker].is_for_chunks;
     bool is_able = node->mode == KL_MODE_ROWS && node->row != NULL && !node->row->is_heavy &&
                    !stages->is_data[id] && !node->is_open && !node->is_random &&
-                   node->writes == 0 && (node->leaf_writes == 0 || is_given) &&
+                   node->writes == 0 &&
+                   (node->leaf_writes == 0 || kl_tape_reads_for_chunks(tape, node)) &&
                    node->refresh_of == KL_ID_NONE;
     for (uint32_t k = 0; k < node->n_inputs && is_able; k++) {
         KlValueId value = kl_tape_inputs(tape, node)[k].value;

@@ -21,17 +21,11 @@ typedef struct Tail {
     bool *is_end;   /* [n_nodes] it and all calls by rows that depend on it are light and linear */
 } Tail;
 
-static const KlInput *
-input_of(const Tail *tail, const KlNode *node, uint32_t k)
-{
-    return &tail->tape->inputs[node->first_input + k];
-}
-
 /* Return the call that makes input `k` of a node; NULL: the input is a leaf or None. */
 static const KlNode *
 maker_of(const Tail *tail, const KlNode *node, uint32_t k)
 {
-    KlValueId value = input_of(tail, node, k)->value;
+    KlValueId value = kl_tape_inputs(tail->tape, node)[k].value;
     KlNodeId maker = value != KL_ID_NONE ? tail->tape->values[value].node : KL_ID_NONE;
     return maker != KL_ID_NONE ? &tail->tape->nodes[maker] : NULL;
 }
@@ -75,7 +69,7 @@ strike_read(Tail *tail)
         }
         bool stays = node->mode != KL_MODE_ONCE && !node->is_done && !tail->is_end[i];
         for (uint32_t k = 0; k < node->n_inputs && stays; k++) {
-            KlValueId value = input_of(tail, node, k)->value;
+            KlValueId value = kl_tape_inputs(tail->tape, node)[k].value;
             if (value != KL_ID_NONE) {
                 tail->known[value] |= IS_READ_BY_ROWS;
             }
@@ -95,7 +89,8 @@ strike_early(Tail *tail)
         for (uint32_t k = 0; k < node->n_inputs; k++) {
             const KlNode *maker = maker_of(tail, node, k);
             bool is_made = maker != NULL && !maker->is_done;
-            uint8_t known = is_made ? tail->known[input_of(tail, node, k)->value] : IS_THERE;
+            uint8_t known =
+                is_made ? tail->known[kl_tape_inputs(tail->tape, node)[k].value] : IS_THERE;
             is_there = is_there && (known & IS_THERE) != 0;
             is_of_body = is_of_body || (known & IS_OF_BODY) != 0;
         }

@@ -255,6 +255,16 @@ kl_tape_inputs(const KlTape *tape, const KlNode *node)
     return &tape->inputs[node->first_input];
 }
 
+/* Whether the last input of a node is what a call that only chunks run (is_for_chunks) makes for it. */
+static inline bool
+kl_tape_reads_for_chunks(const KlTape *tape, const KlNode *node)
+{
+    uint32_t last = node->first_input + node->n_inputs - 1;
+    KlValueId value = node->n_inputs > 0 ? tape->inputs[last].value : KL_ID_NONE;
+    KlNodeId maker = value != KL_ID_NONE ? tape->values[value].node : KL_ID_NONE;
+    return maker != KL_ID_NONE && tape->nodes[maker].is_for_chunks;
+}
+
 /* Return the bytes that a node allocates for its results; views have none. */
 static inline int64_t
 kl_tape_n_bytes(const KlTape *tape, KlNodeId node)

@@ -46,12 +46,6 @@ settle_needs(const KlWaiting *waiting, const KlIds *needs, size_t first)
     }
 }
 
-static const KlInput *
-input_of(const KlWaiting *waiting, const KlNode *node, uint32_t k)
-{
-    return &waiting->tape->inputs[node->first_input + k];
-}
-
 /* Whether a value exists before the chunk's backward, or can be recomputed then. */
 static bool
 is_there(const KlWaiting *waiting, KlValueId value)
@@ -64,18 +58,15 @@ is_there(const KlWaiting *waiting, KlValueId value)
 static bool
 is_given_norm(const KlWaiting *waiting, const KlNode *node)
 {
-    KlValueId last =
-        node->n_inputs > 0 ? input_of(waiting, node, node->n_inputs - 1)->value : KL_ID_NONE;
-    KlNodeId maker = last != KL_ID_NONE ? waiting->tape->values[last].node : KL_ID_NONE;
-    return maker != KL_ID_NONE && waiting->tape->nodes[maker].is_for_chunks &&
-           node->row->is_batch_norm;
+    return kl_tape_reads_for_chunks(waiting->tape, node) && node->row->is_batch_norm;
 }
 
 /* Whether the node writes nothing, or only a value that the run made and that no other run reads. */
 static bool
 writes_its_own(const KlWaiting *waiting, const KlNode *node)
 {
-    KlValueId written = node->n_inputs > 0 ? input_of(waiting, node, 0)->value : KL_ID_NONE;
+    KlValueId written =
+        node->n_inputs > 0 ? kl_tape_inputs(waiting->tape, node)[0].value : KL_ID_NONE;
     return node->writes == 0 || (node->n_outs == 1 && written != KL_ID_NONE &&
                                  (waiting->known[written] & (IS_MADE | IS_HOME)) == IS_MADE);
 }
@@ -91,7 +82,7 @@ note_made(const KlWaiting *waiting, const KlNode *node)
     }
     bool is_light = node->mode == KL_MODE_ROWS && !node->row->is_heavy;
     for (uint32_t k = 0; k < node->n_inputs && is_light; k++) {
-        is_light = is_there(waiting, input_of(waiting, node, k)->value);
+        is_light = is_there(waiting, kl_tape_inputs(waiting->tape, node)[k].value);
     }
     for (uint32_t k = 0; k < node->n_outs; k++) {
         waiting->known[node->first_out + k] |= (uint8_t)(IS_MADE | (is_light ? IS_LIGHT : 0));
@@ -105,14 +96,15 @@ static KlStatus
 save(const KlWaiting *waiting, const KlNode *node, uint32_t k, bool is_output, bool *can_wait,
      KlIds *again, KlIds *needs)
 {
-    KlValueId value = is_output ? node->first_out + k : input_of(waiting, node, k)->value;
+    KlValueId value =
+        is_output ? node->first_out + k : kl_tape_inputs(waiting->tape, node)[k].value;
     if (value == KL_ID_NONE) {
         return KL_OK;
     }
     uint8_t *known = &waiting->known[value];
     const KlValue *v = &waiting->tape->values[value];
     if ((*known & IS_MADE) == 0) {
-        const KlPlace *place = &input_of(waiting, node, k)->place;
+        const KlPlace *place = &kl_tape_inputs(waiting->tape, node)[k].place;
         *can_wait &= !kl_place_is_rows(place) ||
                      kl_tape_is_place(waiting->tape, &v->meta.place, place) ||
                      kl_meta_is_cut_in_place(&v->meta, place);
@@ -136,7 +128,8 @@ saves_what_it_writes(const KlWaiting *waiting, const KlNode *node)
     for (uint32_t i = 0; i < sizeof(keeps->for_grad); i++) {
         words |= keeps->for_grad[i];
     }
-    KlValueId written = node->n_inputs > 0 ? input_of(waiting, node, 0)->value : KL_ID_NONE;
+    KlValueId written =
+        node->n_inputs > 0 ? kl_tape_inputs(waiting->tape, node)[0].value : KL_ID_NONE;
     return node->row->kind == KL_ROW_INPLACE && (words & 1) != 0 && written != KL_ID_NONE &&
            node->saves.bytes_extra == kl_meta_n_bytes(&waiting->tape->values[written].meta);
 }
@@ -190,7 +183,7 @@ static void
 note_homes(const KlWaiting *waiting, const KlRun *run)
 {
     for (uint32_t i = 0; i < run->exports.n; i++) {
-        KlValueId value = waiting->program->exports.ids[run->exports.first + i];
+        KlValueId value = kl_program_export(waiting->program, run, i);
         const KlValue *v = &waiting->tape->values[value];
         bool is_parts = waiting->tape->nodes[v->node].mode == KL_MODE_REDUCE;
         if (kl_place_is_rows(&v->meta.place) && !is_parts) {
@@ -218,7 +211,7 @@ walk(const KlWaiting *waiting, const KlRun *run, KlIds *needs, KlIds *nodes)
                 kl_program_push(nodes, (KlNodeId)(node - waiting->tape->nodes), waiting->error);
         }
         for (uint32_t k = 0; k < node->n_inputs && is_walked && status == KL_OK; k++) {
-            KlValueId value = input_of(waiting, node, k)->value;
+            KlValueId value = kl_tape_inputs(waiting->tape, node)[k].value;
             if (value == KL_ID_NONE) {
                 continue;
             }
@@ -237,7 +230,7 @@ is_alone(const KlWaiting *waiting, const KlRun *run, KlValueId value)
     const KlValue *values = waiting->tape->values;
     bool is_found = values[value].view_of == KL_ID_NONE;
     for (uint32_t i = 0; i < run->exports.n && is_found; i++) {
-        KlValueId other = waiting->program->exports.ids[run->exports.first + i];
+        KlValueId other = kl_program_export(waiting->program, run, i);
         is_found = other == value || values[other].storage != values[value].storage;
     }
     return is_found;
