@@ -55,17 +55,6 @@ judge_padding(const KlCall *call)
 }
 
 static bool
-names_dtype(const KlCall *call)
-{
-    for (uint32_t i = 0; i < call->n_args; i++) {
-        if (call->args[i].kind == KL_ARG_DTYPE) {
-            return true;
-        }
-    }
-    return false;
-}
-
-static bool
 is_all_float32(const KlCall *call)
 {
     for (uint32_t i = 0; i < call->n_inputs; i++) {
@@ -83,7 +72,7 @@ judge(const KlAutocast *autocast, const KlCall *call)
     KlCast cast = is_inplace ? KL_CAST_NONE : call->row->cast[autocast->is_cuda];
     switch (cast) {
     case KL_CAST_REDUCE:
-        return names_dtype(call) ? KL_CAST_NONE : KL_CAST_FLOAT;
+        return kl_rules_find(call, KL_ARG_DTYPE) != NULL ? KL_CAST_NONE : KL_CAST_FLOAT;
     case KL_CAST_EINSUM:
         return judge_einsum(call);
     case KL_CAST_PADDING:

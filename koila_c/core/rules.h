@@ -52,6 +52,8 @@ kl_rules_is_number(const KlArg *arg)
            arg->kind == KL_ARG_COMPLEX;
 }
 
+/* Return the first argument of a kind, or NULL. */
+const KlArg *kl_rules_find(const KlCall *call, KlArgKind kind);
 /* Return the first argument of kind DTYPE, or `fallback`. */
 KlDtype kl_rules_dtype(const KlCall *call, KlDtype fallback);
 

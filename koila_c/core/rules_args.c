@@ -136,13 +136,19 @@ kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims, uint32_t *dims, 
     return KL_OK;
 }
 
+const KlArg *
+kl_rules_find(const KlCall *call, KlArgKind kind)
+{
+    uint32_t i = 0;
+    while (i < call->n_args && call->args[i].kind != kind) {
+        i++;
+    }
+    return i < call->n_args ? &call->args[i] : NULL;
+}
+
 KlDtype
 kl_rules_dtype(const KlCall *call, KlDtype fallback)
 {
-    for (uint32_t i = 0; i < call->n_args; i++) {
-        if (call->args[i].kind == KL_ARG_DTYPE) {
-            return call->args[i].u.dtype;
-        }
-    }
-    return fallback;
+    const KlArg *found = kl_rules_find(call, KL_ARG_DTYPE);
+    return found != NULL ? found->u.dtype : fallback;
 }

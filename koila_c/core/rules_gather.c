@@ -89,15 +89,20 @@ KL_PLACE(scatter)
                            : match_but(call, result, KL_ID_NONE, &want);
 }
 
+/* Whether each row of the index, input 1, reads all of the value along `dim`. */
+static bool
+is_read_whole(const KlCall *call, int32_t dim)
+{
+    const KlPlace *of_index = &call->inputs[1]->place;
+    return kl_place_is_rows(of_index) && of_index->dim == dim &&
+           !kl_place_is_rows(&call->inputs[0]->place);
+}
+
 KL_PLACE(gather)
 {
     int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
-    const KlPlace *of_index = &call->inputs[1]->place;
-    if (kl_place_is_rows(of_index) && of_index->dim == dim &&
-        !kl_place_is_rows(&call->inputs[0]->place)) {
-        return kl_rules_at(result, *of_index); /* each row of the index reads the whole value */
-    }
-    return place_scatter(call, result, error);
+    return is_read_whole(call, dim) ? kl_rules_at(result, call->inputs[1]->place)
+                                    : place_scatter(call, result, error);
 }
 
 /* scatter(x, dim, index, src or value), scatter_add: the result has x's shape */
@@ -291,10 +296,8 @@ KL_SHAPE(take_along_dim)
 KL_PLACE(take_along_dim)
 {
     int32_t dim = kl_rules_legal_dim(call, 2, 0, call->inputs[0]->n_dims);
-    const KlPlace *of_index = &call->inputs[1]->place;
-    if (kl_place_is_rows(of_index) && of_index->dim == dim &&
-        !kl_place_is_rows(&call->inputs[0]->place)) {
-        return kl_rules_at(result, *of_index);
+    if (is_read_whole(call, dim)) {
+        return kl_rules_at(result, call->inputs[1]->place);
     }
     bool is_coupled = call->inputs[kl_rules_first_rows(call)]->place.dim == dim;
     return is_coupled ? kl_rules_once(result, index_couples) : place_rowwise(call, result, error);

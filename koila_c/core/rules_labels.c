@@ -218,22 +218,16 @@ kl_rules_merges(const KlMeta *meta, int32_t n_last)
 /* Every tensor of the call has the dtype of the first, which is no bool. */
 KL_DTYPE(uniform)
 {
-    KlDtype dtype = call->inputs[0]->dtype;
-    for (uint32_t i = 1; i < call->n_inputs; i++) {
-        if (call->inputs[i]->dtype != dtype) {
-            return KL_DECLINED; /* refused by torch, or mended by autocast */
-        }
-    }
-    kl_rules_set_dtypes(result, dtype);
-    return dtype == KL_DTYPE_BOOL ? KL_DECLINED : KL_OK;
+    /* Other dtypes are refused by torch, or mended by autocast. */
+    return call->inputs[0]->dtype == KL_DTYPE_BOOL ? KL_DECLINED
+                                                   : dtype_all_same(call, result, error);
 }
 
 /* As uniform, of real floating-point dtypes. */
 KL_DTYPE(uniform_float)
 {
-    KlStatus status = dtype_uniform(call, result, error);
-    bool is_float = kl_meta_dtype_is_float(result->outs[0].dtype);
-    return status == KL_OK && !is_float ? KL_DECLINED : status;
+    bool is_float = kl_meta_dtype_is_float(call->inputs[0]->dtype);
+    return is_float ? dtype_all_same(call, result, error) : KL_DECLINED;
 }
 
 /* Every tensor argument, whichever needs the gradient. */

@@ -8,15 +8,10 @@
 static KlStatus
 get_format(const KlCall *call, uint32_t arg, KlFormat fallback, KlFormat *format)
 {
-    *format = fallback;
-    if (!kl_rules_is_given(call, arg)) {
-        return KL_OK;
-    }
-    if (call->args[arg].kind != KL_ARG_FORMAT) {
-        return KL_DECLINED;
-    }
-    *format = (KlFormat)call->args[arg].u.i;
-    return KL_OK;
+    bool is_given = kl_rules_is_given(call, arg);
+    bool is_format = is_given && call->args[arg].kind == KL_ARG_FORMAT;
+    *format = is_format ? (KlFormat)call->args[arg].u.i : fallback;
+    return is_given && !is_format ? KL_DECLINED : KL_OK;
 }
 
 static KlStatus
@@ -105,21 +100,15 @@ KL_SHAPE(clone)
 static KlFormat
 find_format(const KlCall *call)
 {
-    for (uint32_t i = 1; i < call->n_args; i++) {
-        if (call->args[i].kind == KL_ARG_FORMAT) {
-            return (KlFormat)call->args[i].u.i;
-        }
-    }
-    return KL_FORMAT_PRESERVE;
+    const KlArg *found = kl_rules_find(call, KL_ARG_FORMAT);
+    return found != NULL ? (KlFormat)found->u.i : KL_FORMAT_PRESERVE;
 }
 
 /* x.float(memory_format=None): a copy, until the dtype rule finds that none is needed */
 KL_SHAPE(cast)
 {
-    for (uint32_t i = 1; i < call->n_args; i++) {
-        if (call->args[i].kind == KL_ARG_TEXT) {
-            return KL_DECLINED;
-        }
+    if (kl_rules_find(call, KL_ARG_TEXT) != NULL) {
+        return KL_DECLINED;
     }
     KlStatus status = kl_rules_out(result, call->inputs[0], error);
     return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], find_format(call))
@@ -172,12 +161,10 @@ KL_DTYPE(to)
         return KL_DECLINED;
     }
     KlDtype dtype = kl_rules_dtype(call, other != NULL ? other->dtype : call->inputs[0]->dtype);
-    result->device = other != NULL ? other->device : call->inputs[0]->device;
-    for (uint32_t i = 1; i < call->n_args; i++) {
-        if (call->args[i].kind == KL_ARG_DEVICE) {
-            result->device = (uint8_t)call->args[i].u.i;
-        }
-    }
+    const KlArg *device = kl_rules_find(call, KL_ARG_DEVICE);
+    result->device = device != NULL  ? (uint8_t)device->u.i
+                     : other != NULL ? other->device
+                                     : call->inputs[0]->device;
     return cast_to(call, result, dtype, is_copied);
 }
 

@@ -144,12 +144,7 @@ KL_SAVES(feature_dropout)
 static bool
 has_default_generator(const KlCall *call)
 {
-    for (uint32_t i = 0; i < call->n_args; i++) {
-        if (call->args[i].kind == KL_ARG_OTHER) {
-            return false;
-        }
-    }
-    return true;
+    return kl_rules_find(call, KL_ARG_OTHER) == NULL;
 }
 
 /* bernoulli, normal: a new row-major value of the shape the tensors broadcast to */

@@ -85,13 +85,6 @@ kl_rules_broadcast_all(const KlCall *call, KlMeta *out, KlError *error)
     return status;
 }
 
-bool
-kl_rules_are_alike(const KlMeta *left, const KlMeta *right, int32_t n_dims)
-{
-    return left->n_dims >= n_dims && right->n_dims >= n_dims &&
-           memcmp(left->shape, right->shape, (size_t)n_dims * sizeof(left->shape[0])) == 0;
-}
-
 static KlStatus
 broadcast_all(const KlCall *call, KlInferred *result, KlError *error)
 {

@@ -13,6 +13,13 @@ typedef struct {
 enum { OPERANDS_MAX = 16 };
 
 bool
+kl_rules_are_alike(const KlMeta *left, const KlMeta *right, int32_t n_dims)
+{
+    return left->n_dims >= n_dims && right->n_dims >= n_dims &&
+           memcmp(left->shape, right->shape, (size_t)n_dims * sizeof(left->shape[0])) == 0;
+}
+
+bool
 kl_rules_is_dense(const KlMeta *meta)
 {
     if (!meta->is_strided) {
