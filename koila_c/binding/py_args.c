@@ -58,37 +58,15 @@ block_new(KlPyBound *bound, size_t n, size_t size)
     return block->room;
 }
 
-static int64_t *
-reserve_ints(KlPyBound *bound, size_t n)
+/* Room for `n` items: in one of the fixed buffers, which holds `n_max`, or else in a block. */
+static void *
+reserve(KlPyBound *bound, void *fixed, size_t n_max, uint32_t *n_used, size_t n, size_t size)
 {
-    if (n <= KL_PY_INTS_FIXED - bound->n_ints_used) {
-        int64_t *room = bound->ints_fixed + bound->n_ints_used;
-        bound->n_ints_used += (uint32_t)n;
-        return room;
+    if (n > n_max - *n_used) {
+        return block_new(bound, n, size);
     }
-    return block_new(bound, n, sizeof(int64_t));
-}
-
-static KlIndex *
-reserve_items(KlPyBound *bound, size_t n)
-{
-    if (n <= KL_PY_ITEMS_FIXED - bound->n_items_used) {
-        KlIndex *room = bound->items_fixed + bound->n_items_used;
-        bound->n_items_used += (uint32_t)n;
-        return room;
-    }
-    return block_new(bound, n, sizeof(KlIndex));
-}
-
-static double *
-reserve_floats(KlPyBound *bound, size_t n)
-{
-    if (n <= KL_PY_FLOATS_FIXED - bound->n_floats_used) {
-        double *room = bound->floats_fixed + bound->n_floats_used;
-        bound->n_floats_used += (uint32_t)n;
-        return room;
-    }
-    return block_new(bound, n, sizeof(double));
+    *n_used += (uint32_t)n;
+    return (char *)fixed + (*n_used - n) * size;
 }
 
 static int
@@ -159,7 +137,7 @@ set_torch_object(const Binder *binder, PyObject *object, KlArg *arg)
             }
         }
     } else if (Py_TYPE(object) == types->device_type) {
-        int device = types->device_of == NULL ? -1 : types->device_of(binder->context, object);
+        int device = types->device_of(binder->context, object);
         arg->kind = device < 0 ? KL_ARG_OTHER : KL_ARG_DEVICE;
         arg->u.i = device;
     } else if (Py_TYPE(object) == types->format_type) {
@@ -177,7 +155,9 @@ set_torch_object(const Binder *binder, PyObject *object, KlArg *arg)
 static int
 convert_floats(const Binder *binder, PyObject *const *entries, Py_ssize_t n, KlArg *arg)
 {
-    double *floats = reserve_floats(binder->bound, (size_t)n);
+    KlPyBound *bound = binder->bound;
+    double *floats = reserve(bound, bound->floats_fixed, KL_PY_FLOATS_FIXED, &bound->n_floats_used,
+                             (size_t)n, sizeof(*floats));
     if (floats == NULL) {
         return -1;
     }
@@ -206,7 +186,8 @@ convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, u
     arg->n = (uint32_t)n;
     int64_t first = 0;
     if (n == 0 || get_int(entries[0], &first)) {
-        int64_t *ints = reserve_ints(bound, (size_t)n);
+        int64_t *ints = reserve(bound, bound->ints_fixed, KL_PY_INTS_FIXED, &bound->n_ints_used,
+                                (size_t)n, sizeof(*ints));
         if (ints == NULL) {
             return -1;
         }
@@ -279,9 +260,7 @@ convert(const Binder *binder, const KlPyWord *word, PyObject *object, uint32_t s
         return add_input(binder->bound, meta, object, slot, 0);
     }
     if (PyUnicode_Check(object) && word->is_device) {
-        int device = binder->types->device_of == NULL
-                         ? -1
-                         : binder->types->device_of(binder->context, object);
+        int device = binder->types->device_of(binder->context, object);
         arg->kind = device < 0 ? KL_ARG_OTHER : KL_ARG_DEVICE;
         arg->u.i = device;
         return 0;
@@ -346,11 +325,9 @@ convert_item(const Binder *binder, PyObject *object, uint32_t slot, uint32_t ent
     } else {
         const KlMeta *meta = binder->types->meta_of(binder->context, object);
         if (meta != NULL && !is_selecting(meta)) {
-            const KlPyTypes *types = binder->types;
             item->kind = KL_INDEX_TENSOR;
             item->input = binder->bound->n_inputs;
-            item->is_row_range =
-                types->is_row_range != NULL && types->is_row_range(binder->context, object, meta);
+            item->is_row_range = binder->types->is_row_range(binder->context, object, meta);
             return add_input(binder->bound, meta, object, slot, entry);
         }
     }
@@ -362,7 +339,9 @@ convert_index(const Binder *binder, PyObject *object, uint32_t slot, KlArg *arg)
 {
     bool is_tuple = PyTuple_Check(object);
     Py_ssize_t n = is_tuple ? PyTuple_GET_SIZE(object) : 1;
-    KlIndex *items = reserve_items(binder->bound, (size_t)n);
+    KlPyBound *bound = binder->bound;
+    KlIndex *items = reserve(bound, bound->items_fixed, KL_PY_ITEMS_FIXED, &bound->n_items_used,
+                             (size_t)n, sizeof(*items));
     if (items == NULL) {
         return -1;
     }

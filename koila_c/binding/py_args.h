@@ -56,7 +56,7 @@ typedef struct KlPyTypes {
     const KlMeta *(*meta_of)(void *context, PyObject *object);
     /* Index of a torch.device or of its name (str); -1: not known. */
     int (*device_of)(void *context, PyObject *object);
-    /* Whether the values of this index tensor are 0 .. rows - 1, in order. NULL: no tensor is asked. */
+    /* Whether the values of this index tensor are 0 .. rows - 1, in order. */
     bool (*is_row_range)(void *context, PyObject *object, const KlMeta *meta);
 } KlPyTypes;
 

@@ -28,26 +28,6 @@ kl_call_truncate(Tape *tape, size_t first)
     }
 }
 
-typedef struct Inputs {
-    KlValueId **values;
-    size_t *n, *n_max;
-    KlValueId n_before; /* values before the call: later ones entered with it */
-} Inputs;
-
-static int
-push_value(Tape *tape, KlValueId value, Inputs *inputs)
-{
-    KlError error;
-    if (inputs->values != NULL) {
-        if (kl_alloc_reserve((void **)inputs->values, inputs->n_max, *inputs->n + 1,
-                             sizeof(KlValueId), &error) != KL_OK) {
-            return kl_py_raise_int(&error);
-        }
-        (*inputs->values)[(*inputs->n)++] = value;
-    }
-    return push(tape, KL_SLOT_VALUE, value, NULL);
-}
-
 /* Build a subclass of tuple or list: by _make, since the __new__ of a namedtuple may take anything, or from a sequence. */
 static PyObject *
 rebuild(PyObject *type, PyObject *items)
@@ -74,16 +54,12 @@ must_open(PyObject *object)
     return false;
 }
 
-static int encode(Tape *tape, PyObject *object, Inputs *inputs);
+static int encode(Tape *tape, PyObject *object, KlValueId n_before);
 
 static int
-encode_sequence(Tape *tape, PyObject *object, Inputs *inputs)
+encode_sequence(Tape *tape, PyObject *object, KlValueId n_before)
 {
-    PyObject *items = PySequence_Fast(object, "a sequence");
-    if (items == NULL) {
-        return -1;
-    }
-    Py_ssize_t n = PySequence_Fast_GET_SIZE(items);
+    Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
     int result = -1;
     if (PyList_Check(object)) {
         result = push(tape, KL_SLOT_LIST, (uint32_t)n, NULL);
@@ -92,26 +68,32 @@ encode_sequence(Tape *tape, PyObject *object, Inputs *inputs)
     } else {
         result = push(tape, KL_SLOT_NAMED, (uint32_t)n, (PyObject *)Py_TYPE(object));
     }
-    for (Py_ssize_t i = 0; result == 0 && i < n; i++) {
-        result = encode(tape, PySequence_Fast_GET_ITEM(items, i), inputs);
+    for (Py_ssize_t i = 0; result == 0 && i < PySequence_Fast_GET_SIZE(object); i++) {
+        result = encode(tape, PySequence_Fast_GET_ITEM(object, i), n_before);
     }
-    Py_DECREF(items);
+    return result;
+}
+
+/* The items of a dict under `keys`, a list or tuple. */
+static int
+encode_items(Tape *tape, PyObject *object, PyObject *keys, KlValueId n_before)
+{
+    int result = 0;
+    for (Py_ssize_t i = 0; result == 0 && i < PySequence_Fast_GET_SIZE(keys); i++) {
+        PyObject *item = PyDict_GetItemWithError(object, PySequence_Fast_GET_ITEM(keys, i));
+        result = item != NULL ? encode(tape, item, n_before) : -1;
+    }
     return result;
 }
 
 static int
-encode_dict(Tape *tape, PyObject *object, Inputs *inputs)
+encode_dict(Tape *tape, PyObject *object, KlValueId n_before)
 {
     PyObject *keys = PyDict_Keys(object);
-    if (keys == NULL) {
-        return -1;
-    }
-    int result = push(tape, KL_SLOT_DICT, (uint32_t)PyList_GET_SIZE(keys), keys);
-    for (Py_ssize_t i = 0; result == 0 && i < PyList_GET_SIZE(keys); i++) {
-        PyObject *item = PyDict_GetItemWithError(object, PyList_GET_ITEM(keys, i));
-        result = item != NULL ? encode(tape, item, inputs) : -1;
-    }
-    Py_DECREF(keys);
+    bool is_pushed =
+        keys != NULL && push(tape, KL_SLOT_DICT, (uint32_t)PyList_GET_SIZE(keys), keys) == 0;
+    int result = is_pushed ? encode_items(tape, object, keys, n_before) : -1;
+    Py_XDECREF(keys);
     return result;
 }
 
@@ -128,29 +110,29 @@ encode_other(Tape *tape, PyObject *object)
     return push(tape, KL_SLOT_OBJECT, 0, object);
 }
 
-/* A tensor that a call is given twice is one value. */
+/* A tensor that a call is given twice is one value: values from `n_before` on entered with the call. */
 static int
-encode_tensor(Tape *tape, PyObject *object, Inputs *inputs)
+encode_tensor(Tape *tape, PyObject *object, KlValueId n_before)
 {
     KlValueId value = kl_lazy_check(object) ? KL_ID_NONE : kl_tape_find(tape, object);
-    bool is_met = value != KL_ID_NONE && value >= inputs->n_before;
+    bool is_met = value != KL_ID_NONE && value >= n_before;
     int result = is_met                  ? 0
                  : kl_lazy_check(object) ? kl_tape_attach(tape, kl_lazy_value(object), &value)
                                          : kl_tape_enter(tape, object, &value);
-    return result < 0 ? -1 : push_value(tape, value, inputs);
+    return result < 0 ? -1 : push(tape, KL_SLOT_VALUE, value, NULL);
 }
 
 static int
-encode(Tape *tape, PyObject *object, Inputs *inputs)
+encode(Tape *tape, PyObject *object, KlValueId n_before)
 {
     if (kl_lazy_is_tensor(object)) {
-        return encode_tensor(tape, object, inputs);
+        return encode_tensor(tape, object, n_before);
     }
     if (PyList_Check(object) || PyTuple_Check(object)) {
-        return must_open(object) ? encode_sequence(tape, object, inputs)
+        return must_open(object) ? encode_sequence(tape, object, n_before)
                                  : push(tape, KL_SLOT_OBJECT, 0, object);
     }
-    return PyDict_Check(object) ? encode_dict(tape, object, inputs) : encode_other(tape, object);
+    return PyDict_Check(object) ? encode_dict(tape, object, n_before) : encode_other(tape, object);
 }
 
 static int
@@ -172,47 +154,31 @@ attach_one(PyObject *lazy, void *tape)
 }
 
 int
-kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node, KlValueId **values,
-               size_t *n_values, size_t *n_values_max)
+kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node)
 {
-    Inputs inputs = {.values = values, .n = n_values, .n_max = n_values_max};
     /* Attaching a value may record a view again, whose slots must come before those of this call. */
     if (kl_call_visit_both(args, kwargs, attach_one, tape) < 0) {
         return -1;
     }
     size_t first = tape->n_slots;
-    inputs.n_before = (KlValueId)tape->core.n_values;
-    PyObject *names = NULL;
+    KlValueId n_before = (KlValueId)tape->core.n_values;
     Py_ssize_t n_args = PyTuple_GET_SIZE(args);
-    Py_ssize_t n_kwargs = kwargs != NULL && kwargs != Py_None ? PyDict_GET_SIZE(kwargs) : 0;
-    for (Py_ssize_t i = 0; i < n_args; i++) {
-        if (encode(tape, PyTuple_GET_ITEM(args, i), &inputs) < 0) {
-            goto error;
-        }
+    bool has_kwargs = kwargs != NULL && kwargs != Py_None && PyDict_GET_SIZE(kwargs) > 0;
+    PyObject *names = has_kwargs ? PySequence_Tuple(kwargs) : NULL;
+    int result = has_kwargs && names == NULL ? -1 : 0;
+    for (Py_ssize_t i = 0; result == 0 && i < n_args; i++) {
+        result = encode(tape, PyTuple_GET_ITEM(args, i), n_before);
     }
-    if (n_kwargs > 0) {
-        PyObject *key = NULL, *item = NULL;
-        Py_ssize_t position = 0, i = 0;
-        names = PyTuple_New(n_kwargs);
-        if (names == NULL) {
-            goto error;
-        }
-        while (PyDict_Next(kwargs, &position, &key, &item)) {
-            PyTuple_SET_ITEM(names, i++, Py_NewRef(key));
-            if (encode(tape, item, &inputs) < 0) {
-                goto error;
-            }
-        }
+    if (result < 0 || (has_kwargs && encode_items(tape, kwargs, names, n_before) < 0)) {
+        Py_XDECREF(names);
+        kl_call_truncate(tape, first);
+        return -1;
     }
     node->kwnames = names;
     node->first_slot = (uint32_t)first;
     node->n_slots = (uint32_t)(tape->n_slots - first);
-    node->n_args = (uint32_t)(n_args + n_kwargs);
+    node->n_args = (uint32_t)(n_args + (has_kwargs ? PyTuple_GET_SIZE(names) : 0));
     return 0;
-error:
-    Py_XDECREF(names);
-    kl_call_truncate(tape, first);
-    return -1;
 }
 
 typedef struct Decoder {
@@ -254,12 +220,12 @@ decode_named(Decoder *decoder, uint32_t n, PyObject *type)
 }
 
 static PyObject *
-decode_dict(Decoder *decoder, PyObject *keys)
+decode_dict(Decoder *decoder, PyObject *keys /* a list or tuple */)
 {
     PyObject *dict = PyDict_New();
-    for (Py_ssize_t i = 0; dict != NULL && i < PyList_GET_SIZE(keys); i++) {
+    for (Py_ssize_t i = 0; dict != NULL && i < PySequence_Fast_GET_SIZE(keys); i++) {
         PyObject *item = decode(decoder);
-        if (item == NULL || PyDict_SetItem(dict, PyList_GET_ITEM(keys, i), item) < 0) {
+        if (item == NULL || PyDict_SetItem(dict, PySequence_Fast_GET_ITEM(keys, i), item) < 0) {
             Py_CLEAR(dict);
         }
         Py_XDECREF(item);
@@ -305,26 +271,13 @@ PyObject *
 kl_call_describe(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env)
 {
     const KlPyNode *node = &tape->nodes[id];
-    PyObject *list = kl_call_decode(tape, id, value_of, env);
-    PyObject *kwargs = PyDict_New();
-    Py_ssize_t n_named = node->kwnames != NULL ? PyTuple_GET_SIZE(node->kwnames) : 0;
-    Py_ssize_t n_positional = (Py_ssize_t)node->n_args - n_named;
-    PyObject *positional = list != NULL ? PyList_GetSlice(list, 0, n_positional) : NULL;
-    PyObject *args = positional != NULL ? PyList_AsTuple(positional) : NULL;
-    for (Py_ssize_t i = 0; kwargs != NULL && args != NULL && i < n_named; i++) {
-        if (PyDict_SetItem(kwargs, PyTuple_GET_ITEM(node->kwnames, i),
-                           PyList_GET_ITEM(list, n_positional + i)) < 0) {
-            Py_CLEAR(kwargs);
-        }
-    }
-    PyObject *result = NULL;
-    if (args != NULL && kwargs != NULL) {
-        result = PyTuple_Pack(3, node->func, args, kwargs);
-    }
-    Py_XDECREF(args);
-    Py_XDECREF(positional);
+    Decoder decoder = {.slots = &tape->slots[node->first_slot], .value_of = value_of, .env = env};
+    PyObject *names = node->kwnames != NULL ? node->kwnames : kl_py.empty_tuple;
+    PyObject *args = decode_tuple(&decoder, node->n_args - (uint32_t)PyTuple_GET_SIZE(names));
+    PyObject *kwargs = args != NULL ? decode_dict(&decoder, names) : NULL;
+    PyObject *result = kwargs != NULL ? PyTuple_Pack(3, node->func, args, kwargs) : NULL;
     Py_XDECREF(kwargs);
-    Py_XDECREF(list);
+    Py_XDECREF(args);
     return result;
 }
 
@@ -487,9 +440,7 @@ kl_call_real(PyObject *object)
         }
         return Py_XNewRef(real);
     }
-    if (PyDict_Check(object)) {
-        return real_dict(object);
-    }
-    return PySlice_Check(object) ? real_slice((PySliceObject *)object)
-                                 : kl_call_map(object, real_item, NULL);
+    return PyDict_Check(object)    ? real_dict(object)
+           : PySlice_Check(object) ? real_slice((PySliceObject *)object)
+                                   : kl_call_map(object, real_item, NULL);
 }

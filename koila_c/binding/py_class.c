@@ -166,11 +166,9 @@ static PyObject *
 lazy_numel(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
     Answer answer;
-    if (!look(self, &answer)) {
-        return NULL;
-    }
-    return answer.real != NULL ? PyObject_CallMethod(answer.real, "numel", NULL)
-                               : PyLong_FromLongLong(kl_meta_n_elements(answer.meta));
+    return !look(self, &answer)  ? NULL
+           : answer.real != NULL ? PyObject_CallMethod(answer.real, "numel", NULL)
+                                 : PyLong_FromLongLong(kl_meta_n_elements(answer.meta));
 }
 
 static PyGetSetDef getsets[] = {
@@ -201,7 +199,7 @@ static PyObject *
 make_class_dict(PyObject *module)
 {
     return Py_BuildValue("{s:(s),s:s,s:N,s:N}", "__slots__", "_node", "__module__", "koila",
-                         "__torch_function__", kl_dispatch_function(module), "__torch_dispatch__",
+                         "__torch_function__", kl_dispatch_function(), "__torch_dispatch__",
                          PyCFunction_New(&torch_dispatch_def, module));
 }
 

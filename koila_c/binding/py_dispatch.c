@@ -10,10 +10,9 @@
 
 typedef struct TorchFunction {
     PyObject_HEAD vectorcallfunc call;
+    const char *name;
     PyObject *bound; /* NULL, for None: torch warns if it is a method of the tensor itself */
 } TorchFunction;
-
-static PyObject *torch_function; /* LazyTensor's only one */
 
 static PyObject *
 TorchFunction_call(PyObject *Py_UNUSED(self), PyObject *const *args, size_t n_flagged,
@@ -40,68 +39,39 @@ TorchFunction_getattr(PyObject *self, char *name)
     return strcmp(name, "__self__") == 0 ? Py_NewRef(Py_None) : get_other(self, name);
 }
 
-static PyObject *
-get_name(PyObject *Py_UNUSED(self), void *Py_UNUSED(closure))
-{
-    return PyUnicode_FromString("__torch_function__");
-}
-
-static void
-TorchFunction_dealloc(PyObject *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
-static PyGetSetDef getsets[] = {
-    {"__name__", get_name, NULL, NULL, NULL},
-    {NULL, NULL, NULL, NULL, NULL},
-};
-
 static PyMemberDef members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(TorchFunction, call), READONLY, NULL},
+    {"__name__", T_STRING, offsetof(TorchFunction, name), READONLY, NULL},
     {"__self__", T_OBJECT, offsetof(TorchFunction, bound), READONLY, NULL},
     {0},
 };
 
-static PyType_Slot slots[] = {
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_getattr, TorchFunction_getattr},
-    {Py_tp_getattro, PyObject_GenericGetAttr},
-    {Py_tp_dealloc, TorchFunction_dealloc},
-    {Py_tp_getset, getsets},
-    {Py_tp_members, members},
-    {0, NULL},
+static PyTypeObject type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "koila._core.TorchFunction",
+    .tp_basicsize = sizeof(TorchFunction),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_vectorcall_offset = offsetof(TorchFunction, call),
+    .tp_call = PyVectorcall_Call,
+    .tp_getattr = TorchFunction_getattr,
+    .tp_getattro = PyObject_GenericGetAttr,
+    .tp_members = members,
 };
 
-static PyType_Spec spec = {
-    .name = "koila._core.TorchFunction",
-    .basicsize = sizeof(TorchFunction),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = slots,
+/* LazyTensor's only one. */
+static TorchFunction torch_function = {
+    PyObject_HEAD_INIT(&type).call = TorchFunction_call,
+    .name = "__torch_function__",
 };
 
 PyObject *
-kl_dispatch_function(PyObject *module)
+kl_dispatch_function(void)
 {
-    if (torch_function == NULL) {
-        PyTypeObject *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &spec, NULL);
-        TorchFunction *made = type != NULL ? (TorchFunction *)type->tp_alloc(type, 0) : NULL;
-        Py_XDECREF(type);
-        if (made == NULL) {
-            return NULL;
-        }
-        made->call = TorchFunction_call;
-        torch_function = (PyObject *)made;
-    }
-    return Py_NewRef(torch_function);
+    return PyType_Ready(&type) < 0 ? NULL : Py_NewRef((PyObject *)&torch_function);
 }
 
 static PyObject *
 lazy_getattr(PyObject *self, char *name)
 {
-    return strcmp(name, "__torch_function__") == 0 ? Py_NewRef(torch_function)
+    return strcmp(name, "__torch_function__") == 0 ? Py_NewRef((PyObject *)&torch_function)
                                                    : get_other(self, name);
 }
 

@@ -2,8 +2,6 @@
 /* py_function.c - the table of torch's callables: a dict from the callable itself to a Function, filled at import */
 #include "py_state.h"
 
-#include <string.h>
-
 static int
 Function_traverse(Function *function, visitproc visit, void *arg)
 {
@@ -86,22 +84,10 @@ kl_function_is_in_place(const Function *function)
            (name != NULL && n > 1 && name[n - 1] == '_' && name[n - 2] != '_');
 }
 
-/* A cache by the address of the callable, which the entry keeps alive. */
-#define KL_N_RECENT 256
-
-static Function *recent[KL_N_RECENT]; /* borrowed from the table */
-
 Function *
 kl_function_find(PyObject *func)
 {
-    size_t slot = ((size_t)func >> 4) % KL_N_RECENT;
-    if (recent[slot] != NULL && recent[slot]->func == func) {
-        return recent[slot];
-    }
     PyObject *found = PyDict_GetItemWithError(kl_py.functions, func);
-    if (found != NULL && ((Function *)found)->func == func) { /* identical, not only equal */
-        recent[slot] = (Function *)found;
-    }
     if (found == NULL && !PyErr_Occurred() && Py_IS_TYPE(func, kl_py.method_wrapper)) {
         found = (PyObject *)find_accessor(func);
     }
@@ -153,7 +139,6 @@ kl_function_register(PyObject *Py_UNUSED(module), PyObject *args)
         before = Py_XNewRef(PyDict_GetItemWithError(kl_py.functions, func));
         result =
             PyErr_Occurred() ? -1 : PyDict_SetItem(kl_py.functions, func, (PyObject *)function);
-        memset(recent, 0, sizeof(recent));
     }
     Py_XDECREF(before);
     Py_DECREF(function);

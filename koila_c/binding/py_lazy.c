@@ -4,27 +4,10 @@
 
 /* -- Value ---------------------------------------------------------------------------------------- */
 
-/* Dead Values are recycled, as the LazyTensors that held them are (py_recycle.c). */
-#define KL_FREE_MAX 256
-
-static struct {
-    Value *values[KL_FREE_MAX]; /* [n] untracked; each keeps its reference to the type */
-    int n;
-} dead;
-
 static Value *
 new_value(void)
 {
-    Value *value = NULL;
-    if (dead.n > 0) {
-        value = dead.values[--dead.n];
-        const PyObject head = value->ob_base;
-        *value = (Value){.ob_base = head};
-        _Py_NewReference((PyObject *)value);
-        PyObject_GC_Track(value);
-    } else {
-        value = (Value *)kl_py.value_type->tp_alloc(kl_py.value_type, 0);
-    }
+    Value *value = (Value *)kl_py.value_type->tp_alloc(kl_py.value_type, 0); /* zeroed */
     if (value != NULL) {
         value->id = value->retained = KL_ID_NONE;
         value->place = KL_PLACE_WHOLE;
@@ -95,10 +78,6 @@ Value_dealloc(Value *value)
     PyTypeObject *type = Py_TYPE(value);
     PyObject_GC_UnTrack(value);
     (void)Value_clear(value);
-    if (KL_IS_REUSED && dead.n < KL_FREE_MAX) {
-        dead.values[dead.n++] = value;
-        return;
-    }
     type->tp_free(value);
     Py_DECREF(type);
 }

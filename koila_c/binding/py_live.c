@@ -11,10 +11,8 @@ real_of(void *env, KlValueId value)
     const Tape *tape = env;
     const KlPyValue *entry = &tape->values[value];
     KlNodeId maker = tape->core.values[value].node;
-    if (maker != KL_ID_NONE && tape->core.nodes[maker].is_for_chunks) {
-        return Py_None;
-    }
-    return entry->recorded != NULL ? entry->recorded : entry->real;
+    bool is_for_chunks = maker != KL_ID_NONE && tape->core.nodes[maker].is_for_chunks;
+    return is_for_chunks ? Py_None : entry->recorded != NULL ? entry->recorded : entry->real;
 }
 
 /* A recorded call must see the requires_grad that its leaves had when it was recorded. A leaf whose flag has
@@ -75,10 +73,9 @@ bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
         return -1;
     }
     Py_XSETREF(tape->values[value].real, Py_NewRef(real)); /* left by an interrupted run */
-    if (!kl_tape_is_looked_at(&tape->core, value) && !tape->values[value].is_told) {
-        return 0;
-    }
-    return kl_py_done(PyObject_CallFunction(kl_py.bind_hooks, "IO", (unsigned int)value, real));
+    return kl_tape_is_looked_at(&tape->core, value) || tape->values[value].is_told
+               ? kl_py_done(PyObject_CallFunction(kl_py.bind_hooks, "IO", value, real))
+               : 0;
 }
 
 static int
@@ -512,10 +509,8 @@ kl_live_read(Value *value)
 static int
 settle(const Tape *tape)
 {
-    if (!tape->is_kept || tape->is_running || tape != kl_tape_open_or_null()) {
-        return 0;
-    }
-    return kl_py_done(PyObject_CallNoArgs(kl_py.settle));
+    bool is_idle = tape->is_kept && !tape->is_running && tape == kl_tape_open_or_null();
+    return is_idle ? kl_py_done(PyObject_CallNoArgs(kl_py.settle)) : 0;
 }
 
 PyObject *

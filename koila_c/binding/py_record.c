@@ -132,8 +132,6 @@ inspect_arguments(PyObject *args, PyObject *kwargs, LazyArgs *found)
                                                               : result;
 }
 
-/* -- nodes and their results ----------------------------------------------------------------------- */
-
 /* -- inference by meta tensors ------------------------------------------------------------------------ */
 
 /* Read one output of meta.infer. It gives no strides where meta kernels may return another layout than real ones. */
@@ -200,12 +198,6 @@ error:
 
 /* -- recording ------------------------------------------------------------------------------------------ */
 
-/* The input values of the call that is being recorded. */
-typedef struct Inputs {
-    KlValueId *values;
-    size_t n, n_max;
-} Inputs;
-
 /* Record a call of an op without a row, which then runs on whole values. 1: recorded; 0: it cannot be; -1. */
 static int
 record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *args,
@@ -215,8 +207,8 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
     int64_t context = kl_context_now(&is_grad_enabled);
     PyObject *container = NULL;
     KlPyNode call = {0};
-    Inputs inputs = {0};
     KlNodeId id = KL_ID_NONE;
+    uint32_t n = 0;
     if (context < 0) {
         return -1;
     }
@@ -228,36 +220,43 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
     if (result <= 0) {
         return result;
     }
-    result = -1;
-    if (kl_call_encode(tape, args, kwargs, &call, &inputs.values, &inputs.n, &inputs.n_max) < 0) {
-        goto error;
+    if (kl_call_encode(tape, args, kwargs, &call) < 0) {
+        Py_DECREF(container);
+        return -1;
     }
-    result = kl_tape_mixes_aside(&tape->core, (uint32_t)inputs.n, inputs.values, 0) ? 0 : -1;
+    KlValueId *inputs = kl_alloc_resize(NULL, call.n_slots, sizeof(*inputs));
+    for (uint32_t i = 0; inputs != NULL && i < call.n_slots; i++) {
+        const KlSlot *slot = &tape->slots[call.first_slot + i];
+        inputs[n] = slot->n;
+        n += slot->kind == KL_SLOT_VALUE;
+    }
     KlPlace *places = tape->inferred.split.places;
-    tape->inferred.split.places =
-        NULL; /* no places: a call without a row reads every input whole */
+    tape->inferred.split.places = NULL; /* a call without a row reads every input whole */
     const KlRecord record = {
-        .inputs = inputs.values,
-        .n_inputs = (uint32_t)inputs.n,
+        .node = {.n_inputs = n,
+                 .saves = saves,
+                 .context = (uint32_t)context,
+                 .is_random = function->is_random,
+                 .is_grad_enabled = is_grad_enabled,
+                 .refresh_of = KL_ID_NONE},
+        .inputs = inputs,
         .inferred = &tape->inferred,
-        .saves = saves,
-        .context = (uint32_t)context,
-        .is_random = function->is_random,
-        .is_grad_enabled = is_grad_enabled,
-        .refresh_of = KL_ID_NONE,
     };
-    int appended = result == 0 ? -1 : kl_tape_append_call(tape, &record, func, &call, &id);
+    bool is_mixed = kl_tape_mixes_aside(&tape->core, n, inputs, 0);
+    result = inputs == NULL ? kl_py_done(PyErr_NoMemory())
+             : is_mixed     ? 0
+             : kl_tape_append_call(tape, &record, func, &call, &id) < 0 ? -1
+                                                                        : 1;
     tape->inferred.split.places = places;
-    if (appended < 0) {
+    if (result <= 0) {
         kl_call_truncate(tape, call.first_slot);
         Py_CLEAR(call.kwnames);
-        goto error;
+    } else {
+        *results = kl_lazy_results(tape, id, container);
+        result = *results == NULL ? -1 : 1;
     }
-    *results = kl_lazy_results(tape, id, container);
-    result = *results == NULL ? -1 : 1;
-error:
-    kl_alloc_free(inputs.values);
-    Py_XDECREF(container);
+    kl_alloc_free(inputs);
+    Py_DECREF(container);
     return result;
 }
 
@@ -356,11 +355,9 @@ static bool
 is_waiting(PyObject *args, PyObject *kwargs)
 {
     Tape *tape = kl_tape_open_or_null();
-    if (tape == NULL || tape->is_running) {
-        return false;
-    }
-    return is_target_read(tape, args, kwargs) ||
-           kl_call_visit_both(args, kwargs, is_attached, tape) != 0;
+    return tape != NULL && !tape->is_running &&
+           (is_target_read(tape, args, kwargs) ||
+            kl_call_visit_both(args, kwargs, is_attached, tape) != 0);
 }
 
 /* Run a call that needs real graphs. If it meets pending work, bridge.py cuts that off before the call, or runs it
@@ -617,10 +614,9 @@ is_in_hook(const Tape *tape, const Function *function, PyObject *kwargs)
     if (may_write(function, out_of(kwargs)) || (!is_running && task != NULL && task() < 0)) {
         return 0;
     }
-    if (is_running) {
-        return kl_context_now(&is_grad_enabled) < 0 ? -1 : !is_grad_enabled;
-    }
-    return kl_py_truth(PyObject_CallNoArgs(kl_py.is_in_hook));
+    return !is_running ? kl_py_truth(PyObject_CallNoArgs(kl_py.is_in_hook))
+           : kl_context_now(&is_grad_enabled) < 0 ? -1
+                                                  : !is_grad_enabled;
 }
 
 /* A call is not recorded: raise what torch raises for illegal sizes and dtypes, before pending calls run for it. 0

@@ -21,10 +21,9 @@ static int
 set_attribute(PyObject *tensor, PyObject *value, void *closure)
 {
     Replaced *entry = closure;
-    if (value == NULL || !kl_lazy_check(value)) {
-        return entry->set(tensor, value, NULL);
-    }
-    return kl_py_done(PyObject_CallFunctionObjArgs(entry->by, tensor, value, NULL));
+    return value == NULL || !kl_lazy_check(value)
+               ? entry->set(tensor, value, NULL)
+               : kl_py_done(PyObject_CallFunctionObjArgs(entry->by, tensor, value, NULL));
 }
 
 /* Call torch's own function. `args` is what CPython passes: a tuple, one object (METH_O), or NULL. */
@@ -44,10 +43,9 @@ may_be_read(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     const Tape *tape = kl_tape_open_or_null();
     bool is_pending = tape != NULL && tape->core.n_done < tape->core.n_nodes;
-    if (kl_tape_is_busy(tape) || kl_py.n_transforms > 0 || (!is_pending && kl_py.n_cut_off == 0)) {
-        return false;
-    }
-    return !kl_lazy_check(self) && (args == NULL || !kl_call_holds_lazy(args)) &&
+    return !kl_tape_is_busy(tape) && kl_py.n_transforms == 0 &&
+           (is_pending || kl_py.n_cut_off > 0) && !kl_lazy_check(self) &&
+           (args == NULL || !kl_call_holds_lazy(args)) &&
            (kwargs == NULL || !kl_call_holds_lazy(kwargs));
 }
 
@@ -80,10 +78,8 @@ call_replaced(const Replaced *entry, PyObject *self, PyObject *args, PyObject *k
     }
     bool is_own = kl_live_called != NULL && Py_IS_TYPE(kl_live_called, &PyMethodDescr_Type) &&
                   ((PyMethodDescrObject *)kl_live_called)->d_method == entry->definition;
-    if (!is_own && may_be_read(self, args, kwargs)) {
-        return write_after(entry, self, args, kwargs);
-    }
-    return call_own(&entry->own, self, args, kwargs);
+    return !is_own && may_be_read(self, args, kwargs) ? write_after(entry, self, args, kwargs)
+                                                      : call_own(&entry->own, self, args, kwargs);
 }
 
 /* CPython does not tell a C function which method it is called for. So each entry has functions of its own, by its

@@ -3,6 +3,8 @@
  * op by name: the row says what a call means. */
 #include "py_run.h"
 
+#include <string.h>
+
 #include "alloc.h"
 
 /* -- callbacks of the binder (py_args.h) --------------------------------------------------------------- */
@@ -10,6 +12,7 @@
 typedef struct MetaReader {
     Tape *tape;
     bool is_unknown; /* a tensor has no value on the tape yet */
+    bool is_asked;   /* for numbers, which may be others at the next call */
 } MetaReader;
 
 static KlPyTypes types; /* filled at import */
@@ -65,6 +68,7 @@ static bool
 desk_is_row_range(void *context, PyObject *object, const KlMeta *Py_UNUSED(meta))
 {
     MetaReader *reader = context;
+    reader->is_asked = true;
     KlValueId id = value_of(reader->tape, object);
     PyObject *real = id != KL_ID_NONE ? reader->tape->values[id].real : NULL;
     if (real == NULL) {
@@ -88,6 +92,35 @@ kl_rows_init(void)
 
 #define KL_ROW_INPUTS 64
 
+#define KL_KNOWN_SLOTS 8
+#define KL_KNOWN_INPUTS 4
+#define KL_KNOWN_OUTS 2
+
+/* All that the rules of a row may read of a call, besides constants among its arguments. */
+typedef struct Seen {
+    const KlRow *row;
+    uint32_t context, n_slots, n_inputs;
+    KlDtype default_dtype;
+    struct {
+        KlSlotKind kind;
+        uint32_t n; /* of a container */
+    } slots[KL_KNOWN_SLOTS];
+    struct {
+        KlMeta meta;
+        int64_t n_rows;        /* of its axis */
+    } inputs[KL_KNOWN_INPUTS]; /* of the VALUE slots, in their order, which is the row's too */
+} Seen;
+
+/* What was inferred for a call. The next one like it is neither bound nor inferred. */
+typedef struct Known {
+    Seen seen;                               /* zero: there is none */
+    PyObject *constants[KL_KNOWN_SLOTS + 1]; /* owned: of each slot, then the names of keywords */
+    KlInferred inferred;                     /* its arrays are the next two */
+    KlMeta outs[KL_KNOWN_OUTS];
+    KlPlace places[KL_KNOWN_INPUTS];
+    KlSaves saves;
+} Known;
+
 /* A call that is about to become a node. */
 typedef struct Recording {
     Tape *tape;
@@ -100,6 +133,8 @@ typedef struct Recording {
     KlValueId *inputs; /* [bound.n_inputs] */
     KlValueId inputs_fixed[KL_ROW_INPUTS];
     KlSaves saves;
+    Seen seen;
+    Known *known; /* where the call is noted, or NULL */
 } Recording;
 
 static bool
@@ -397,9 +432,8 @@ refuse_order(const Recording *recording)
 
 /* A value that was made from sizes alone has no rows yet: it gets them where this call reads it by rows. */
 static void
-settle_open(const Recording *recording)
+settle_open(const Recording *recording, const KlSplit *split)
 {
-    const KlSplit *split = &recording->tape->inferred.split;
     for (uint32_t i = 0; split->mode != KL_MODE_ONCE && i < recording->bound.n_inputs; i++) {
         const KlMeta *meta = recording->bound.inputs[i];
         if (meta != NULL && kl_place_is_rows(&split->places[i]) &&
@@ -517,9 +551,8 @@ settle_write(const Recording *recording, KlNodeId id, bool is_detached)
 /* Whether the call is a view of a plain tensor that needs no gradient (`plain.view_as(lazy)`). It runs at once: plain
  * code may write that memory, and the view must show the write. */
 static bool
-is_view_of_plain(const Recording *recording)
+is_view_of_plain(const Recording *recording, const KlInferred *inferred)
 {
-    const KlInferred *inferred = &recording->tape->inferred;
     if (inferred->alias != KL_ALIAS_VIEW && inferred->alias != KL_ALIAS_MAYBE) {
         return false;
     }
@@ -542,17 +575,204 @@ is_read_or_shared(const Tape *tape, KlValueId value)
     return result;
 }
 
+/* -- calls that were inferred before ------------------------------------------------------------------ */
+
+static Known known_calls[1 << 8]; /* by 8 bits of a hash */
+
+/* Whether two arguments are equal constants, or both NULL: nothing that rules read of them differs, or can change. */
+static bool
+is_same(PyObject *left, PyObject *right)
+{
+    if (left == NULL || right == NULL || Py_TYPE(left) != Py_TYPE(right)) {
+        return left == NULL && right == NULL;
+    }
+    PyTypeObject *type = Py_TYPE(left);
+    if (type == &PyTuple_Type) {
+        bool result = PyTuple_GET_SIZE(left) == PyTuple_GET_SIZE(right);
+        for (Py_ssize_t i = 0; result && i < PyTuple_GET_SIZE(left); i++) {
+            result = is_same(PyTuple_GET_ITEM(left, i), PyTuple_GET_ITEM(right, i));
+        }
+        return result;
+    }
+    if (type == &PySlice_Type) {
+        const PySliceObject *one = (PySliceObject *)left, *other = (PySliceObject *)right;
+        return is_same(one->start, other->start) && is_same(one->stop, other->stop) &&
+               is_same(one->step, other->step);
+    }
+    if (left != right) {
+        return type == &PyLong_Type && PyObject_RichCompareBool(left, right, Py_EQ) == 1;
+    }
+    return left == Py_None || type == &PyLong_Type || type == &PyBool_Type ||
+           type == &PyFloat_Type || type == &PyUnicode_Type || type == types.dtype_type ||
+           type == types.format_type;
+}
+
+/* Borrowed: the constant in a slot of the call; of the slot after the last, the names of its keywords; or NULL. */
+static PyObject *
+constant_of(const Recording *recording, uint32_t slot)
+{
+    const KlPyNode *call = &recording->call;
+    return slot < call->n_slots ? recording->tape->slots[call->first_slot + slot].object
+                                : call->kwnames;
+}
+
+/* Where a call is noted: found by its row, sizes and ints. Fills `seen` and finds the inputs. NULL: it is not noted. */
+static Known *
+find_known(Recording *recording)
+{
+    const KlTape *core = &recording->tape->core;
+    const uint64_t factor = UINT64_C(0x9E3779B97F4A7C15);
+    Seen *seen = &recording->seen;
+    if (recording->call.n_slots > KL_KNOWN_SLOTS) {
+        return NULL;
+    }
+    memset(seen, 0, offsetof(Seen, inputs)); /* with its padding, for memcmp */
+    seen->row = recording->function->row;
+    seen->context = recording->context;
+    seen->n_slots = recording->call.n_slots;
+    seen->default_dtype = kl_meta_default_dtype();
+    uint64_t hash = (uint64_t)(uintptr_t)seen->row;
+    for (uint32_t i = 0; i < seen->n_slots; i++) {
+        const KlSlot *slot = &recording->tape->slots[recording->call.first_slot + i];
+        int overflow = 0;
+        hash *= factor;
+        seen->slots[i].kind = slot->kind;
+        if (slot->kind != KL_SLOT_VALUE) {
+            bool is_int = slot->object != NULL && PyLong_CheckExact(slot->object);
+            hash += is_int ? (uint64_t)PyLong_AsLongAndOverflow(slot->object, &overflow) : 0;
+            seen->slots[i].n = slot->n;
+            continue;
+        }
+        KlMeta *meta = &core->values[slot->n].meta;
+        meta->place.axis = kl_tape_axis_find(core, meta->place.axis);
+        if (seen->n_inputs == KL_KNOWN_INPUTS || meta->role != KL_ROLE_NONE ||
+            is_order(recording, meta->place.axis)) {
+            return NULL;
+        }
+        for (int32_t dim = 0; dim < meta->n_dims; dim++) {
+            hash = (hash ^ (uint64_t)meta->shape[dim]) * factor;
+        }
+        recording->bound.inputs[seen->n_inputs] = meta;
+        recording->inputs_fixed[seen->n_inputs] = slot->n;
+        seen->inputs[seen->n_inputs].meta = *meta;
+        seen->inputs[seen->n_inputs++].n_rows =
+            kl_place_is_rows(&meta->place) ? core->axis_rows[meta->place.axis] : 0;
+    }
+    return &known_calls[hash >> 56];
+}
+
+/* Whether what was inferred for `known` holds for this call. */
+static bool
+is_like(const Recording *recording, const Known *known)
+{
+    const Seen *seen = &recording->seen;
+    size_t n_bytes = offsetof(Seen, inputs) + seen->n_inputs * sizeof(seen->inputs[0]);
+    bool result = memcmp(seen, &known->seen, n_bytes) == 0;
+    for (uint32_t i = 0; result && i <= seen->n_slots; i++) {
+        result = is_same(known->constants[i], constant_of(recording, i));
+    }
+    return result;
+}
+
+/* Whether input `n` of the row is in this slot, is no keyword, and was not given another place for the call. */
+static bool
+is_in_order(const Recording *recording, uint32_t slot, uint32_t n)
+{
+    const KlPyBound *bound = &recording->bound;
+    const KlSlot *slots = &recording->tape->slots[recording->call.first_slot];
+    return n < bound->n_inputs && recording->inputs[n] == slots[slot].n &&
+           bound->origins[bound->input_origins[n].arg].position <
+               PyTuple_GET_SIZE(recording->args) &&
+           memcmp(bound->inputs[n], &recording->seen.inputs[n].meta, sizeof(KlMeta)) == 0;
+}
+
+/* Whether all that was inferred for a call follows from what is_like() compares. */
+static bool
+can_keep(const Recording *recording)
+{
+    const KlPyBound *bound = &recording->bound;
+    const KlInferred *inferred = &recording->tape->inferred;
+    const Seen *seen = &recording->seen;
+    bool result = inferred->effects == 0 && inferred->alias != KL_ALIAS_SAME &&
+                  inferred->split.again == 0 && inferred->n_outs <= KL_KNOWN_OUTS &&
+                  seen->row->tie == KL_TIE_NONE && !seen->row->keeps.is_leaf;
+    for (uint32_t i = 0; result && i < bound->n_args; i++) {
+        result = bound->args[i].kind != KL_ARG_DEVICE; /* "cuda" is the current one */
+    }
+    uint32_t n = 0;
+    for (uint32_t i = 0; result && i <= seen->n_slots; i++) {
+        PyObject *constant = constant_of(recording, i);
+        KlSlotKind kind = i < seen->n_slots ? seen->slots[i].kind : KL_SLOT_OBJECT;
+        result = kind == KL_SLOT_VALUE ? is_in_order(recording, i, n++)
+                                       : kind <= KL_SLOT_TUPLE && is_same(constant, constant);
+    }
+    return result && n == bound->n_inputs;
+}
+
+static void
+keep(const Recording *recording)
+{
+    Known *known = recording->known;
+    const KlInferred *inferred = &recording->tape->inferred;
+    if (known == NULL || !can_keep(recording)) {
+        return;
+    }
+    known->seen = recording->seen;
+    for (uint32_t i = 0; i <= known->seen.n_slots; i++) {
+        Py_XSETREF(known->constants[i], Py_XNewRef(constant_of(recording, i)));
+    }
+    known->inferred = *inferred;
+    known->inferred.outs = known->outs;
+    known->inferred.split.places = known->places;
+    memcpy(known->outs, inferred->outs, inferred->n_outs * sizeof(*known->outs));
+    memcpy(known->places, inferred->split.places, known->seen.n_inputs * sizeof(*known->places));
+    known->saves = recording->saves;
+}
+
+static int
+append_node(Recording *recording, const KlInferred *inferred, const KlSaves *saves, uint32_t writes,
+            uint32_t leaf_writes, PyObject **results)
+{
+    Tape *tape = recording->tape;
+    const Function *function = recording->function;
+    KlNodeId id = KL_ID_NONE;
+    settle_open(recording, &inferred->split);
+    const KlRecord record = {
+        .node = {.row = function->row,
+                 .n_inputs = recording->bound.n_inputs,
+                 .saves = *saves,
+                 .context = recording->context,
+                 .writes = writes,
+                 .leaf_writes = leaf_writes,
+                 .is_random = inferred->is_random,
+                 .is_grad_enabled = recording->is_grad_enabled,
+                 .refresh_of = KL_ID_NONE},
+        .inputs = recording->inputs,
+        .inferred = inferred,
+        .is_detached = writes != 0 && kl_view_is_detached(tape, recording->inputs[0]),
+    };
+    if (kl_tape_append_call(tape, &record, recording->func, &recording->call, &id) < 0) {
+        return -1;
+    }
+    if (writes != 0) {
+        *results = settle_write(recording, id, record.is_detached);
+        return 1;
+    }
+    bool is_many = tape->core.nodes[id].n_outs > 1 || function->returns_list;
+    *results = kl_lazy_results(tape, id, is_many ? function->container : Py_None);
+    return *results == NULL ? -1 : 1;
+}
+
 static int
 append(Recording *recording, PyObject **results)
 {
     Tape *tape = recording->tape;
     const KlInferred *inferred = &tape->inferred;
-    KlNodeId id = KL_ID_NONE;
     uint32_t writes = 0, leaf_writes = 0;
     if (find_writes(recording, &writes, &leaf_writes) < 0 ||
         kl_tape_mixes_aside(&tape->core, recording->bound.n_inputs, recording->inputs,
                             leaf_writes) ||
-        (writes == 0 && is_view_of_plain(recording))) {
+        (writes == 0 && is_view_of_plain(recording, inferred))) {
         return 0;
     }
     if (recording->function->row->keeps.is_leaf && is_read_or_shared(tape, recording->inputs[0])) {
@@ -569,35 +789,12 @@ append(Recording *recording, PyObject **results)
     refuse_rows_into_whole(recording, writes);
     refuse_two_roles(recording);
     refuse_order(recording);
-    settle_open(recording);
     if (find_rows_again(recording) < 0) {
         return -1;
     }
     place_rewrites(recording);
-    const KlRecord record = {.row = recording->function->row,
-                             .inputs = recording->inputs,
-                             .n_inputs = recording->bound.n_inputs,
-                             .inferred = inferred,
-                             .saves = recording->saves,
-                             .context = recording->context,
-                             .writes = writes,
-                             .leaf_writes = leaf_writes,
-                             .is_detached =
-                                 writes != 0 && kl_view_is_detached(tape, recording->inputs[0]),
-                             .is_random = inferred->is_random,
-                             .is_grad_enabled = recording->is_grad_enabled,
-                             .refresh_of = KL_ID_NONE};
-    if (kl_tape_append_call(tape, &record, recording->func, &recording->call, &id) < 0) {
-        return -1;
-    }
-    if (writes != 0) {
-        *results = settle_write(recording, id, record.is_detached);
-        return 1;
-    }
-    const Function *function = recording->function;
-    bool is_many = tape->core.nodes[id].n_outs > 1 || function->returns_list;
-    *results = kl_lazy_results(tape, id, is_many ? function->container : Py_None);
-    return *results == NULL ? -1 : 1;
+    keep(recording);
+    return append_node(recording, inferred, &recording->saves, writes, leaf_writes, results);
 }
 
 static int
@@ -619,6 +816,21 @@ find_inputs(Recording *recording)
     return 0;
 }
 
+/* Append a call that was inferred before. Returns as kl_rows_record. */
+static int
+append_again(Recording *recording, PyObject **results)
+{
+    const KlInferred *inferred = &recording->known->inferred;
+    recording->inputs = recording->inputs_fixed;
+    recording->bound.n_inputs = recording->seen.n_inputs;
+    if (kl_tape_mixes_aside(&recording->tape->core, recording->bound.n_inputs, recording->inputs,
+                            0) ||
+        is_view_of_plain(recording, inferred)) {
+        return 0;
+    }
+    return append_node(recording, inferred, &recording->known->saves, 0, 0, results);
+}
+
 /* Bind, infer and append a call. Returns as kl_rows_record. */
 static int
 bind_and_append(Recording *recording, PyObject **results)
@@ -633,6 +845,7 @@ bind_and_append(Recording *recording, PyObject **results)
     if (find_inputs(recording) < 0) {
         return -1;
     }
+    recording->known = reader.is_asked ? NULL : recording->known;
     int result = 0;
     KlStatus status = infer_merging_axes(recording, &error);
     if (status == KL_OK) {
@@ -666,12 +879,15 @@ kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *a
         return -1;
     }
     recording.context = (uint32_t)context;
-    if (kl_call_encode(tape, args, kwargs, &recording.call, NULL, NULL, NULL) < 0) {
+    if (kl_call_encode(tape, args, kwargs, &recording.call) < 0) {
         return -1;
     }
     kl_py_bound_init(&recording.bound);
     size_t n_nodes = tape->core.n_nodes;
-    int result = bind_and_append(&recording, results);
+    recording.known = find_known(&recording);
+    int result = recording.known != NULL && is_like(&recording, recording.known)
+                     ? append_again(&recording, results)
+                     : bind_and_append(&recording, results);
     kl_py_bound_fini(&recording.bound);
     if (tape->core.n_nodes == n_nodes) {
         Py_CLEAR(recording.call.kwnames);

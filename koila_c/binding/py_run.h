@@ -119,7 +119,7 @@ PyObject *kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_s
 /* -- py_dispatch.c: the __torch_function__ that torch finds on a LazyTensor ------------------------ */
 
 /* New reference: LazyTensor's __torch_function__. */
-PyObject *kl_dispatch_function(PyObject *module);
+PyObject *kl_dispatch_function(void);
 /* Let LazyTensors answer the look-up of __torch_function__ without Python's attribute search. */
 void kl_dispatch_install(void);
 

@@ -5,8 +5,6 @@
  * overriding is not disabled, and a LazyTensor is the first operand to be asked. */
 #include "py_run.h"
 
-#include <structmember.h>
-
 /* C++ functions of libtorch that tell so; without them nothing is installed. */
 static struct {
     int64_t (*n_modes)(void);
@@ -26,8 +24,6 @@ typedef struct LazyMethod {
     PyObject *func;     /* torch's method descriptor */
     Function *function; /* its entry in the table of callables */
 } LazyMethod;
-
-static PyTypeObject *method_type;
 
 static PyObject *
 pack_keywords(PyObject *const *values, PyObject *names)
@@ -88,52 +84,22 @@ LazyMethod_getattro(PyObject *self, PyObject *name)
     return PyObject_GetAttr(((LazyMethod *)self)->func, name);
 }
 
-static int
-LazyMethod_traverse(LazyMethod *self, visitproc visit, void *arg)
-{
-    Py_VISIT(Py_TYPE(self));
-    Py_VISIT(self->func);
-    return 0;
-}
-
-static void
-LazyMethod_dealloc(LazyMethod *self)
-{
-    PyTypeObject *type = Py_TYPE(self);
-    PyObject_GC_UnTrack(self);
-    Py_XDECREF(self->func);
-    Py_XDECREF(self->function);
-    type->tp_free(self);
-    Py_DECREF(type);
-}
-
-static PyMemberDef method_members[] = {
-    {"__vectorcalloffset__", T_PYSSIZET, offsetof(LazyMethod, call), READONLY, NULL},
-    {0},
-};
-
-static PyType_Slot method_slots[] = {
-    {Py_tp_call, PyVectorcall_Call},
-    {Py_tp_descr_get, LazyMethod_get},
-    {Py_tp_getattro, LazyMethod_getattro},
-    {Py_tp_traverse, LazyMethod_traverse},
-    {Py_tp_dealloc, LazyMethod_dealloc},
-    {Py_tp_members, method_members},
-    {0},
-};
-
-static PyType_Spec method_spec = {
-    .name = "koila._core.LazyMethod",
-    .basicsize = sizeof(LazyMethod),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
-             Py_TPFLAGS_METHOD_DESCRIPTOR | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = method_slots,
+/* Its instances live as long as the class. */
+static PyTypeObject method_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "koila._core.LazyMethod",
+    .tp_basicsize = sizeof(LazyMethod),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR |
+                Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    .tp_vectorcall_offset = offsetof(LazyMethod, call),
+    .tp_call = PyVectorcall_Call,
+    .tp_descr_get = LazyMethod_get,
+    .tp_getattro = LazyMethod_getattro,
 };
 
 static int
 install_method(PyObject *name, PyObject *func, Function *function)
 {
-    LazyMethod *method = (LazyMethod *)method_type->tp_alloc(method_type, 0);
+    LazyMethod *method = PyObject_New(LazyMethod, &method_type);
     if (method == NULL) {
         return -1;
     }
@@ -173,10 +139,9 @@ is_plain(PyObject *object)
 static PyObject *
 ask_torch(Operator which, PyObject *left, PyObject *right)
 {
-    if (PyObject_TypeCheck(left, kl_py.tensor_base)) {
-        return PyObject_CallMethodObjArgs(left, operators[which].forward, right, NULL);
-    }
-    return PyObject_CallMethodObjArgs(right, operators[which].reflected, left, NULL);
+    return PyObject_TypeCheck(left, kl_py.tensor_base)
+               ? PyObject_CallMethodObjArgs(left, operators[which].forward, right, NULL)
+               : PyObject_CallMethodObjArgs(right, operators[which].reflected, left, NULL);
 }
 
 static PyObject *
@@ -207,10 +172,8 @@ OPERATOR(matmul, MATMUL)
 static PyObject *
 negate(PyObject *self)
 {
-    if (!is_direct()) {
-        return ask_torch(NEGATE, self, NULL);
-    }
-    return record(operators[NEGATE].function, operators[NEGATE].func, &self, 1, NULL);
+    return is_direct() ? record(operators[NEGATE].function, operators[NEGATE].func, &self, 1, NULL)
+                       : ask_torch(NEGATE, self, NULL);
 }
 
 static int
@@ -256,7 +219,7 @@ find_torch_state(void)
 
 /* install_slots(names): install the methods of these names that the table has as ops. */
 PyObject *
-kl_slots_install(PyObject *module, PyObject *names)
+kl_slots_install(PyObject *Py_UNUSED(module), PyObject *names)
 {
     if (!PyTuple_Check(names)) {
         return PyErr_Format(PyExc_TypeError, "install_slots: names is not a tuple");
@@ -264,10 +227,8 @@ kl_slots_install(PyObject *module, PyObject *names)
     if (!find_torch_state()) {
         return Py_NewRef(Py_False);
     }
-    if (method_type == NULL) {
-        method_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &method_spec, NULL);
-    }
-    for (Py_ssize_t i = 0; method_type != NULL && i < PyTuple_GET_SIZE(names); i++) {
+    int is_ready = PyType_Ready(&method_type);
+    for (Py_ssize_t i = 0; is_ready == 0 && i < PyTuple_GET_SIZE(names); i++) {
         PyObject *name = PyTuple_GET_ITEM(names, i);
         PyObject *func = PyObject_GetAttr((PyObject *)kl_py.tensor, name);
         Function *function = func != NULL ? kl_function_find(func) : NULL;
@@ -279,5 +240,5 @@ kl_slots_install(PyObject *module, PyObject *names)
             return NULL;
         }
     }
-    return method_type == NULL || install_operators() < 0 ? NULL : Py_NewRef(Py_True);
+    return is_ready < 0 || install_operators() < 0 ? NULL : Py_NewRef(Py_True);
 }

@@ -587,8 +587,8 @@ note_write(Tape *tape, const KlRecord *record)
 {
     PyObject *leaves = PyList_New(0);
     int result = leaves == NULL ? -1 : 0;
-    for (uint32_t i = 0; result == 0 && record->leaf_writes >> i != 0; i++) {
-        bool is_written = (record->leaf_writes >> i & 1) != 0;
+    for (uint32_t i = 0; result == 0 && record->node.leaf_writes >> i != 0; i++) {
+        bool is_written = (record->node.leaf_writes >> i & 1) != 0;
         result = is_written ? PyList_Append(leaves, tape->values[record->inputs[i]].real) : 0;
     }
     if (result == 0) {
@@ -604,17 +604,17 @@ kl_tape_append_call(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode
                     KlNodeId *id)
 {
     KlError error;
-    for (uint32_t i = 0; i < record->n_inputs; i++) {
+    for (uint32_t i = 0; i < record->node.n_inputs; i++) {
         if (kl_failure_check(tape, record->inputs[i]) < 0) {
             return -1;
         }
     }
-    if (record->is_random && !kl_tape_has_draw(&tape->core) &&
+    if (record->node.is_random && !kl_tape_has_draw(&tape->core) &&
         kl_py_done(PyObject_CallNoArgs(kl_py.note_draw)) < 0) {
         return -1;
     }
     if (kl_tape_reserve(tape, 1, record->inferred->n_outs + 1) < 0 ||
-        (record->leaf_writes != 0 && note_write(tape, record) < 0)) {
+        (record->node.leaf_writes != 0 && note_write(tape, record) < 0)) {
         return -1;
     }
     if (kl_tape_append(&tape->core, record, id, &error) != KL_OK) {

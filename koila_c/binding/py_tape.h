@@ -201,10 +201,8 @@ kl_failure_check(const Tape *tape, KlValueId value)
 
 /* -- py_call.c: calls as slots ----------------------------------------------------------------- */
 
-/* Append the arguments of a call to the tape's slots. On failure returns -1 and appends nothing. `inputs` (or NULL)
- * receives the values among the arguments, in order. */
-int kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node, KlValueId **inputs,
-                   size_t *n_inputs, size_t *n_inputs_max);
+/* Append the arguments of a call to the tape's slots. On failure returns -1 and appends nothing. */
+int kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node);
 /* Drop the slots from `first` on. */
 void kl_call_truncate(Tape *tape, size_t first);
 /* A list of the arguments of node `id`, positional ones first, as kl_call_run would pass them. */

@@ -18,11 +18,9 @@ typedef struct State {
 static bool
 is_legal(const State *state)
 {
-    if (state->n_left < 1 || state->n_left > KL_TWISTER_N || state->n_used > KL_TWISTER_N) {
-        return false;
-    }
-    return (uint64_t)state->n_left + state->n_used == KL_TWISTER_N + 1 ||
-           (state->n_left == 1 && state->n_used == 0);
+    return state->n_left >= 1 && state->n_left <= KL_TWISTER_N && state->n_used <= KL_TWISTER_N &&
+           ((uint64_t)state->n_left + state->n_used == KL_TWISTER_N + 1 ||
+            (state->n_left == 1 && state->n_used == 0));
 }
 
 KL_DEFINE(kl_twister_skip_words, args)

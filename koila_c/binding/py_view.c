@@ -188,15 +188,15 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
     if (find_inputs(tape, &node, old.view_of, source, now, again) < 0) {
         return -1;
     }
-    const KlRecord record = {.row = node.row,
+    const KlRecord record = {.node = {.row = node.row,
+                                      .n_inputs = node.n_inputs,
+                                      .saves = node.saves,
+                                      .context = node.context,
+                                      .is_grad_enabled = node.is_grad_enabled,
+                                      .refresh_of = value,
+                                      .refresh_out = origin - node.first_out},
                              .inputs = now,
-                             .n_inputs = node.n_inputs,
-                             .inferred = &inferred,
-                             .saves = node.saves,
-                             .context = node.context,
-                             .is_grad_enabled = node.is_grad_enabled,
-                             .refresh_of = value,
-                             .refresh_out = origin - node.first_out};
+                             .inferred = &inferred};
     int result = infer_again(tape, &node, &old, source, again, &inferred);
     result = result == 0 ? copy_call(tape, old.node, now, &call) : result;
     if (result == 0) {
@@ -209,7 +209,7 @@ take_again(Tape *tape, KlValueId value, KlValueId source, KlValueId *current)
     inferred.split.places = NULL; /* `again` is not its memory */
     kl_infer_fini(&inferred);
     if (result == 0) {
-        *current = tape->core.nodes[id].first_out + record.refresh_out;
+        *current = tape->core.nodes[id].first_out + record.node.refresh_out;
     }
     return result;
 }
@@ -271,10 +271,8 @@ kl_view_current(Tape *tape, KlValueId value, KlValueId *current)
         return 0;
     }
     KlValueId source = KL_ID_NONE;
-    if (kl_view_current(tape, core->view_of, &source) < 0) {
-        return -1;
-    }
-    return take_again(tape, value, source, current);
+    int result = kl_view_current(tape, core->view_of, &source);
+    return result < 0 ? -1 : take_again(tape, value, source, current);
 }
 
 /* Whether a value is a view of `other` that belongs to its graph. */

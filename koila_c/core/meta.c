@@ -96,11 +96,9 @@ kl_meta_is_contiguous(const KlMeta *meta)
 bool
 kl_place_is_equal(const KlPlace *left, const KlPlace *right)
 {
-    if (left->axis == KL_ID_NONE || right->axis == KL_ID_NONE) {
-        return left->axis == right->axis;
-    }
-    return left->axis == right->axis && left->dim == right->dim && left->outer == right->outer &&
-           left->inner == right->inner;
+    return left->axis == right->axis &&
+           (left->axis == KL_ID_NONE || (left->dim == right->dim && left->outer == right->outer &&
+                                         left->inner == right->inner));
 }
 
 bool

@@ -88,10 +88,8 @@ keep_on_way(const KlTape *tape, KlStages *stages)
 static bool
 is_data_value(const KlTape *tape, const KlStages *stages, KlValueId value)
 {
-    if (tape->values[value].meta.requires_grad) {
-        return false;
-    }
-    return stages->value_stage[value] == 0 || stages->is_data[tape->values[value].node];
+    return !tape->values[value].meta.requires_grad &&
+           (stages->value_stage[value] == 0 || stages->is_data[tape->values[value].node]);
 }
 
 /* Whether a node is light work on data values, so that any body may run it again. A reduction may be heavy: its result is

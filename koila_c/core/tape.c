@@ -299,9 +299,9 @@ reserve_node(KlTape *tape, const KlRecord *record, KlError *error)
     const KlInferred *inferred = record->inferred;
     KlStatus status = reserve_values(tape, inferred->n_outs + 1, inferred->n_outs + 1, error);
     if (status == KL_OK) {
-        status =
-            kl_alloc_reserve((void **)&tape->inputs, &tape->n_inputs_max,
-                             tape->n_inputs + record->n_inputs + 1, sizeof(*tape->inputs), error);
+        status = kl_alloc_reserve((void **)&tape->inputs, &tape->n_inputs_max,
+                                  tape->n_inputs + record->node.n_inputs + 1, sizeof(*tape->inputs),
+                                  error);
     }
     if (status == KL_OK) {
         status = kl_alloc_reserve((void **)&tape->rewrites, &tape->n_rewrites_max,
@@ -339,7 +339,7 @@ kl_tape_mixes_aside(const KlTape *tape, uint32_t n_inputs, const KlValueId *inpu
 static void
 break_orders(KlTape *tape, const KlRecord *record)
 {
-    for (uint32_t i = 0; i < record->n_inputs && !record->inferred->is_ordered; i++) {
+    for (uint32_t i = 0; i < record->node.n_inputs && !record->inferred->is_ordered; i++) {
         KlValueId value = record->inputs[i];
         const KlMeta *meta = value != KL_ID_NONE ? &tape->values[value].meta : NULL;
         if (meta == NULL || (meta->role == KL_ROLE_NONE && !kl_place_is_rows(&meta->place))) {
@@ -363,50 +363,40 @@ kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *er
     }
     break_orders(tape, record);
     *node = (KlNodeId)tape->n_nodes++;
-    tape->nodes[*node] = (KlNode){
-        .row = record->row,
-        .first_input = (uint32_t)tape->n_inputs,
-        .n_inputs = record->n_inputs,
-        .first_out = (KlValueId)tape->n_values,
-        .n_outs = inferred->n_outs,
-        .first_rewrite = (uint32_t)tape->n_rewrites,
-        .n_rewrites = split->is_open ? 0 : split->n_rewrites,
-        .is_open = split->is_open,
-        .context = record->context,
-        .writes = record->writes,
-        .leaf_writes = record->leaf_writes,
-        .row_ranges = split->row_ranges,
-        .axis = split->axis,
-        .reason = split->reason,
-        .saves = record->saves,
-        .mode = (uint8_t)split->mode,
-        .reduce = (uint8_t)split->reduce,
-        .is_random = record->is_random,
-        .refresh_of = record->refresh_of,
-        .refresh_out = record->refresh_out,
-        .is_grad_enabled = record->is_grad_enabled,
-        .reads_aside = inferred->reads_aside,
-    };
-    for (uint32_t i = 0; i < record->n_inputs; i++) {
+    KlNode *made = &tape->nodes[*node];
+    *made = record->node;
+    made->first_input = (uint32_t)tape->n_inputs;
+    made->first_out = (KlValueId)tape->n_values;
+    made->n_outs = inferred->n_outs;
+    made->first_rewrite = (uint32_t)tape->n_rewrites;
+    made->n_rewrites = split->is_open ? 0 : split->n_rewrites;
+    made->is_open = split->is_open;
+    made->row_ranges = split->row_ranges;
+    made->axis = split->axis;
+    made->reason = split->reason;
+    made->mode = (uint8_t)split->mode;
+    made->reduce = (uint8_t)split->reduce;
+    made->reads_aside = inferred->reads_aside;
+    for (uint32_t i = 0; i < record->node.n_inputs; i++) {
         KlValueId value = record->inputs[i];
         KlPlace place = split->places != NULL ? split->places[i] : KL_PLACE_WHOLE;
         tape->inputs[tape->n_inputs++] = (KlInput){.value = value, .place = place};
         if (value != KL_ID_NONE) {
             kl_tape_ask(tape, value);
             tape->values[value].n_pending++;
-            tape->values[value].n_aside += writes_aside(record->leaf_writes, i);
-            tape->n_aside += writes_aside(record->leaf_writes, i);
+            tape->values[value].n_aside += writes_aside(record->node.leaf_writes, i);
+            tape->n_aside += writes_aside(record->node.leaf_writes, i);
         }
     }
-    if (record->refresh_of != KL_ID_NONE) {
-        tape->values[record->refresh_of].n_pending++;
+    if (record->node.refresh_of != KL_ID_NONE) {
+        tape->values[record->node.refresh_of].n_pending++;
     }
     if (split->n_rewrites > 0) {
         memcpy(&tape->rewrites[tape->n_rewrites], split->rewrites,
                split->n_rewrites * sizeof(*split->rewrites));
         tape->n_rewrites += split->n_rewrites;
     }
-    if (record->writes != 0) {
+    if (record->node.writes != 0) {
         append_written(tape, record, *node);
     } else {
         append_outputs(tape, record, *node);

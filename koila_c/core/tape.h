@@ -156,19 +156,10 @@ KlStatus kl_tape_leaf(KlTape *tape, const KlMeta *meta, KlValueId *value, KlErro
 
 /* A call that kl_tape_append makes a node of. */
 typedef struct KlRecord {
-    const KlRow *row;
-    const KlValueId *inputs; /* [n_inputs] their current versions; KL_ID_NONE: None */
-    uint32_t n_inputs;
+    KlNode node;             /* without what follows from `inferred` and from the tape */
+    const KlValueId *inputs; /* [node.n_inputs] their current versions; KL_ID_NONE: None */
     const KlInferred *inferred;
-    KlSaves saves;
-    uint32_t context;
-    uint32_t writes;      /* bit i: input i is written in place */
-    uint32_t leaf_writes; /* bit i: input i, a leaf, is written on the side */
-    bool is_detached;     /* it writes a detached view, whose graph is not that of its base */
-    bool is_random;
-    bool is_grad_enabled;
-    KlValueId refresh_of; /* as of KlNode */
-    uint32_t refresh_out;
+    bool is_detached; /* it writes a detached view, whose graph is not that of its base */
 } KlRecord;
 
 /* Append a node. On success `*node` is its id and its outputs are values first_out, first_out + 1, ...

@@ -312,3 +312,94 @@ def test_a_lazy_index_is_not_read() -> None:
     chosen = x[torch.arange(4), index]
     assert is_pending(index) and is_pending(chosen)
     assert in_chunks(chosen) == batch()[torch.arange(4), torch.tensor([0, 2, 1, 1])].tolist()
+
+
+# Calls like one before, which are not inferred again ----------------------------------------------
+
+INTS, BITS = torch.arange(12).view(4, 3), torch.arange(12).view(4, 3) % 2 == 0
+LARGE = torch.arange(2400.0).view(4, 600)
+COUNTED, MIXED = torch.arange(4), torch.tensor([2, 0, 3, 1])
+
+#: Two calls that differ in little, and what they are given.
+LITTLE: dict[str, tuple[Tensor, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "an int": (batch(), lambda x: x.sum(0), lambda x: x.sum(1)),
+    "an int that is made anew": (
+        LARGE,
+        lambda x: x.narrow(1, 0, int("300")),
+        lambda x: x.narrow(1, 0, int("301")),
+    ),
+    "a float": (INTS, lambda x: x * 2, lambda x: x * 2.0),
+    "a bool": (BITS, lambda x: x * 1, lambda x: x * True),
+    "a slice": (batch(), lambda x: x[:, :1], lambda x: x[:, :2]),
+    "a step": (batch(), lambda x: x[:, ::2], lambda x: x[:, ::1]),
+    "a tuple": (batch(), lambda x: x.sum((1,)), lambda x: x.sum((0, 1))),
+    "a dtype": (batch(), lambda x: x.to(torch.float64), lambda x: x.to(torch.float16)),
+    "a text": (
+        batch(),
+        lambda x: torch.einsum("ij->i", x),
+        lambda x: torch.einsum("ij->j", x),
+    ),
+    "a keyword": (
+        batch(),
+        lambda x: torch.sum(x, dim=1),
+        lambda x: torch.sum(x, dtype=torch.float64),
+    ),
+    "a length": (batch(), lambda x: torch.cat([x, x]), lambda x: torch.cat([x, x, x])),
+    "a tensor": (batch(), lambda x: x + x, lambda x: x + (x * 2)),
+    "an order": (
+        batch(),
+        lambda x: torch.sub(input=x, other=x * 3),
+        lambda x: torch.sub(other=x, input=x * 3),
+    ),
+    "its numbers": (batch(), lambda x: x[COUNTED[:4]], lambda x: x[MIXED[:4]]),
+    "a gradient": (batch(), lambda x: x * x, lambda x: x * x.detach().requires_grad_()),
+    "strides": (batch(), lambda x: x[:3] + 1, lambda x: x[:3].t() + 1),
+    "a layout": (
+        LARGE.view(4, 6, 10, 10),
+        lambda x: torch.clone(x, memory_format=torch.contiguous_format),
+        lambda x: torch.clone(x, memory_format=torch.channels_last),
+    ),
+}
+
+
+def described(value: Any) -> tuple[Any, ...]:
+    return value.shape, value.dtype, value.stride(), value.requires_grad
+
+
+@pytest.mark.parametrize("what", LITTLE)
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_calls_that_differ_in_little_are_told_apart(what: str, is_swapped: bool) -> None:
+    plain, *calls = LITTLE[what]
+    for call in [*calls, *calls][is_swapped:]:
+        x = koila.lazy(plain)
+        got, wanted = [call(x), call(x)], call(plain)
+        assert all(described(value) == described(wanted) for value in got)
+        for value in got:
+            assert_products(value.tolist(), wanted.detach().double())
+        with koila.config(chunks=2):
+            assert_products(call(koila.lazy(plain)).tolist(), wanted.detach().double())
+
+
+def test_calls_are_told_apart_by_what_surrounds_them() -> None:
+    x, ints, w = koila.lazy(batch().float()), koila.lazy(INTS), weight().float()
+    w.retain_grad()
+    assert (x * w).requires_grad and (x * w).requires_grad
+    with torch.no_grad():
+        assert not (x * w).requires_grad
+    with torch.autocast("cpu"):
+        assert (x @ w).dtype == torch.bfloat16
+    assert (x @ w).dtype == torch.float32
+    assert (ints * 0.5).dtype == torch.float32
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert (ints * 0.5).dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_calls_are_told_apart_by_where_the_rows_are() -> None:
+    square, w = torch.arange(16.0).view(4, 4), torch.ones(4, requires_grad=True)
+    for dim in (0, 1, 0, 1):
+        value = koila.lazy(square, batch=dim) * w
+        assert place(value) == (dim, 1, 1)
+        assert value.tolist() == square.tolist()

@@ -165,10 +165,10 @@ append_call(Program *program, const KlCall *call, KlRecord *record)
     }
     const KlEffects effects = program->inferred.effects;
     record->inferred = &program->inferred;
-    record->is_random = program->inferred.is_random;
-    record->writes = call->row->kind == KL_ROW_INPLACE ? effects : 0;
-    record->leaf_writes = call->row->kind == KL_ROW_INPLACE ? 0 : effects;
-    kl_infer_saves(call, &program->inferred, &record->saves);
+    record->node.is_random = program->inferred.is_random;
+    record->node.writes = call->row->kind == KL_ROW_INPLACE ? effects : 0;
+    record->node.leaf_writes = call->row->kind == KL_ROW_INPLACE ? 0 : effects;
+    kl_infer_saves(call, &program->inferred, &record->node.saves);
     return kl_tape_append(&program->tape, record, &program->node, &program->error);
 }
 
@@ -186,11 +186,11 @@ record(Program *program, const char *name, uint32_t n_args, const KlArg *args, u
     bound.call.is_grad_enabled = !program->is_grad_off;
     bound.call.axis_rows = program->tape.axis_rows;
     bound.call.n_axes = (uint32_t)program->tape.n_axes;
-    KlRecord wanted = {.row = bound.call.row,
-                       .inputs = ids,
-                       .n_inputs = n_inputs,
-                       .is_grad_enabled = !program->is_grad_off,
-                       .refresh_of = KL_ID_NONE};
+    KlRecord wanted = {.node = {.row = bound.call.row,
+                                .n_inputs = n_inputs,
+                                .is_grad_enabled = !program->is_grad_off,
+                                .refresh_of = KL_ID_NONE},
+                       .inputs = ids};
     const KlTape before = program->tape;
     if (is_refused(program, append_call(program, &bound.call, &wanted), &before)) {
         for (uint32_t i = 0; i < n_inputs; i++) { /* the values may have moved */
@@ -230,8 +230,9 @@ unknown(Program *program, KlMeta meta, uint32_t n_inputs, const KlValueId *ids)
 {
     KlInferred inferred = {.outs = &meta, .n_outs = 1};
     inferred.split = (KlSplit){.mode = KL_MODE_ONCE, .axis = KL_ID_NONE};
-    KlRecord wanted = {
-        .inputs = ids, .n_inputs = n_inputs, .inferred = &inferred, .refresh_of = KL_ID_NONE};
+    KlRecord wanted = {.node = {.n_inputs = n_inputs, .refresh_of = KL_ID_NONE},
+                       .inputs = ids,
+                       .inferred = &inferred};
     CHECK(kl_tape_append(&program->tape, &wanted, &program->node, &program->error) == KL_OK);
     return program->tape.nodes[program->node].first_out;
 }

@@ -213,11 +213,11 @@ test_a_review_reads_its_earlier_version(void)
     KlMeta meta = value(&p, view)->meta;
     KlInferred inferred = {.outs = &meta, .n_outs = 1, .alias = KL_ALIAS_VIEW};
     inferred.split = (KlSplit){.mode = KL_MODE_ONCE, .axis = KL_ID_NONE};
-    const KlRecord review = {.row = kl_ops_find("t"),
-                             .inputs = IDS(written),
-                             .n_inputs = 1,
-                             .inferred = &inferred,
-                             .refresh_of = view};
+    const KlRecord review = {
+        .node = {.row = kl_ops_find("t"), .n_inputs = 1, .refresh_of = view},
+        .inputs = IDS(written),
+        .inferred = &inferred,
+    };
     KlNodeId id = KL_ID_NONE;
     CHECK(kl_tape_append(&p.tape, &review, &id, NULL) == KL_OK && id == 2);
     CHECK(value(&p, view)->n_pending == 1 && p.tape.nodes[id].refresh_of == view);
@@ -298,7 +298,7 @@ test_failure_spreads_to_readers(void)
     KlMeta meta = value(&p, neg)->meta;
     KlInferred inferred = {.outs = &meta, .n_outs = 1, .split = {.mode = KL_MODE_ONCE}};
     const KlRecord review = {
-        .inputs = IDS(neg), .n_inputs = 1, .inferred = &inferred, .refresh_of = both};
+        .node = {.n_inputs = 1, .refresh_of = both}, .inputs = IDS(neg), .inferred = &inferred};
     KlNodeId id = KL_ID_NONE;
     CHECK(kl_tape_append(&p.tape, &review, &id, NULL) == KL_OK); /* 5: a review of a failed one */
     kl_tape_set_done(&p.tape, 0);
