@@ -720,15 +720,23 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
     }
     PyObject *func = args[0], *types = args[1], *call_args = args[2];
     PyObject *kwargs = n_args == 4 && args[3] != Py_None ? args[3] : NULL;
+    PyObject *words = kwargs != NULL ? kwargs : kl_py.empty_dict;
     if (kl_py.n_transforms > 0) {
-        PyObject *result = PyObject_CallFunctionObjArgs(
-            kl_py.in_transform, func, call_args, kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+        PyObject *result =
+            PyObject_CallFunctionObjArgs(kl_py.in_transform, func, call_args, words, NULL);
         if (result != Py_NotImplemented) {
             return result;
         }
         Py_DECREF(result);
     }
     Function *function = kl_function_find(func);
+    if (function == NULL) {
+        func = PyObject_CallOneArg(kl_py.own_of, func);
+        function = func != NULL ? kl_function_find(func) : NULL;
+        if (kl_py_done(func) < 0) { /* its caller holds it */
+            return NULL;
+        }
+    }
     bool is_asked = false; /* by a class that may have its own plan for a Python function */
     for (Py_ssize_t i = 0; PyTuple_Check(types) && i < PyTuple_GET_SIZE(types); i++) {
         PyObject *type = PyTuple_GET_ITEM(types, i);
@@ -745,13 +753,12 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
     case KL_CALL_READ:
         return kl_live_call(func, call_args, kwargs, KL_LIVE_READ);
     case KL_CALL_ENTER:
-        return PyObject_CallFunctionObjArgs(kl_py.skip_one_hop, func, types, call_args,
-                                            kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+        return PyObject_CallFunctionObjArgs(kl_py.skip_one_hop, func, types, call_args, words,
+                                            NULL);
     case KL_CALL_HANDLER:
         return take_up(call_args, kwargs) < 0
                    ? NULL
-                   : PyObject_CallFunctionObjArgs(function->handler, func, call_args,
-                                                  kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+                   : PyObject_CallFunctionObjArgs(function->handler, func, call_args, words, NULL);
     }
     Py_UNREACHABLE();
 }

@@ -61,17 +61,6 @@ is_read_by(const KlTape *core, const KlNode *node, KlValueId leaf)
     return is_found;
 }
 
-static const char *
-kind_of(PyObject *tensor)
-{
-    PyObject *nn = PyImport_ImportModule("torch.nn");
-    PyObject *type = nn != NULL ? PyObject_GetAttrString(nn, "Parameter") : NULL;
-    bool is_parameter = type != NULL && PyObject_IsInstance(tensor, type) == 1;
-    KL_DROP(type, nn);
-    PyErr_Clear();
-    return is_parameter ? "parameter" : "tensor";
-}
-
 static void
 set_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
 {
@@ -80,11 +69,13 @@ set_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
     PyObject *name =
         size != NULL ? PyObject_GetAttrString(tape->nodes[reader].func, "__name__") : NULL;
     if (name != NULL) {
+        PyObject *real = tape->values[leaf].real;
+        bool is_parameter = PyObject_IsInstance(real, (PyObject *)kl_py.parameter) == 1;
         PyErr_Format(
             kl_py.stale_error,
             "%U: a %s of shape %S was changed in place after it was recorded (%U) and before "
             "the call ran; change it after backward(), or read the result first",
-            name, kind_of(tape->values[leaf].real), size, where);
+            name, is_parameter ? "parameter" : "tensor", size, where);
     }
     KL_DROP(name, size, where);
 }

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.overrides
 
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 _entered: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -55,3 +57,24 @@ def _enter_by_copy(
 
 
 enter: Callable[..., Any] = getattr(torch._C, "_skip_one_hop_torch_function", _enter_by_copy)
+
+#: torch's Python functions, as they were when koila was imported, by their code; None: several have
+#: it, as wrappers of one decorator do.
+_by_code: dict[types.CodeType, types.FunctionType | None] = {}
+
+
+def note(func: types.FunctionType) -> None:
+    """Note a Python function of torch, for `own_of`."""
+    _by_code[func.__code__] = None if func.__code__ in _by_code else func
+
+
+def own_of(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that has been called, where torch passes on one that koila does not know.
+
+    After `F.relu = mine`, torch's own relu(), which `mine` calls, passes on `mine`: it names itself
+    by its name in its module. `mine` must not run twice. Other functions are returned as they are.
+    """
+    frame = sys._getframe(1)  # the caller's: C has no frames
+    if frame.f_code is torch.overrides.handle_torch_function.__code__ and frame.f_back is not None:
+        return _by_code.get(frame.f_back.f_code) or func
+    return func

@@ -167,6 +167,8 @@ def _register_own(
 
 def _register(func: Any, name: str) -> None:
     handler = handlers.HANDLERS.get(name)
+    if isinstance(func, types.FunctionType):
+        enter.note(func)
     if handler is not None:
         _core.register(func, Entry(HANDLER, name, handler))
     elif name in READS:
@@ -271,6 +273,7 @@ def register_all() -> None:
             "thawed": engine.thawed,
             "move_on": generators.move_on,
             "skip_one_hop": enter.enter,
+            "own_of": enter.own_of,
             "read": replay.read,
             "in_transform": handlers.in_transform,
             "run_again": draws.run_again,
