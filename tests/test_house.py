@@ -145,7 +145,8 @@ def bodies_of(path: Path) -> dict[str, str]:
         r'/\*.*?\*/|"(?:\\.|[^"\\])*"|^ *#[^\n]*', "", path.read_text(), flags=re.S | re.M
     )
     # Heads of functions: see methods.h and rules.h.
-    text = re.sub(r"^KL_(?:DEFINE|([A-Z]+))\((\w+).*\)$", r"\1\2()", text, flags=re.M)
+    text = re.sub(r"^KL_DEFINE\((\w+).*\)$", r"core_\1()", text, flags=re.M)
+    text = re.sub(r"^KL_([A-Z]+)\((\w+)\)$", r"\1_\2()", text, flags=re.M)
     found = re.finditer(r"^(?!\s)[^;{}=]*?\b(\w+)\([^;{}]*\)\s*\{(.*?)^\}", text, re.S | re.M)
     return {match[1]: match[2] for match in found}
 
@@ -156,11 +157,11 @@ def calls_between(folder: str) -> dict[str, set[str]]:
     paths = [path for path in C_FILES if path.parent.name == folder]
     defined = {path: bodies_of(path) for path in paths}
     bodies = {name: body for found in defined.values() for name, body in found.items()}
-    home = {name: path for path, found in defined.items() for name in found if name[:3] == "kl_"}
-    home |= {
+    home = {
         name: path
-        for path in paths
-        for name in re.findall(r"^(?:KL_DEFINE\()?(core_\w+)[(,]", path.read_text(), re.M)
+        for path, found in defined.items()
+        for name in found
+        if name.startswith(("kl_", "core_"))
     }
 
     def called(body: str, seen: set[str]) -> set[str]:

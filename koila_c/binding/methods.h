@@ -6,13 +6,16 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-/* The head of the definition of such a function; `given`: its argument, or the tuple of its arguments. */
-#define KL_DEFINE(function, given)                                                                 \
-    PyObject *function(PyObject *module __attribute__((unused)),                                   \
-                       PyObject *given __attribute__((unused)))
+/* The head of the definition of _core.<name>; `given`: its argument, or the tuple of its arguments. */
+#define KL_DEFINE(name, given)                                                                     \
+    PyObject *core_##name(PyObject *module __attribute__((unused)),                                \
+                          PyObject *given __attribute__((unused)))
 
-#define KL_METHOD(name, function, kind, arguments, does) PyObject *function(PyObject *, PyObject *);
+#define KL_METHOD(name, kind, arguments, does) PyObject *core_##name(PyObject *, PyObject *);
+#define KL_METHOD_OF(name, function, kind, arguments, does)                                        \
+    PyObject *function(PyObject *, PyObject *);
 #include "methods.def"
 #undef KL_METHOD
+#undef KL_METHOD_OF
 
 #endif

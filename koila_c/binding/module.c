@@ -15,7 +15,7 @@ static const struct {
 
 /* Set kl_py's Python objects from a dict, by name; also the folders whose files are not the user's, and the reductions that
  * Python can split. */
-KL_DEFINE(core_bind, args)
+KL_DEFINE(bind, args)
 {
     PyObject *folders = NULL, *objects = NULL;
     if (!PyArg_ParseTuple(args, "O!IO!:bind", &PyTuple_Type, &folders, &kl_py.reductions,
@@ -45,7 +45,7 @@ bits_of(PyObject *dtypes)
 }
 
 /* How oneDNN lays out convolutions on this CPU, see KlCall. */
-KL_DEFINE(core_set_blocks, args)
+KL_DEFINE(set_blocks, args)
 {
     long long width = 0;
     PyObject *dtypes = NULL, *tiled = NULL;
@@ -57,13 +57,16 @@ KL_DEFINE(core_set_blocks, args)
     return Py_NewRef(Py_None);
 }
 
-#define KL_METHOD(name, function, kind, arguments, does)                                           \
+#define KL_METHOD(name, kind, arguments, does)                                                     \
+    KL_METHOD_OF(name, core_##name, kind, arguments, does)
+#define KL_METHOD_OF(name, function, kind, arguments, does)                                        \
     {#name, function, METH_##kind, #name "($module" arguments ", /)\n--\n\n" does},
 static PyMethodDef functions[] = {
 #include "methods.def"
     {NULL, NULL, 0, NULL},
 };
 #undef KL_METHOD
+#undef KL_METHOD_OF
 
 /* Look up the objects that all files use, and strings (of no module); the exception names what is missing. 0 or -1. */
 static int

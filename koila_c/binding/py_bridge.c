@@ -27,7 +27,7 @@ is_without_tensor(const Tape *tape, KlValueId id)
     return tape->values[id].handle != NULL && tape->values[id].real == NULL;
 }
 
-KL_DEFINE(kl_bridge_can_cut, ignored)
+KL_DEFINE(can_cut, ignored)
 {
     const Tape *tape = kl_tape_open();
     if (tape == NULL) {
@@ -41,7 +41,7 @@ KL_DEFINE(kl_bridge_can_cut, ignored)
     return PyBool_FromLong(result);
 }
 
-KL_DEFINE(kl_bridge_behind, object)
+KL_DEFINE(behind, object)
 {
     KlValueId id = KL_ID_NONE;
     const Tape *tape = kl_tape_open_at(object, false, &id);
@@ -82,7 +82,7 @@ KL_DEFINE(kl_bridge_behind, object)
     return found;
 }
 
-KL_DEFINE(kl_bridge_reached, ignored)
+KL_DEFINE(reached, ignored)
 {
     const Tape *tape = kl_tape_open();
     if (tape == NULL) {
@@ -109,7 +109,7 @@ KL_DEFINE(kl_bridge_reached, ignored)
     return handed;
 }
 
-KL_DEFINE(kl_bridge_left_numbers, is_any)
+KL_DEFINE(left_numbers, is_any)
 {
     const Tape *tape = kl_tape_open_or_null();
     PyObject *found = PyList_New(0);
@@ -182,7 +182,7 @@ bytes_won_whole(const Tape *tape, bool *is_saved, bool *is_held /* [n_storages] 
     }
     return won;
 }
-KL_DEFINE(kl_bridge_won_whole, ignored)
+KL_DEFINE(won_whole, ignored)
 {
     const Tape *tape = kl_tape_open();
     if (tape == NULL) {
@@ -266,7 +266,7 @@ settle(Value *lazy, PyObject *pair)
     }
 }
 
-KL_DEFINE(kl_bridge_hand_out, args)
+KL_DEFINE(hand_out, args)
 {
     PyObject *roots = NULL, *others = NULL, *lazies = NULL;
     Tape *tape = kl_tape_open(), *fresh = NULL;
@@ -316,7 +316,7 @@ error:
     return lazies;
 }
 
-KL_DEFINE(kl_bridge_set_wanted, args)
+KL_DEFINE(set_wanted, args)
 {
     PyObject *lazies = NULL;
     int flag = 0;
@@ -336,7 +336,7 @@ KL_DEFINE(kl_bridge_set_wanted, args)
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(kl_bridge_replace_leaves, args)
+KL_DEFINE(replace_leaves, args)
 {
     PyObject *lazy = NULL, *make = NULL;
     if (!PyArg_ParseTuple(args, "O!O:replace_leaves", kl_py.lazy, &lazy, &make)) {
@@ -358,7 +358,7 @@ KL_DEFINE(kl_bridge_replace_leaves, args)
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(kl_bridge_replace_leaf, args)
+KL_DEFINE(replace_leaf, args)
 {
     PyObject *lazy = NULL, *tensor = NULL;
     unsigned int id = 0;

@@ -14,12 +14,12 @@ value_argument(PyObject *object)
     return kl_lazy_checked(object);
 }
 
-KL_DEFINE(core_new_axis, ignored)
+KL_DEFINE(new_axis, ignored)
 {
     return PyLong_FromUnsignedLongLong(++kl_py.n_axis_keys);
 }
 
-KL_DEFINE(core_input, args)
+KL_DEFINE(input, args)
 {
     PyObject *tensor = NULL;
     int dim = 0;
@@ -33,7 +33,7 @@ KL_DEFINE(core_input, args)
     return kl_lazy_new_detached(tensor, &place, key, rows, true);
 }
 
-KL_DEFINE(core_like, args)
+KL_DEFINE(like, args)
 {
     PyObject *tensor = NULL, *lazy = NULL;
     if (!PyArg_ParseTuple(args, "O!O:like", kl_py.tensor_base, &tensor, &lazy)) {
@@ -58,26 +58,26 @@ KL_DEFINE(core_like, args)
     return kl_lazy_new_detached(tensor, &place, key, rows, true);
 }
 
-KL_DEFINE(core_force, object)
+KL_DEFINE(force, object)
 {
     Value *value = value_argument(object);
     return value == NULL ? NULL : kl_live_force(value);
 }
 
-KL_DEFINE(core_real, object)
+KL_DEFINE(real, object)
 {
     Value *value = value_argument(object);
     PyObject *real = value == NULL ? NULL : kl_lazy_real(value);
     return value == NULL ? NULL : Py_NewRef(real != NULL ? real : Py_None);
 }
 
-KL_DEFINE(core_is_input, object)
+KL_DEFINE(is_input, object)
 {
     Value *value = value_argument(object);
     return value == NULL ? NULL : PyBool_FromLong(value->is_input);
 }
 
-KL_DEFINE(core_is_held_by, args)
+KL_DEFINE(is_held_by, args)
 {
     PyObject *object = NULL;
     Py_ssize_t n = 0;
@@ -99,7 +99,7 @@ KL_DEFINE(core_is_held_by, args)
     return PyBool_FromLong(real != NULL && Py_REFCNT(real) == n);
 }
 
-KL_DEFINE(core_rows_dim, object)
+KL_DEFINE(rows_dim, object)
 {
     const Value *value = value_argument(object);
     if (value == NULL) {
@@ -111,7 +111,7 @@ KL_DEFINE(core_rows_dim, object)
     return PyLong_FromLong(!kl_place_is_rows(&place) ? -1 : is_alone ? place.dim : -2);
 }
 
-KL_DEFINE(core_is_pending_here, object)
+KL_DEFINE(is_pending_here, object)
 {
     const Value *value = value_argument(object);
     if (value == NULL) {
@@ -140,7 +140,7 @@ describe(const KlMeta *meta)
     return result;
 }
 
-KL_DEFINE(core_describe, object)
+KL_DEFINE(describe, object)
 {
     KlMeta meta;
     PyObject *real = object;
@@ -175,30 +175,30 @@ live_by(RunLive run, PyObject *args)
     return run(func, call_args, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
 }
 
-KL_DEFINE(core_live, args)
+KL_DEFINE(live, args)
 {
     return live_by(kl_live_call, args);
 }
 
-KL_DEFINE(core_live_with_all, args)
+KL_DEFINE(live_with_all, args)
 {
     return live_by(kl_record_live, args);
 }
 
-KL_DEFINE(core_flush, ignored)
+KL_DEFINE(flush, ignored)
 {
     Tape *tape = kl_tape_open_or_null();
     return tape != NULL && kl_live_run(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(core_has_known, ignored)
+KL_DEFINE(has_known, ignored)
 {
     Tape *tape = kl_tape_open_or_null();
     kl_py.n_looks++;
     return PyBool_FromLong(tape != NULL && kl_tape_find_known(&tape->core));
 }
 
-KL_DEFINE(core_has_numbers, ignored)
+KL_DEFINE(has_numbers, ignored)
 {
     const Tape *tape = kl_tape_open_or_null();
     for (size_t i = 0; tape != NULL && i < tape->core.n_values; i++) {
@@ -211,7 +211,7 @@ KL_DEFINE(core_has_numbers, ignored)
     return Py_NewRef(Py_False);
 }
 
-KL_DEFINE(core_read, object)
+KL_DEFINE(read, object)
 {
     Value *value = value_argument(object);
     return value == NULL || kl_live_read(value) < 0 ? NULL : Py_XNewRef(kl_lazy_number(value));
@@ -219,7 +219,7 @@ KL_DEFINE(core_read, object)
 
 /* A write to the tensor would show in other LazyTensors of its memory, while those still show a value on the tape.
  * So then the tensor is not handed out. A known value is detached from the tape, whose own calls keep their tensor. */
-KL_DEFINE(core_leave, object)
+KL_DEFINE(leave, object)
 {
     Value *value = value_argument(object);
     if (value == NULL) {
@@ -244,21 +244,21 @@ KL_DEFINE(core_leave, object)
     return real;
 }
 
-KL_DEFINE(core_release, ignored)
+KL_DEFINE(release, ignored)
 {
     Tape *tape = kl_tape_open_or_null();
     bool is_still = tape != NULL && !tape->is_running;
     return is_still && kl_stale_release(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(core_call, object)
+KL_DEFINE(call, object)
 {
     KlNodeId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, true, &id);
     return tape == NULL ? NULL : kl_call_describe(tape, id, NULL, NULL);
 }
 
-KL_DEFINE(core_refresh_leaf, object)
+KL_DEFINE(refresh_leaf, object)
 {
     KlValueId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, false, &id);
@@ -272,20 +272,20 @@ KL_DEFINE(core_refresh_leaf, object)
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(core_note_backward, ignored)
+KL_DEFINE(note_backward, ignored)
 {
     kl_py.n_backwards++;
     kl_py.n_looks++;
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(core_is_busy, ignored)
+KL_DEFINE(is_busy, ignored)
 {
     const Tape *tape = kl_tape_open_or_null();
     return PyBool_FromLong(kl_tape_is_busy(tape));
 }
 
-KL_DEFINE(core_forget, ignored)
+KL_DEFINE(forget, ignored)
 {
     Tape *tape = kl_tape_open_or_null();
     if (tape != NULL) {
@@ -294,7 +294,7 @@ KL_DEFINE(core_forget, ignored)
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(core_abandon, ignored)
+KL_DEFINE(abandon, ignored)
 {
     Tape *tape = kl_tape_open_or_null();
     if (tape != NULL) {
@@ -317,7 +317,7 @@ settle_in_memory_of(Tape *tape, PyObject *tensor)
     }
 }
 
-KL_DEFINE(core_leaves_of, tensor)
+KL_DEFINE(leaves_of, tensor)
 {
     Tape *tape = kl_tape_open_or_null();
     if (tape != NULL && tensor != Py_None && !tape->is_running) {
@@ -344,7 +344,7 @@ KL_DEFINE(core_leaves_of, tensor)
     return list;
 }
 
-KL_DEFINE(core_swap, args)
+KL_DEFINE(swap, args)
 {
     PyObject *left = NULL, *right = NULL;
     if (!PyArg_ParseTuple(args, "OO:swap", &left, &right)) {
@@ -367,7 +367,7 @@ KL_DEFINE(core_swap, args)
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(core_storage, object)
+KL_DEFINE(storage, object)
 {
     const Tape *tape = kl_tape_open_or_null();
     const Value *value = value_argument(object);
@@ -380,7 +380,7 @@ KL_DEFINE(core_storage, object)
     return is_own ? PyLong_FromUnsignedLong(id) : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(core_has_views, object)
+KL_DEFINE(has_views, object)
 {
     const Tape *tape = kl_tape_open_or_null();
     const Value *value = value_argument(object);
@@ -394,7 +394,7 @@ KL_DEFINE(core_has_views, object)
     return value != NULL ? PyBool_FromLong(has_views) : NULL;
 }
 
-KL_DEFINE(core_set_for_chunks, object)
+KL_DEFINE(set_for_chunks, object)
 {
     Tape *tape = kl_tape_open_or_null();
     const Value *value = value_argument(object);
@@ -411,14 +411,14 @@ KL_DEFINE(core_set_for_chunks, object)
     return PyBool_FromLong(is_reduction);
 }
 
-KL_DEFINE(core_has_draw, is_dead)
+KL_DEFINE(has_draw, is_dead)
 {
     Tape *tape = kl_tape_open_or_null();
     return PyBool_FromLong(tape != NULL && (is_dead == Py_True ? kl_tape_has_dead_draw(&tape->core)
                                                                : kl_tape_has_draw(&tape->core)));
 }
 
-KL_DEFINE(core_waiting_draws, ignored)
+KL_DEFINE(waiting_draws, ignored)
 {
     const Tape *tape = kl_tape_open_or_null();
     PyObject *list = PyList_New(0);
@@ -433,7 +433,7 @@ KL_DEFINE(core_waiting_draws, ignored)
     return list;
 }
 
-KL_DEFINE(core_hook, args)
+KL_DEFINE(hook, args)
 {
     PyObject *object = NULL;
     int is_retained = 0, is_live = 0;
@@ -465,7 +465,7 @@ KL_DEFINE(core_hook, args)
     return PyLong_FromUnsignedLong(id);
 }
 
-KL_DEFINE(core_retained, args)
+KL_DEFINE(retained, args)
 {
     const Tape *tape = kl_tape_open_or_null();
     KlValueId id = KL_ID_NONE;
@@ -482,28 +482,28 @@ KL_DEFINE(core_retained, args)
     return as != KL_ID_NONE ? PyLong_FromUnsignedLong(as) : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(core_graph_of, object)
+KL_DEFINE(graph_of, object)
 {
     KlValueId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, false, &id);
     return tape == NULL ? NULL : PyLong_FromUnsignedLong(kl_view_of_graph(tape, id));
 }
 
-KL_DEFINE(core_id, object)
+KL_DEFINE(id, object)
 {
     const Value *value = value_argument(object);
     bool is_here = value != NULL && value->tape != NULL && value->tape == kl_tape_open_or_null();
     return value == NULL ? NULL : is_here ? PyLong_FromUnsignedLong(value->id) : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(core_lazy_of, object)
+KL_DEFINE(lazy_of, object)
 {
     KlValueId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, false, &id);
     return tape == NULL ? NULL : kl_lazy_of(tape, id);
 }
 
-KL_DEFINE(core_is_spent, object)
+KL_DEFINE(is_spent, object)
 {
     const Value *value = kl_lazy_check(object) ? kl_lazy_value(object) : NULL;
     const KlTape *core = value != NULL && value->tape != NULL ? &value->tape->core : NULL;
@@ -511,7 +511,7 @@ KL_DEFINE(core_is_spent, object)
     return PyBool_FromLong(node != KL_ID_NONE && core->nodes[node].is_spent);
 }
 
-KL_DEFINE(core_note_drawn, object)
+KL_DEFINE(note_drawn, object)
 {
     KlNodeId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, true, &id);
@@ -522,7 +522,7 @@ KL_DEFINE(core_note_drawn, object)
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(core_set_type_attribute, args)
+KL_DEFINE(set_type_attribute, args)
 {
     PyTypeObject *type = NULL;
     PyObject *name = NULL, *value = NULL;
@@ -534,7 +534,7 @@ KL_DEFINE(core_set_type_attribute, args)
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(core_set_busy, flag)
+KL_DEFINE(set_busy, flag)
 {
     Tape *tape = kl_tape_open();
     if (tape != NULL) {
@@ -543,13 +543,13 @@ KL_DEFINE(core_set_busy, flag)
     return tape != NULL ? Py_NewRef(Py_None) : NULL;
 }
 
-KL_DEFINE(core_check_leaves, ignored)
+KL_DEFINE(check_leaves, ignored)
 {
     Tape *tape = kl_tape_open();
     return tape == NULL || kl_stale_check_leaves(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(core_close, ignored)
+KL_DEFINE(close, ignored)
 {
     Tape *tape = kl_tape_open();
     if (tape == NULL) {
@@ -560,7 +560,7 @@ KL_DEFINE(core_close, ignored)
     return PyBool_FromLong(is_over);
 }
 
-KL_DEFINE(core_pending_bytes, is_graph)
+KL_DEFINE(pending_bytes, is_graph)
 {
     const Tape *tape = kl_tape_open_or_null();
     long long bytes = 0;
@@ -575,7 +575,7 @@ KL_DEFINE(core_pending_bytes, is_graph)
     return PyLong_FromLongLong(bytes);
 }
 
-KL_DEFINE(core_memo, ignored)
+KL_DEFINE(memo, ignored)
 {
     Tape *tape = kl_tape_open();
     if (tape == NULL) {
@@ -598,17 +598,17 @@ count(int64_t *where, PyObject *n)
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(core_count_interpreters, n)
+KL_DEFINE(count_interpreters, n)
 {
     return count(&kl_py.n_transforms, n);
 }
 
-KL_DEFINE(core_count_dual_levels, n)
+KL_DEFINE(count_dual_levels, n)
 {
     return count(&kl_py.n_dual_levels, n);
 }
 
-KL_DEFINE(core_set_region, region)
+KL_DEFINE(set_region, region)
 {
     uint32_t before = kl_py_region;
     unsigned long now = PyLong_AsUnsignedLong(region);
@@ -619,14 +619,14 @@ KL_DEFINE(core_set_region, region)
     return PyLong_FromUnsignedLong(before);
 }
 
-KL_DEFINE(core_set_in_function, flag)
+KL_DEFINE(set_in_function, flag)
 {
     bool before = kl_py_is_in_function;
     kl_py_is_in_function = flag == Py_None ? before : flag == Py_True;
     return PyBool_FromLong(before);
 }
 
-KL_DEFINE(core_fast_ways, ignored)
+KL_DEFINE(fast_ways, ignored)
 {
     return Py_BuildValue("{s:N,s:N,s:N}", "handles", PyBool_FromLong(kl_meta_by_handle()),
                          "contexts", PyBool_FromLong(kl_context_is_direct()), "recycling",

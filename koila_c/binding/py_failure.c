@@ -46,7 +46,7 @@ kl_failure_set(Tape *tape, KlNodeId id)
     kl_tape_set_failed(&tape->core, id);
 }
 
-KL_DEFINE(kl_failure_failed, error)
+KL_DEFINE(failed, error)
 {
     Tape *tape = kl_tape_open_or_null();
     KlNodeId id = tape != NULL ? tape->raised : KL_ID_NONE;

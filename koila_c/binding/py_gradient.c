@@ -2,7 +2,7 @@
 /* py_gradient.c - which leaves get a gradient, and which calls cannot compute theirs */
 #include "py_run.h"
 
-KL_DEFINE(kl_gradient_writer_from, args)
+KL_DEFINE(writer_from, args)
 {
     unsigned int id = 0, value = 0;
     const Tape *tape = kl_tape_open();
@@ -19,7 +19,7 @@ KL_DEFINE(kl_gradient_writer_from, args)
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(kl_gradient_overwritten, args)
+KL_DEFINE(overwritten, args)
 {
     unsigned int before = 0;
     const KlProgram *program = NULL;

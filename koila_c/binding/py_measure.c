@@ -95,7 +95,7 @@ told(const KlMeasured *measured)
 
 /* measure(program, homes, (is_cloned, bytes_noise, region_of, outer: arrays of KlOutside as bytes), (bytes of a generator's
  * state, of those kept), peak_of, (steps and turns of KlKnown's chunks, of its pieces)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
-KL_DEFINE(kl_measure_program, args)
+KL_DEFINE(measure, args)
 {
     const KlProgram *program = NULL;
     PyObject *cloned = NULL, *noise = NULL, *regions = NULL, *outer = NULL;
@@ -166,7 +166,7 @@ read_measured(PyObject *args, const char *format, KlMeasured *measured, long lon
     return 0;
 }
 
-KL_DEFINE(kl_measure_peak_of, args)
+KL_DEFINE(peak, args)
 {
     long long rows = 0;
     KlMeasured measured = {0};
@@ -178,7 +178,7 @@ KL_DEFINE(kl_measure_peak_of, args)
     return Py_BuildValue("(ddI)", bytes, worst.fixed, worst.node);
 }
 
-KL_DEFINE(kl_measure_moments_of, args)
+KL_DEFINE(moments, args)
 {
     long long rows = 0;
     KlMeasured measured = {0};

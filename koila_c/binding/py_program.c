@@ -431,7 +431,7 @@ is_saving(const KlNode *node)
            saves->bytes_extra != 0 || saves->bytes_fixed != 0;
 }
 
-KL_DEFINE(kl_program_spend, args)
+KL_DEFINE(spend, args)
 {
     const KlProgram *program = NULL;
     int is_asked = 0;
@@ -452,7 +452,7 @@ KL_DEFINE(kl_program_spend, args)
     return stage_object(found);
 }
 
-KL_DEFINE(kl_program_told, args)
+KL_DEFINE(told, args)
 {
     const KlProgram *program = NULL;
     const char *what = NULL;
@@ -486,7 +486,7 @@ KL_DEFINE(kl_program_told, args)
 }
 
 /* All that decides how a program is staged, cut and scheduled. No tensor, call or line is in it. */
-KL_DEFINE(kl_program_print, args)
+KL_DEFINE(print_of, args)
 {
     const KlProgram *program = NULL;
     const Tape *tape = kl_tape_open();
@@ -611,7 +611,7 @@ build(Tape *tape, const KlAsked *asked, PyObject *staged)
     return handle;
 }
 
-KL_DEFINE(kl_program_cut, args)
+KL_DEFINE(cut_program, args)
 {
     KlAsked asked = {0};
     int is_headed = 0;
@@ -624,7 +624,7 @@ KL_DEFINE(kl_program_cut, args)
     return build(tape, &asked, PyTuple_GET_ITEM(args, 0));
 }
 
-KL_DEFINE(kl_program_stage, args)
+KL_DEFINE(stage, args)
 {
     PyObject *roots = NULL, *gets = Py_None, *result = NULL, *handle = NULL;
     PyObject *shared = PyList_New(0);
@@ -662,7 +662,7 @@ error:
     return result;
 }
 
-KL_DEFINE(kl_program_gradient_part, args)
+KL_DEFINE(gradient_part, args)
 {
     KlProgram *program = NULL;
     PyObject *values = NULL, *result = NULL;
@@ -717,7 +717,7 @@ view_object(const Tape *tape, KlValueId value)
     return Py_BuildValue("(III)", first->node, origin, first->view_of);
 }
 
-KL_DEFINE(kl_program_value, object)
+KL_DEFINE(value, object)
 {
     KlValueId id = KL_ID_NONE;
     const Tape *tape = kl_tape_open_at(object, false, &id);
@@ -743,7 +743,7 @@ KL_DEFINE(kl_program_value, object)
                          is_uncertain ? Py_True : Py_False);
 }
 
-KL_DEFINE(kl_program_node, object)
+KL_DEFINE(node, object)
 {
     KlNodeId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, true, &id);
@@ -791,7 +791,7 @@ describe_inputs(const Tape *tape, const KlNode *node, bool is_real)
     return list;
 }
 
-KL_DEFINE(kl_program_maker_of, object)
+KL_DEFINE(maker_of, object)
 {
     KlValueId id = KL_ID_NONE;
     Tape *tape = kl_tape_open_at(object, false, &id);

@@ -90,7 +90,7 @@ kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *resul
                           : check_strides(tape, id, promised, result);
 }
 
-KL_DEFINE(kl_promise_check_result, args)
+KL_DEFINE(check_result, args)
 {
     unsigned int id = 0, value = 0;
     PyObject *tensor = NULL;

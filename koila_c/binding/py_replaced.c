@@ -166,7 +166,7 @@ own_of(Replaced *entry, PyObject *descriptor)
                : Py_NewRef(descriptor);
 }
 
-KL_DEFINE(core_replace, args)
+KL_DEFINE(replace, args)
 {
     PyObject *descriptor = NULL, *by = NULL;
     int is_before = 0;
@@ -253,7 +253,7 @@ put_in_method(const char *name)
     return is_own;
 }
 
-KL_DEFINE(core_before_set_item, before)
+KL_DEFINE(before_set_item, before)
 {
     PyMappingMethods *methods = kl_py.tensor_base->tp_as_mapping;
     if (own_set_item == NULL) {

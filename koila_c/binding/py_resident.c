@@ -18,12 +18,12 @@ release_watch(PyObject *handle)
     (void)kl_resident_stop(PyCapsule_GetPointer(handle, WATCH), &n_returns);
 }
 
-KL_DEFINE(core_resident, ignored)
+KL_DEFINE(resident, ignored)
 {
     return PyLong_FromLongLong(kl_resident_bytes());
 }
 
-KL_DEFINE(core_watch_resident, bound)
+KL_DEFINE(watch_resident, bound)
 {
     long long n_bytes = PyLong_AsLongLong(bound);
     if (n_bytes == -1 && PyErr_Occurred()) {
@@ -40,7 +40,7 @@ KL_DEFINE(core_watch_resident, bound)
     return handle;
 }
 
-KL_DEFINE(core_stop_resident, handle)
+KL_DEFINE(stop_resident, handle)
 {
     KlResident *watch = PyCapsule_GetPointer(handle, WATCH);
     int64_t n_returns = 0;
@@ -52,19 +52,19 @@ KL_DEFINE(core_stop_resident, handle)
     return Py_BuildValue("LL", most, (long long)n_returns);
 }
 
-KL_DEFINE(core_return_free, ignored)
+KL_DEFINE(return_free, ignored)
 {
     kl_resident_return_free();
     Py_RETURN_NONE;
 }
 
-KL_DEFINE(core_reuse_freed, library)
+KL_DEFINE(reuse_freed, library)
 {
     const char *name = PyUnicode_AsUTF8(library);
     return name == NULL ? NULL : PyBool_FromLong(kl_reuse_freed(name));
 }
 
-KL_DEFINE(core_fix_malloc, args)
+KL_DEFINE(fix_malloc, args)
 {
     int block = 0, end = 0;
     if (!PyArg_ParseTuple(args, "ii", &block, &end)) {

@@ -49,7 +49,7 @@ lights_of(const KlSchedule *schedule)
     return lights;
 }
 
-KL_DEFINE(kl_schedule_of, args)
+KL_DEFINE(schedule, args)
 {
     const KlProgram *program = NULL;
     KlHomes homes = {0};

@@ -487,7 +487,7 @@ has_room(const Run *run)
     return false;
 }
 
-KL_DEFINE(kl_stage_run, args)
+KL_DEFINE(run, args)
 {
     unsigned int integer = 0;
     int is_grad_off = 0;
@@ -526,7 +526,7 @@ KL_DEFINE(kl_stage_run, args)
     return result;
 }
 
-KL_DEFINE(kl_stage_run_alone, args)
+KL_DEFINE(run_alone, args)
 {
     unsigned int id = 0;
     int is_grad_off = 0;
@@ -546,7 +546,7 @@ KL_DEFINE(kl_stage_run_alone, args)
 
 /* -- results ---------------------------------------------------------------------------------------------- */
 
-KL_DEFINE(kl_stage_deliver, args)
+KL_DEFINE(deliver, args)
 {
     unsigned int id = 0;
     PyObject *tensor = NULL;
@@ -577,7 +577,7 @@ KL_DEFINE(kl_stage_deliver, args)
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(kl_stage_cut, args)
+KL_DEFINE(cut, args)
 {
     unsigned int id = 0;
     PyObject *tensor = NULL;

@@ -230,7 +230,7 @@ kl_stale_drop_numbers(Tape *tape)
     }
 }
 
-KL_DEFINE(kl_stale_forget_left, ignored)
+KL_DEFINE(forget_left, ignored)
 {
     Tape *tape = kl_tape_open_or_null();
     size_t n_values = tape != NULL ? tape->core.n_values : 0;
@@ -318,7 +318,7 @@ find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject *list, bool i
     return 1;
 }
 
-KL_DEFINE(kl_stale_outdated, is_over)
+KL_DEFINE(outdated, is_over)
 {
     Tape *tape = kl_tape_open_or_null();
     PyObject *list = PyList_New(0), *cuts = PyList_New(0);

@@ -286,7 +286,7 @@ note_young(void)
 
 /* -- what Python calls ----------------------------------------------------------------------------- */
 
-KL_DEFINE(kl_storage_note, objects)
+KL_DEFINE(note_storages, objects)
 {
     if (!PyList_Check(objects)) {
         PyErr_SetString(PyExc_TypeError, "note_storages: a list of objects is wanted");
@@ -295,14 +295,14 @@ KL_DEFINE(kl_storage_note, objects)
     return note_all(objects) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(kl_storage_note_young, ignored)
+KL_DEFINE(note_young_storages, ignored)
 {
     state.n_idle = 0;
     return note_young() < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* In C, since an exception of Ctrl-C in a Python callback of the collector would be lost. */
-KL_DEFINE(kl_storage_collecting, args)
+KL_DEFINE(collecting_garbage, args)
 {
     const char *phase = NULL;
     PyObject *info = NULL;
@@ -321,7 +321,7 @@ KL_DEFINE(kl_storage_collecting, args)
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(kl_storage_follow, parts)
+KL_DEFINE(follow_storages, parts)
 {
     state.n_idle = 0;
     state.is_following = parts != Py_None;
@@ -329,7 +329,7 @@ KL_DEFINE(kl_storage_follow, parts)
     return !state.is_following && rebuild(true) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(kl_storage_is_following, ignored)
+KL_DEFINE(is_following_storages, ignored)
 {
     return PyBool_FromLong(state.is_following);
 }
@@ -358,7 +358,7 @@ bytes_in(Range *ranges, size_t n)
     return total;
 }
 
-KL_DEFINE(kl_storage_bytes, ignored)
+KL_DEFINE(storage_bytes, ignored)
 {
     size_t n = 0, n_dead = 0, total = 0;
     KlError error;
@@ -384,7 +384,7 @@ KL_DEFINE(kl_storage_bytes, ignored)
     return n_dead > 0 && rebuild(false) < 0 ? NULL : PyLong_FromSize_t(total);
 }
 
-KL_DEFINE(kl_storage_unsettled, ignored)
+KL_DEFINE(unsettled_storages, ignored)
 {
     PyObject *result = PyList_New(0);
     for (size_t i = 0; result != NULL && i < state.n_known_max; i++) {
@@ -402,7 +402,7 @@ KL_DEFINE(kl_storage_unsettled, ignored)
     return result;
 }
 
-KL_DEFINE(kl_storage_settle, args)
+KL_DEFINE(settle_storage, args)
 {
     unsigned long long key = 0;
     int is_apart = 0;
@@ -515,7 +515,7 @@ kl_storage_init(void)
     return 0;
 }
 
-KL_DEFINE(kl_storage_works, ignored)
+KL_DEFINE(sees_storages, ignored)
 {
     return PyBool_FromLong(state.works);
 }

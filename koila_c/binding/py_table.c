@@ -27,7 +27,7 @@ held_object(const KlHeld *held)
                          PyBool_FromLong(held->is_of_terms), PyBool_FromLong(held->turns));
 }
 
-KL_DEFINE(core_parts_table, unused)
+KL_DEFINE(parts_table, unused)
 {
     PyObject *table = PyList_New(0);
     for (int reduce = KL_REDUCE_NONE; table != NULL && reduce <= KL_N_REDUCES; reduce++) {
@@ -68,7 +68,7 @@ row_object(const KlRow *row)
         PyBool_FromLong(row->cast[1] != KL_CAST_NONE), "held", held_object(kl_ops_held(row)));
 }
 
-KL_DEFINE(core_op_table, unused)
+KL_DEFINE(op_table, unused)
 {
     PyObject *table = PyList_New(0);
     for (uint32_t i = 0; table != NULL && i < kl_ops_n_rows; i++) {

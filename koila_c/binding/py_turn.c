@@ -216,7 +216,7 @@ stop(Tape *tape)
     }
 }
 
-KL_DEFINE(kl_turn_held, args)
+KL_DEFINE(held, args)
 {
     PyObject *of = NULL, *func = NULL, *func_args = NULL, *kwargs = NULL;
     Tape *tape = NULL;
@@ -254,7 +254,7 @@ kl_turn_drawn(void)
     kl_lock_give(&draws);
 }
 
-KL_DEFINE(kl_turn_drawing, func)
+KL_DEFINE(drawing, func)
 {
     if (kl_turn_draw() < 0) {
         return NULL;

@@ -23,7 +23,7 @@ is_legal(const State *state)
             (state->n_left == 1 && state->n_used == 0));
 }
 
-KL_DEFINE(kl_twister_skip_words, args)
+KL_DEFINE(skip_words, args)
 {
     PyObject *before = NULL;
     unsigned long long n = 0;
