@@ -134,9 +134,9 @@ static int
 module_exec(PyObject *module)
 {
     if (kl_py.lazy != NULL) { /* this copy would not recognise the first one's LazyTensors */
-        PyErr_SetString(PyExc_ImportError,
-                        "koila._core is loaded already, and cannot live twice in a process");
-        return -1;
+        return kl_py_done(
+            PyErr_Format(PyExc_ImportError,
+                         "koila._core is loaded already, and cannot live twice in a process"));
     }
     if (import_torch() < 0 || kl_meta_init() < 0 || kl_context_init() < 0 || kl_rows_init() < 0 ||
         kl_storage_init() < 0 || kl_tape_type_init(module) < 0 || kl_function_init(module) < 0 ||

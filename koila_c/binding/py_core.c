@@ -356,8 +356,7 @@ KL_DEFINE(swap, args)
         return NULL;
     }
     if (of_left->placeholder != of_right->placeholder) {
-        PyErr_SetString(PyExc_ValueError, "swap: torch would see another kind of placeholder");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError, "swap: torch would see another kind of placeholder");
     }
     bool is_touched = of_left->is_touched; /* describes the object, not its Value */
     of_left->is_touched = of_right->is_touched;

@@ -157,8 +157,7 @@ read_measured(PyObject *args, const char *format, KlMeasured *measured, long lon
     }
     Py_ssize_t n_bytes = PyBytes_GET_SIZE(moments);
     if (n_bytes % (Py_ssize_t)sizeof(KlMoment) != 0) {
-        PyErr_SetString(PyExc_ValueError, "not the moments that measure() gave");
-        return -1;
+        return kl_py_done(PyErr_Format(PyExc_ValueError, "not the moments that measure() gave"));
     }
     measured->moments.moments = (KlMoment *)(void *)PyBytes_AS_STRING(moments);
     measured->moments.n = (size_t)n_bytes / sizeof(KlMoment);

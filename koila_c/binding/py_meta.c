@@ -112,8 +112,8 @@ static int
 read_ints(PyObject *tuple, int64_t *out, int32_t n)
 {
     if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != n) {
-        PyErr_SetString(PyExc_RuntimeError, "koila: a tensor's sizes are not a tuple of its dims");
-        return -1;
+        return kl_py_done(PyErr_Format(PyExc_RuntimeError,
+                                       "koila: a tensor's sizes are not a tuple of its dims"));
     }
     for (int32_t i = 0; i < n; i++) {
         out[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));

@@ -124,8 +124,7 @@ find_shared(const Tape *tape, KlIds *wanted, PyObject *shared, KlScratch *scratc
 {
     uint32_t *n_handles = count_handles(tape, scratch);
     if (n_handles == NULL) {
-        (void)PyErr_NoMemory();
-        return -1;
+        return kl_py_done(PyErr_NoMemory());
     }
     int result = 0;
     for (size_t i = 0; i < tape->core.n_storages && result == 0; i++) {
@@ -173,8 +172,7 @@ is_drawing(const KlTape *core, const KlValueId *wanted, size_t n)
 {
     bool *is_needed = kl_alloc_zeroed(core->n_values, sizeof(*is_needed)); /* [n_values] */
     if (is_needed == NULL) {
-        (void)PyErr_NoMemory();
-        return -1;
+        return kl_py_done(PyErr_NoMemory());
     }
     int result = 0;
     for (size_t i = 0; i < n; i++) {
@@ -546,8 +544,7 @@ ask(Tape *tape, PyObject *gets, KlAsked *asked, KlScratch *scratch)
     bool *flags = kl_alloc_scratch(scratch, 4 * n, sizeof(bool)); /* [n_values] each, as below */
     asked->n_handles = count_handles(tape, scratch);
     if (scratch->is_short) {
-        (void)PyErr_NoMemory();
-        return -1;
+        return kl_py_done(PyErr_NoMemory());
     }
     for (size_t i = 0; i < n; i++) {
         flags[i] = tape->values[i].real != NULL;

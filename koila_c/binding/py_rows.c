@@ -805,8 +805,7 @@ find_inputs(Recording *recording)
     if (n > KL_ROW_INPUTS) {
         recording->inputs = kl_alloc_resize(NULL, n, sizeof(KlValueId));
         if (recording->inputs == NULL) {
-            (void)PyErr_NoMemory();
-            return -1;
+            return kl_py_done(PyErr_NoMemory());
         }
     }
     for (uint32_t i = 0; i < n; i++) {

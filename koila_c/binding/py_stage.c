@@ -274,9 +274,8 @@ keep_results(const Run *run, PyObject *result)
         PyObject *made = run->forked != NULL ? PyTuple_GET_ITEM(run->forked, 1)
                                              : PyList_GET_ITEM(run->env, base);
         if (made == Py_None) {
-            PyErr_SetString(PyExc_SystemError,
-                            "koila: a view of a value of another part was written");
-            return -1;
+            return kl_py_done(PyErr_Format(PyExc_SystemError,
+                                           "koila: a view of a value of another part was written"));
         }
         return keep(run, node->first_out, result) < 0 || keep(run, node->first_out + 1, made) < 0
                    ? -1
@@ -418,14 +417,13 @@ mark_wanted(Run *run, KlSlice nodes, PyObject *asked)
 {
     run->marks = kl_alloc_zeroed(run->tape->core.n_values, sizeof(uint8_t));
     if (run->marks == NULL) {
-        PyErr_NoMemory();
-        return -1;
+        return kl_py_done(PyErr_NoMemory());
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(asked); i++) {
         size_t value = PyLong_AsSize_t(PyTuple_GET_ITEM(asked, i));
         if (PyErr_Occurred() || value >= run->tape->core.n_values) {
-            PyErr_SetString(PyExc_IndexError, "run: there is no such value to make again");
-            return -1;
+            return kl_py_done(
+                PyErr_Format(PyExc_IndexError, "run: there is no such value to make again"));
         }
         run->marks[value] = IS_WANTED | IS_ASKED_FOR;
     }
@@ -503,12 +501,11 @@ KL_DEFINE(run, args)
         return NULL;
     }
     if ((saved != Py_None && !PyList_Check(saved)) || (again != Py_None && !PyTuple_Check(again))) {
-        PyErr_SetString(PyExc_TypeError, "run: saved must be a list, and again a tuple, or None");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError,
+                            "run: saved must be a list, and again a tuple, or None");
     }
     if (aside != Py_None && !kl_tape_check(aside)) {
-        PyErr_SetString(PyExc_TypeError, "run: aside must be a tape or None");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "run: aside must be a tape or None");
     }
     run.aside = aside != Py_None ? (Tape *)aside : NULL;
     run.saved = saved != Py_None ? saved : NULL;

@@ -234,7 +234,7 @@ kl_py_drop(PyObject *const *objects, size_t n)
     }
 }
 
-/* Drop the result of a call made for its side effect. Returns 0, or -1 if the call raised. */
+/* Drop the result of a call made for its side effect, or to raise (PyErr_Format). Returns 0, or -1 if the call raised. */
 static inline int
 kl_py_done(PyObject *result)
 {

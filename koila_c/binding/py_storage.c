@@ -131,8 +131,7 @@ rebuild(bool is_empty)
     }
     Known *after = kl_alloc_zeroed(n_max, sizeof(*after));
     if (after == NULL) {
-        (void)PyErr_NoMemory();
-        return -1;
+        return kl_py_done(PyErr_NoMemory());
     }
     /* Install the new table before releasing anything, since that may run code that comes here. */
     size_t n_dead = 0;
@@ -289,8 +288,7 @@ note_young(void)
 KL_DEFINE(note_storages, objects)
 {
     if (!PyList_Check(objects)) {
-        PyErr_SetString(PyExc_TypeError, "note_storages: a list of objects is wanted");
-        return NULL;
+        return PyErr_Format(PyExc_TypeError, "note_storages: a list of objects is wanted");
     }
     return note_all(objects) < 0 ? NULL : Py_NewRef(Py_None);
 }

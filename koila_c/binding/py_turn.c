@@ -116,8 +116,7 @@ kl_lock_wait(KlLock *lock)
     }
     Waiter waiter = {.lock = lock, .thread = me, .gate = PyThread_allocate_lock()};
     if (waiter.gate == NULL) {
-        (void)PyErr_NoMemory();
-        return -1;
+        return kl_py_done(PyErr_NoMemory());
     }
     (void)PyThread_acquire_lock(waiter.gate, NOWAIT_LOCK);
     join(&waiter);

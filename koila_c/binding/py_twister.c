@@ -37,9 +37,8 @@ KL_DEFINE(skip_words, args)
         memcpy(&state, PyBytes_AS_STRING(before), sizeof(state));
     }
     if (!is_long || !is_legal(&state)) {
-        PyErr_SetString(PyExc_ValueError,
-                        "skip_words: not a state of torch's generator on the CPU");
-        return NULL;
+        return PyErr_Format(PyExc_ValueError,
+                            "skip_words: not a state of torch's generator on the CPU");
     }
     PyObject *after =
         n > 0 ? PyBytes_FromStringAndSize(PyBytes_AS_STRING(before), n_bytes) : Py_NewRef(before);

@@ -59,8 +59,7 @@ find_inputs(Tape *tape, const KlNode *node, KlValueId viewed, KlValueId source, 
             KlPlace *places)
 {
     if (node->n_inputs > KL_VIEW_INPUTS) {
-        PyErr_SetString(PyExc_SystemError, "koila: a view has too many inputs");
-        return -1;
+        return kl_py_done(PyErr_Format(PyExc_SystemError, "koila: a view has too many inputs"));
     }
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         const KlInput input = tape->core.inputs[node->first_input + k];
