@@ -367,6 +367,7 @@ finish_run(Build *build, KlRun *run)
 {
     KlProgram *program = build->program;
     const KlTape *tape = build->tape;
+    const KlProgram before = *program;
     uint32_t serial = serial_of(build);
     if (build->status != KL_OK) {
         return;
@@ -392,20 +393,16 @@ finish_run(Build *build, KlRun *run)
             build->made_in[out] = program->stages.is_leaf[out] ? 0 : serial;
         }
     }
-    run->imports.first = (uint32_t)program->imports.n;
-    run->exports.first = (uint32_t)program->exports.n;
-    run->inner.first = (uint32_t)program->inner.n;
-    run->shadows.first = (uint32_t)program->shadows.n;
     for (uint32_t i = 0; i < run->nodes.n; i++) {
         KlNodeId id = program->nodes.ids[run->nodes.first + i];
         note_reads(build, run, id, i);
         note_leaving(build, run, id, program->parts.ids[run->nodes.first + i]);
     }
-    run->imports = kl_program_since(&program->imports, run->imports.first);
-    run->exports = kl_program_since(&program->exports, run->exports.first);
-    run->inner = kl_program_since(&program->inner, run->inner.first);
+    run->imports = kl_program_since(&program->imports, before.imports.n);
+    run->exports = kl_program_since(&program->exports, before.exports.n);
+    run->inner = kl_program_since(&program->inner, before.inner.n);
     note_shadows(build, run);
-    run->shadows = kl_program_since(&program->shadows, run->shadows.first);
+    run->shadows = kl_program_since(&program->shadows, before.shadows.n);
     note_deaths(build, run);
     if (build->status == KL_OK) {
         build->status = kl_alloc_reserve((void **)&program->runs, &program->n_runs_max,
@@ -829,8 +826,6 @@ kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t ru
     const KlProgram before = *program;
     Build build = {.tape = tape, .program = program, .error = error};
     KlRun part = run_at(program, joint.stage, joint.axis);
-    part.exports.first = (uint32_t)program->exports.n;
-    part.imports.first = (uint32_t)program->imports.n;
     part.shadows.first = (uint32_t)program->shadows.n;
     bool *is_inside = kl_alloc_scratch(&build.scratch, tape->n_values, sizeof(bool));
     bool *is_given = kl_alloc_scratch(&build.scratch, program->stages.n_imports, sizeof(bool));
@@ -863,9 +858,9 @@ kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t ru
             push(&build, &program->exports, value);
         }
     }
-    part.exports = kl_program_since(&program->exports, part.exports.first);
+    part.exports = kl_program_since(&program->exports, before.exports.n);
     add_imports(&build, &part, is_inside, is_given);
-    part.imports = kl_program_since(&program->imports, part.imports.first);
+    part.imports = kl_program_since(&program->imports, before.imports.n);
     if (build.status == KL_OK) {
         *added = (uint32_t)program->n_runs;
         program->runs[program->n_runs++] = part;
