@@ -695,7 +695,8 @@ can_keep(const Recording *recording)
     const Seen *seen = &recording->seen;
     bool result = inferred->effects == 0 && inferred->alias != KL_ALIAS_SAME &&
                   inferred->split.again == 0 && inferred->n_outs <= KL_KNOWN_OUTS &&
-                  seen->row->tie == KL_TIE_NONE && !seen->row->keeps.is_leaf;
+                  seen->row->tie != KL_TIE_SORT && seen->row->tie != KL_TIE_ARGSORT &&
+                  !seen->row->keeps.is_leaf;
     for (uint32_t i = 0; result && i < bound->n_args; i++) {
         result = bound->args[i].kind != KL_ARG_DEVICE; /* "cuda" is the current one */
     }

@@ -73,7 +73,7 @@ prepare(const KlCall *call, KlInferred *result, KlError *error)
     result->alias_input = 0;
     result->inputs_no_grad = 0;
     result->outs_no_grad = 0;
-    result->is_ordered = false;
+    result->is_ordered = result->reads_aside = false;
     result->breaks = KL_ID_NONE;
     result->is_random = call->row->kind == KL_ROW_RANDOM;
     result->effects = call->row->effects;
