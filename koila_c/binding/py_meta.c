@@ -427,7 +427,8 @@ kl_py_append_new(PyObject *list, PyObject *item)
 bool
 kl_meta_is_watched(PyObject *type)
 {
-    return PyObject_HasAttrString(type, "_koila_own_class");
+    bool is_heap = (((PyTypeObject *)type)->tp_flags & Py_TPFLAGS_HEAPTYPE) != 0;
+    return is_heap && PyObject_HasAttrString(type, "_koila_own_class");
 }
 
 bool

@@ -85,8 +85,7 @@ inspect_lazy(PyObject *lazy, void *context)
     return 0;
 }
 
-/* Whether a class is one that unwritten.py gave to a tensor that a pending call will write. Calls recorded now run
- * after that write, so the class changes nothing for them. */
+/* Whether an argument is or holds an operand whose class torch asks what a call does. */
 static bool
 holds_own_class(PyObject *object)
 {
@@ -118,6 +117,10 @@ inspect_argument(PyObject *argument, LazyArgs *found)
         return 0;
     }
     found->is_any_own_class = found->is_any_own_class || holds_own_class(argument);
+    bool is_watched = kl_meta_is_watched((PyObject *)Py_TYPE(argument));
+    if (is_watched && kl_py_done(PyObject_CallOneArg(kl_py.write_elsewhere, argument)) < 0) {
+        return -1;
+    }
     return kl_call_visit(argument, inspect_lazy, found);
 }
 
@@ -738,10 +741,10 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
         }
     }
     bool is_asked = false; /* by a class that may have its own plan for a Python function */
-    for (Py_ssize_t i = 0; PyTuple_Check(types) && i < PyTuple_GET_SIZE(types); i++) {
+    for (Py_ssize_t i = 0; PyTuple_Check(types) && i < PyTuple_GET_SIZE(types) && !is_asked; i++) {
         PyObject *type = PyTuple_GET_ITEM(types, i);
         bool is_own = type != (PyObject *)kl_py.lazy && type != (PyObject *)kl_py.tensor;
-        is_asked = is_asked || (is_own && !kl_meta_is_watched(type));
+        is_asked = is_own && !kl_meta_is_watched(type);
     }
     bool is_live = function == NULL || (is_asked && function->kind == KL_CALL_ENTER);
     switch (is_live ? KL_CALL_LIVE : function->kind) {

@@ -295,6 +295,7 @@ def register_all() -> None:
             "is_out_of_memory": is_out_of_memory,
             "note_write": unwritten.watch,
             "note_written": unwritten.note_written,
+            "write_elsewhere": unwritten.make_elsewhere,
             "aliased": aliases.by_storage,
             "note_leaf": aliases.note_leaf,
             "is_worker": threads.is_autograd_worker,

@@ -190,6 +190,14 @@ def make(ids: set[int]) -> None:
         _make([write for write in _writes if write.writes(ids)])
 
 
+def make_elsewhere(tensor: torch.Tensor) -> None:
+    """Run the programs of other tapes, such as another thread's, that will write a tensor which a
+    call on this tape is to read or write: theirs were called first."""
+    if _run is not None and not _is_own():
+        own = list(map(id, _core.memo().get(_KEY, {}).values()))
+        _make([write for write in _writes if id(write) not in own and write.writes({id(tensor)})])
+
+
 def _make(writes: list[Write]) -> None:
     """Run the programs that these writes belong to."""
     assert _run is not None
