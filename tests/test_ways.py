@@ -21,8 +21,9 @@ import koila
 from allocations import Allocations
 from koila import _core
 from koila.memory import estimates, offload
-from koila.planning import fitting, left_graphs, planner, ways
+from koila.planning import fitting, planner, ways
 from koila.planning.ways import Option, Ways
+from koila.staged import known
 from koila.staged.program import Program
 from koila.staged.schedule import Way
 from limits import there
@@ -247,8 +248,9 @@ def test_explain_tells() -> None:
 
 def forget() -> None:
     """Forget what was planned before."""
-    for known in (ways._seen, fitting._last_ways, planner._least_limits, left_graphs._further):
-        known.clear()
+    known._known.clear()
+    for seen in (ways._seen, fitting._last_ways, planner._least_limits):
+        seen.clear()
 
 
 @pytest.fixture

@@ -95,25 +95,14 @@ def scheduled(
     grids: Mapping[int, list[Bounds]],
     grid_of: Callable[[Run], list[Bounds]],
 ) -> Scheduled:
-    """Describe a run before it begins: afterwards there may be no memory left for that.
-
-    Args:
-        program: the program.
-        way: the way it is scheduled.
-        schedule: its schedule, which `program.known` keeps.
-        grids: the chunks of each axis.
-        grid_of: returns the chunks of a run, or pieces of these.
-    """
-    key = id(schedule), way, *grids, *map(tuple, grids.values())
+    """Describe a run before it begins: afterwards there may be no memory left for that. The chunks
+    of an axis are in `grids`, those of a run, or pieces of them, come from `grid_of`."""
+    key = id(schedule), way, *grids, *map(tuple, grids.values())  # `known` keeps the schedule
     found: Scheduled | None = program.known.described.get(key)
-    if found is None or hooks.is_any() or found.named != _in_words(found.named):
+    words = schedule_words.call_in_words
+    if found is None or hooks.is_any() or any(words(node) != text for node, text in found.named):
         found = program.known.described[key] = _described(program, way, schedule, grid_of)
     return found
-
-
-def _in_words(named: list[tuple[Node, str]]) -> list[tuple[Node, str]]:
-    """Return calls with their names and lines."""
-    return [(node, schedule_words.call_in_words(node)) for node, _ in named]
 
 
 def _described(

@@ -10,13 +10,9 @@ from __future__ import annotations
 import dataclasses
 
 from koila.memory import estimates
-from koila.planning.plans import remember
 from koila.planning.ways import Ways
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS
-
-#: The further bytes of a whole run, by the sizes of the program.
-_further: dict[tuple[int, ...], float] = {}
 
 
 def estimate(program: Program, is_graph: bool) -> estimates.Estimate:
@@ -31,14 +27,14 @@ def estimate(program: Program, is_graph: bool) -> estimates.Estimate:
 
 
 def _further_of(program: Program) -> float:
-    key = *program.sizes, program.gets is None
-    if key not in _further:
+    further, key = program.known.further, program.gets is None
+    if key not in further:
         ends = ends_of(program if program.gets is None else Program(program.roots))
         more = 0.0
         if ends or program.gets is not None:
             more = _forward(Program([*program.roots, *ends])) - _forward(program)
-        remember(_further, key, max(0.0, more))
-    return _further[key]
+        further[key] = max(0.0, more)
+    return further[key]
 
 
 def _forward(program: Program) -> float:

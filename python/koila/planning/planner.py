@@ -124,7 +124,6 @@ _NEARLY = 1.05
 _MORE = 1.1  # the bytes predicted may be too high by this factor
 #: A program that makes less runs as it is: saving memory is not worth the time.
 FEW_BYTES = 2**20
-_ways_in: dict[tuple[int, ...], Way | None] = {}
 _MORE_IN_CHUNKS = "in the chunks that were asked for it would take more"
 
 
@@ -138,13 +137,13 @@ def _way_in(chunks: int, program: Program) -> Way | None:
     if is_small and not is_behind:
         return AS_IT_IS
     shared = estimates.bytes_shared(program) if is_behind else 0
-    key = chunks, *program.sizes, is_pinned, is_behind, shared
-    if key not in _ways_in:
+    key, ways_in = (chunks, is_pinned, is_behind, shared), program.known.ways_in
+    if key not in ways_in:
         way = AS_IT_IS if is_small else _find_way_in(chunks, program)
         if way is not None and is_behind and _is_less_in_one(chunks, program, way, shared):
             way = None
-        remember(_ways_in, key, way)
-    return _ways_in[key]
+        ways_in[key] = way
+    return ways_in[key]
 
 
 _GRAD_FN = operator.attrgetter("grad_fn")

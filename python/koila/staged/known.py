@@ -7,7 +7,7 @@ from typing import Any
 
 from koila import _core
 from koila.staged.facts import Import, Made, Node, Run, parts_in
-from koila.staged.schedule import Graph, Homes, Light, Op, Schedule, Step
+from koila.staged.schedule import Graph, Homes, Light, Op, Schedule, Step, Way
 
 _OPS, _GRAPHS = tuple(Op), tuple(Graph)
 #: The programs that are kept have at most so many calls together.
@@ -42,8 +42,11 @@ class Known:
         }
         self.rows: dict[int, str] = {}  # by call, once asked for: the name of its row
         self._schedules: dict[Homes, Schedule] = {}
-        #: A cache of `planning/explain.py`: descriptions of runs, by all that they depend on.
+        #: Caches of `planning`: descriptions of runs (`explain.py`) and ways in a number of chunks
+        #: (`planner.py`) by all else that they depend on; the further bytes of `left_graphs.py`.
         self.described: dict[tuple[Any, ...], Any] = {}
+        self.ways_in: dict[tuple[int, ...], Way | None] = {}
+        self.further: dict[bool, float] = {}
 
     def _run(self, index: int, told: tuple[Any, ...]) -> Run:
         stage, axis, segment, nodes, parts, imports, exports, inner, combined, *rest = told
