@@ -146,7 +146,8 @@ def bodies_of(path: Path) -> dict[str, str]:
     )
     # Heads of functions: see methods.h and rules.h.
     text = re.sub(r"^KL_DEFINE\((\w+).*\)$", r"core_\1()", text, flags=re.M)
-    text = re.sub(r"^KL_([A-Z]+)\((\w+)\)$", r"\1_\2()", text, flags=re.M)
+    rule = r"^KL_([A-Z]+)\((\w+)\)$"
+    text = re.sub(rule, lambda head: f"{head[1].lower()}_{head[2]}()", text, flags=re.M)
     found = re.finditer(r"^(?!\s)[^;{}=]*?\b(\w+)\([^;{}]*\)\s*\{(.*?)^\}", text, re.S | re.M)
     return {match[1]: match[2] for match in found}
 
@@ -161,7 +162,7 @@ def calls_between(folder: str) -> dict[str, set[str]]:
         name: path
         for path, found in defined.items()
         for name in found
-        if name.startswith(("kl_", "core_"))
+        if name.startswith(("kl_", "core_", "shape_", "dtype_", "place_", "saves_"))
     }
 
     def called(body: str, seen: set[str]) -> set[str]:

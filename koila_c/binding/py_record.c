@@ -176,7 +176,7 @@ infer_by_meta(Tape *tape, PyObject *func, PyObject *args, PyObject *kwargs, PyOb
         PyObject *outs = PyTuple_GET_ITEM(answer, 1);
         uint32_t n = (uint32_t)PyTuple_GET_SIZE(outs);
         result = -1;
-        if (kl_infer_reserve_outs(&tape->inferred, n, &error) != KL_OK) {
+        if (kl_ops_reserve_outs(&tape->inferred, n, &error) != KL_OK) {
             (void)kl_py_raise(&error);
             goto error;
         }

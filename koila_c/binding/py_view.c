@@ -131,7 +131,7 @@ infer_again(Tape *tape, const KlNode *node, const KlValue *old, KlValueId source
             KlInferred *inferred)
 {
     KlError error;
-    if (kl_infer_reserve_outs(inferred, node->n_outs, &error) != KL_OK) {
+    if (kl_ops_reserve_outs(inferred, node->n_outs, &error) != KL_OK) {
         return kl_py_raise_int(&error);
     }
     /* A write can give memory without a gradient a graph. A detached view of it still has none. */

@@ -9,22 +9,6 @@
 #include "alloc.h"
 #include "rules.h"
 
-KlStatus
-kl_infer_reserve_outs(KlInferred *result, uint32_t n, KlError *error)
-{
-    void *outs = result->outs;
-    KlStatus status = kl_alloc_reserve(&outs, &result->n_outs_max, n, sizeof(KlMeta), error);
-    if (status != KL_OK) {
-        return status;
-    }
-    result->outs = outs;
-    for (uint32_t i = 0; i < n; i++) {
-        result->outs[i] = (KlMeta){.place = KL_PLACE_WHOLE};
-    }
-    result->n_outs = n;
-    return KL_OK;
-}
-
 void
 kl_infer_fini(KlInferred *result)
 {

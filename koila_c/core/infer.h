@@ -10,9 +10,6 @@
  * requires_grad of each output follows from grad mode, the inputs and the output's dtype. */
 KlStatus kl_infer_call(const KlCall *call, KlInferred *result, KlError *error);
 
-/* Set n_outs to `n` and allocate the outputs, zeroed and WHOLE. */
-KlStatus kl_infer_reserve_outs(KlInferred *result, uint32_t n, KlError *error);
-
 /* Fill `saves` with the tensors that autograd saves for an inferred call. */
 void kl_infer_saves(const KlCall *call, const KlInferred *result, KlSaves *saves);
 

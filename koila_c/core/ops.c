@@ -4,6 +4,7 @@
 
 #include <string.h>
 
+#include "alloc.h"
 #include "rules.h"
 
 /* One id per row, so that a duplicate row or an alias without a row does not compile. The names are pasted here and not
@@ -217,4 +218,20 @@ kl_ops_alias(uint32_t n, const char **alias, const KlRow **row)
     *alias = aliases[n].name;
     *row = aliases[n].row;
     return true;
+}
+
+KlStatus
+kl_ops_reserve_outs(KlInferred *result, uint32_t n, KlError *error)
+{
+    void *outs = result->outs;
+    KlStatus status = kl_alloc_reserve(&outs, &result->n_outs_max, n, sizeof(KlMeta), error);
+    if (status != KL_OK) {
+        return status;
+    }
+    result->outs = outs;
+    for (uint32_t i = 0; i < n; i++) {
+        result->outs[i] = (KlMeta){.place = KL_PLACE_WHOLE};
+    }
+    result->n_outs = n;
+    return KL_OK;
 }

@@ -359,4 +359,7 @@ bool kl_ops_is_detached(const KlRow *row);
 /* Store the n-th alias and its row; return false if there are no more. */
 bool kl_ops_alias(uint32_t n, const char **alias, const KlRow **row);
 
+/* Set n_outs to `n` and allocate the outputs, zeroed and WHOLE. */
+KlStatus kl_ops_reserve_outs(KlInferred *result, uint32_t n, KlError *error);
+
 #endif

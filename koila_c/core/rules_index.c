@@ -42,7 +42,7 @@ KL_SHAPE(getitem)
 {
     KlOutline outline;
     KlStatus status = kl_outline_read(call, &outline, error);
-    status = status == KL_OK ? kl_infer_reserve_outs(result, 1, error) : status;
+    status = status == KL_OK ? kl_ops_reserve_outs(result, 1, error) : status;
     if (status != KL_OK) {
         return status;
     }

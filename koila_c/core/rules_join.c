@@ -109,7 +109,7 @@ KL_SHAPE(stack)
                                 "value %u does not have the shape of the first", i);
         }
     }
-    status = status == KL_OK ? kl_infer_reserve_outs(result, 1, error) : status;
+    status = status == KL_OK ? kl_ops_reserve_outs(result, 1, error) : status;
     for (int32_t dim = 0; status == KL_OK && dim <= first->n_dims; dim++) {
         KlMeta *out = &result->outs[0];
         if (dim == at) {
@@ -218,7 +218,7 @@ split_evenly(const KlCall *call, KlInferred *result, int32_t at, int64_t size, K
     if (size < 0 || (size == 0 && total != 0) || n > 4096) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_infer_reserve_outs(result, (uint32_t)n, error);
+    KlStatus status = kl_ops_reserve_outs(result, (uint32_t)n, error);
     for (int64_t i = 0; status == KL_OK && i < n; i++) {
         take_part(call, &result->outs[i], at, i + 1 < n ? size : total - size * (n - 1));
     }
@@ -242,7 +242,7 @@ split_by(const KlCall *call, KlInferred *result, int32_t at, const int64_t *size
         return kl_error_set(error, KL_ERROR_SHAPE, "parts of %lld do not fill size %lld",
                             (long long)total, (long long)call->inputs[0]->shape[at]);
     }
-    KlStatus status = kl_infer_reserve_outs(result, n, error);
+    KlStatus status = kl_ops_reserve_outs(result, n, error);
     for (uint32_t i = 0; status == KL_OK && i < n; i++) {
         take_part(call, &result->outs[i], at, sizes[i]);
     }
@@ -316,7 +316,7 @@ KL_SHAPE(unbind)
     if (status == KL_OK) {
         status = input->shape[at] > 4096
                      ? KL_DECLINED
-                     : kl_infer_reserve_outs(result, (uint32_t)input->shape[at], error);
+                     : kl_ops_reserve_outs(result, (uint32_t)input->shape[at], error);
     }
     for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
         KlMeta *out = &result->outs[i];

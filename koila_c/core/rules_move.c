@@ -9,7 +9,7 @@
 static KlStatus
 begin_view(const KlCall *call, KlInferred *result, KlError *error)
 {
-    KlStatus status = kl_infer_reserve_outs(result, 1, error);
+    KlStatus status = kl_ops_reserve_outs(result, 1, error);
     if (status == KL_OK) {
         result->outs[0].is_strided = call->inputs[0]->is_strided;
         kl_rules_alias(result, KL_ALIAS_VIEW, 0);

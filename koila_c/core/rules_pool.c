@@ -59,7 +59,7 @@ static KlStatus
 make_outs(const KlCall *call, KlInferred *result, const KlMeta *like, KlError *error)
 {
     const uint32_t n_outs = call->row->n_outs;
-    KlStatus status = kl_infer_reserve_outs(result, n_outs, error);
+    KlStatus status = kl_ops_reserve_outs(result, n_outs, error);
     for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
         result->outs[i].n_dims = like->n_dims;
         for (int32_t dim = 0; dim < like->n_dims; dim++) {

@@ -87,7 +87,7 @@ KL_SHAPE(native_dropout)
     if (status != KL_OK || input == NULL || kl_meta_n_elements(input) == 0) {
         return KL_DECLINED; /* for an empty input torch returns another mask */
     }
-    status = kl_infer_reserve_outs(result, 2, error);
+    status = kl_ops_reserve_outs(result, 2, error);
     for (uint32_t i = 0; status == KL_OK && i < 2; i++) {
         result->outs[i] = *input;
         result->outs[i].place = KL_PLACE_WHOLE;

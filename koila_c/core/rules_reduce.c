@@ -20,7 +20,7 @@ reduce_dims(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept,
         }
     }
     kl_meta_set_contiguous(&out);
-    KlStatus status = kl_infer_reserve_outs(result, n_outs, error);
+    KlStatus status = kl_ops_reserve_outs(result, n_outs, error);
     for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
         result->outs[i] = out;
     }
@@ -190,7 +190,7 @@ along_dim(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs,
     const KlMeta *input = call->inputs[0];
     int32_t dim = 0;
     KlStatus status = kl_rules_dim(call, arg, -1, input->n_dims, &dim, error);
-    status = status == KL_OK ? kl_infer_reserve_outs(result, n_outs, error) : status;
+    status = status == KL_OK ? kl_ops_reserve_outs(result, n_outs, error) : status;
     for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
         KlMeta *out = &result->outs[i];
         out->n_dims = input->n_dims;

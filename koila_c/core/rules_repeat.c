@@ -10,7 +10,7 @@ static KlStatus
 repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_t n, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
-    KlStatus status = kl_infer_reserve_outs(result, 1, error);
+    KlStatus status = kl_ops_reserve_outs(result, 1, error);
     if (status != KL_OK) {
         return status;
     }

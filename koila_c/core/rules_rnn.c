@@ -156,7 +156,7 @@ KL_SHAPE(rnn)
 {
     Layer layer;
     KlStatus status = read_layer(call, &layer);
-    status = status == KL_OK ? kl_infer_reserve_outs(result, 1 + layer.n_states, error) : status;
+    status = status == KL_OK ? kl_ops_reserve_outs(result, 1 + layer.n_states, error) : status;
     if (status != KL_OK) {
         return status;
     }
@@ -303,7 +303,7 @@ KL_SHAPE(rnn_cell)
             return KL_DECLINED;
         }
     }
-    KlStatus status = kl_infer_reserve_outs(result, n_states, error);
+    KlStatus status = kl_ops_reserve_outs(result, n_states, error);
     for (uint32_t i = 0; status == KL_OK && i < n_states; i++) {
         const KlMeta *meta = call->inputs[state->input + i];
         if (!is_shape(meta, 2, input->shape[0], n_hidden)) {

@@ -26,7 +26,7 @@ kl_rules_out_shape(KlInferred *result, const int64_t *shape, int32_t n_dims, KlE
     if (n_dims > KL_DIMS_MAX) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_infer_reserve_outs(result, 1, error);
+    KlStatus status = kl_ops_reserve_outs(result, 1, error);
     if (status == KL_OK) {
         result->outs[0].n_dims = n_dims;
         if (n_dims > 0) {
@@ -88,7 +88,7 @@ kl_rules_broadcast_all(const KlCall *call, KlMeta *out, KlError *error)
 static KlStatus
 broadcast_all(const KlCall *call, KlInferred *result, KlError *error)
 {
-    KlStatus status = kl_infer_reserve_outs(result, 1, error);
+    KlStatus status = kl_ops_reserve_outs(result, 1, error);
     return status == KL_OK ? kl_rules_broadcast_all(call, &result->outs[0], error) : status;
 }
 

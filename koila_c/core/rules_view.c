@@ -70,7 +70,7 @@ shape_by_sizes(const KlCall *call, KlInferred *result, bool can_copy, KlError *e
         return KL_DECLINED;
     }
     KlStatus status = kl_rules_ints(call, 1, &sizes, &n);
-    status = status == KL_OK ? kl_infer_reserve_outs(result, 1, error) : status;
+    status = status == KL_OK ? kl_ops_reserve_outs(result, 1, error) : status;
     if (status == KL_OK) {
         int64_t n_elements = kl_meta_n_elements(call->inputs[0]);
         status = resolve_sizes(sizes, n, n_elements, &result->outs[0], error);
@@ -125,7 +125,7 @@ KL_SHAPE(flatten)
         return kl_error_set(error, KL_ERROR_ARGUMENT, "start_dim %d comes after end_dim %d",
                             (int)first, (int)last);
     }
-    status = status == KL_OK ? kl_infer_reserve_outs(result, 1, error) : status;
+    status = status == KL_OK ? kl_ops_reserve_outs(result, 1, error) : status;
     if (status != KL_OK) {
         return status;
     }
@@ -179,7 +179,7 @@ KL_SHAPE(unflatten)
         return KL_DECLINED;
     }
     status = status == KL_OK ? resolve_sizes(sizes, n, input->shape[at], &middle, error) : status;
-    status = status == KL_OK ? kl_infer_reserve_outs(result, 1, error) : status;
+    status = status == KL_OK ? kl_ops_reserve_outs(result, 1, error) : status;
     if (status != KL_OK) {
         return status;
     }

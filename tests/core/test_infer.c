@@ -36,10 +36,10 @@ static KlError error;
 static void
 test_outputs_are_zeroed_whole_and_grow(void)
 {
-    CHECK(kl_infer_reserve_outs(&result, 2, NULL) == KL_OK);
+    CHECK(kl_ops_reserve_outs(&result, 2, NULL) == KL_OK);
     CHECK(result.n_outs == 2);
     result.outs[0] = by_rows(0, with_grad(TENSOR(INT64, 3)));
-    CHECK(kl_infer_reserve_outs(&result, 40, NULL) == KL_OK);
+    CHECK(kl_ops_reserve_outs(&result, 40, NULL) == KL_OK);
     CHECK(result.n_outs == 40);
     for (uint32_t i = 0; i < 40; i++) {
         const KlMeta *out = &result.outs[i];
@@ -47,7 +47,7 @@ test_outputs_are_zeroed_whole_and_grow(void)
         CHECK(!out->is_strided && !kl_place_is_rows(&out->place) && out->place.outer == 1);
     }
     kl_alloc_fail_after(0);
-    CHECK(kl_infer_reserve_outs(&result, 4000, &error) == KL_ERROR_MEMORY);
+    CHECK(kl_ops_reserve_outs(&result, 4000, &error) == KL_ERROR_MEMORY);
     kl_alloc_fail_after(-1);
     CHECK(result.n_outs == 40 && error.status == KL_ERROR_MEMORY);
     kl_infer_fini(&result);
