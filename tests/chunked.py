@@ -187,7 +187,7 @@ class Watched:
                 self.names.update(map(name_of, run.nodes))
                 self.lines.update(map(line_of, run.nodes))
         for node in program.nodes.values():
-            if is_joint(program, node) and name_of(node.id) in HEAVY:
+            if is_barrier(program, node) and name_of(node.id) in HEAVY:
                 self.whole.add(f"{name_of(node.id)}, which runs once")
         for number in {entry.value for entry in program.imports if entry.place is not None}:
             info = program.info(number)
@@ -202,7 +202,7 @@ class Watched:
         return original(func, *args)
 
 
-def is_joint(program: Program, node: Node) -> bool:
+def is_barrier(program: Program, node: Node) -> bool:
     """Tell whether a call runs once although it reads rows."""
     reads = (program.imports[number].value for number in node.imports if number >= 0)
     return node.mode == ONCE and any(program.info(v).place is not None for v in reads)

@@ -273,7 +273,7 @@ class Writes(Case):
 
 
 class Ignored(Case):
-    """Labels that do not count, class weights, and a root: the joint keeps values."""
+    """Labels that do not count, class weights, and a root: the barrier keeps values."""
 
     def run(self, lazy: Lazy, at: At) -> Any:
         self.y[::4] = -100

@@ -59,7 +59,7 @@ MUTANTS = [
         "tests/test_cross.py",
     ),
     Mutant(
-        "gradient: what joints send back is lost",
+        "gradient: what barriers send back is lost",
         "python/koila/running/interpret.py",
         "seed = stages.cross[value].take_total_gradient()\n            if value in stages.roots:",
         "seed = None\n            if value in stages.roots:",
@@ -276,14 +276,14 @@ MUTANTS = [
         "tests/test_hooks_of_weights.py",
     ),
     Mutant(
-        "waiting: what is read once more is gone",
+        "retained: what is read once more is gone",
         "python/koila/running/saved.py",
         "return self.tensors[value] if self.n_reads[value] else self.tensors.pop(value)",
         "return self.tensors.pop(value)",
         WAITING,
     ),
     Mutant(
-        "waiting: copies of what is written are kept",
+        "retained: copies of what is written are kept",
         "python/koila/running/saved.py",
         "if len(copies) == 1:  # a copy of its input",
         "if len(copies) == 9:  # a copy of its input",
@@ -346,15 +346,15 @@ MUTANTS = [
         WAITING,
     ),
     Mutant(
-        "light: nothing is emptied",
+        "cheap: nothing is emptied",
         "python/koila/running/interpret.py",
         "for chunk in cross.chunks:\n                cross.empty(chunk)",
         "for _ in cross.chunks:\n                pass",
         WAITING,
     ),
     Mutant(
-        "light: what was filled stays",
-        "python/koila/running/light.py",
+        "cheap: what was filled stays",
+        "python/koila/running/cheap.py",
         "            self.empty(chunk, before)\n",
         "            before.clear()\n",
         WAITING,
@@ -481,8 +481,8 @@ MUTANTS = [
     Mutant(
         "bridge: nothing is cut",
         "python/koila/recording/bridge.py",
-        "is_cut = not is_light and not planner.is_whole() and _cut(func, why)",
-        "is_cut = is_light and not planner.is_whole() and _cut(func)",
+        "is_cut = not is_cheap and not planner.is_whole() and _cut(func, why)",
+        "is_cut = is_cheap and not planner.is_whole() and _cut(func)",
         BRIDGE,
     ),
     Mutant(
@@ -508,7 +508,7 @@ MUTANTS = [
     ),
     Mutant(
         "spent: a number that was used up refuses what is no gradient",
-        "python/koila/running/spent.py",
+        "python/koila/running/freed_graphs.py",
         "        if any(gradient is not None for gradient in gradients):\n",
         "        if gradients:\n",
         "tests/test_bridge_twice.py",
@@ -838,8 +838,8 @@ MUTANTS = [
     Mutant(
         "cut: a value whose parameters were written is asked with the others",
         "python/koila/recording/cut.py",
-        "root.lazy is not None and not spent.is_failed(root.lazy)]",
-        "root.lazy is not None]",
+        "not freed_graphs.is_failed(root.lazy)",
+        "bool(root.lazy is not None)",
         "tests/test_held_and_outdated.py",
     ),
     Mutant(

@@ -87,8 +87,8 @@ def run_in_chunks(
         return observe(program, enter, is_read_first), watched
 
 
-def _groups(program: Program, cuts: Cuts, is_joint: bool) -> list[list[int]]:
-    if not is_joint:
+def _groups(program: Program, cuts: Cuts, is_barrier: bool) -> list[list[int]]:
+    if not is_barrier:
         return [[number] for number in cuts]
     return [[n for n, at in cuts.items() if at == dim] for dim in sorted(set(cuts.values()))]
 

@@ -35,7 +35,7 @@ TOLERANCE = 1e-10
 #: Three rows standardised by their own spread have left 1.1e-14 of that.
 NOISE = 1e-13
 
-#: Why a program has a joint, where the number of what a mask selects is in the model's own values.
+#: Why a program has a barrier where a mask selects a number of the model's own values.
 SHAPE_OF_VALUES = "shape depends on values"
 
 Lazy = Callable[..., Any]
@@ -307,15 +307,15 @@ def assert_same(
 def assert_passes(program: Any, n_rows: int, *, chunks: int) -> None:
     """Assert how often the rows went through the model.
 
-    Once forward and once backward where the loss is linear in its reductions; where it has a joint,
-    forward once more at the most, and once for a mask of values that gives a shape. What the user
-    checkpoints goes forward again before its backward, as the user asked.
+    Once forward and once backward where the loss is linear in its reductions; where it has a
+    barrier, forward once more at the most, and once for a mask of values that gives a
+    shape. What the user checkpoints goes forward again before its backward, as the user asked.
     """
     forward, backward = flops_of_eager(program, n_rows)
     got = FlopCounter()
     run_lazy(program, n_rows, chunks=chunks, watch=(got, got))
     once = forward + backward
-    n_more = 2 if program.joint == SHAPE_OF_VALUES else bool(program.joint)
+    n_more = 2 if program.barrier == SHAPE_OF_VALUES else bool(program.barrier)
     n_more += program.name == "checkpoint"
     most = once + n_more * forward if chunks > 1 else once
     assert 0 < got.flops <= most, (

@@ -68,7 +68,7 @@ class Model:
 
     def _build(self, stage: int) -> list[Run]:
         if stage % 2 == 0:
-            return [self._build_joint(stage)]
+            return [self._build_barrier(stage)]
         axes = {n.axis for n in self._at[stage] if n.mode != ONCE}
         cut = [run.segment for run in self.program.runs if run.stage == stage]
         n_segments = 1 + max(cut, default=0)
@@ -79,7 +79,7 @@ class Model:
         ]
         return [run for run in runs if run.nodes]
 
-    def _build_joint(self, stage: int) -> Run:
+    def _build_barrier(self, stage: int) -> Run:
         run = Run(-1, stage, -1)
         run.nodes = [n.id for n in self._at[stage] if n.mode == ONCE and n.stage == stage]
         self._finish(run)
@@ -202,7 +202,7 @@ class Model:
         self.drops[id(run)] = [tuple(drops[position]) for position in range(len(run.nodes))]
 
     def _combined_at(self, stage: int) -> list[Node]:
-        """Reductions whose partials become values at this joint."""
+        """Reductions whose partials become values at this barrier."""
         return [n for n in self._at[stage - 1] if n.mode == REDUCE and n.stage + 1 == stage]
 
     def _leaves(self, value: int, run: Run) -> bool:

@@ -2,7 +2,7 @@
 """Whole programs: a model, a batch and a step, as people write them, for `oracle.py` to run.
 
 `ONE_PASS` are the programs whose loss is linear in its reductions: each chunk needs one forward and
-one backward. `JOINT` are those that need values of the whole batch, with the reason.
+one backward. `BARRIER` are those that need values of the whole batch, with the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Generator, Tensor, nn
 
-from programs_joint import JOINT_STEPS
+from programs_barrier import BARRIER_STEPS
 from programs_kit import (
     ANY,
     IN_ORDER,
@@ -26,7 +26,7 @@ from programs_kit import (
     table_rows,
     vectors,
 )
-from programs_losses import JOINT_LOSSES, LOSSES, Loss
+from programs_losses import BARRIER_LOSSES, LOSSES, Loss
 from programs_special import SPECIAL
 from programs_text import (
     BagOfWords,
@@ -66,7 +66,7 @@ class Model:
     dims: tuple[int, ...] = (0,)
     draws: str = ""
     baked: int | None = None
-    joint: str = ""
+    barrier: str = ""
     partly: str = ""
 
 
@@ -152,9 +152,9 @@ MODELS = [
 ]
 
 BATCH_NORM_MODELS = [
-    Model("cnn_bn", "classes", ConvBatchNorm, images, joint="BatchNorm"),
-    Model("residual_bn", "classes", ResidualBatchNorm, images, joint="BatchNorm"),
-    Model("cnn_bn_average", "classes", lambda: ConvBatchNorm(None), images, joint="BatchNorm"),
+    Model("cnn_bn", "classes", ConvBatchNorm, images, barrier="BatchNorm"),
+    Model("residual_bn", "classes", ResidualBatchNorm, images, barrier="BatchNorm"),
+    Model("cnn_bn_average", "classes", lambda: ConvBatchNorm(None), images, barrier="BatchNorm"),
 ]
 
 
@@ -176,7 +176,7 @@ def combine(model: Model, loss: Loss) -> Program:
         batch=batch,
         step=step,
         dims=(*model.dims, *(0 for _ in range(n_targets))),
-        joint=loss.joint or model.joint,
+        barrier=loss.barrier or model.barrier,
         draws=model.draws,
         baked=model.baked,
         partly=model.partly,
@@ -195,24 +195,24 @@ def products() -> list[Program]:
     ]
 
 
-def joint_products() -> list[Program]:
+def barrier_products() -> list[Program]:
     """Losses that need the whole batch, and models with BatchNorm."""
     by_name = {model.name: model for model in MODELS}
     few = {"ce", "ce_ignored", "mse"}
     return [
-        *(combine(by_name["mlp"], loss) for loss in JOINT_LOSSES),
-        *(combine(by_name["cnn"], loss) for loss in JOINT_LOSSES[:6]),
+        *(combine(by_name["mlp"], loss) for loss in BARRIER_LOSSES),
+        *(combine(by_name["cnn"], loss) for loss in BARRIER_LOSSES[:6]),
         *(combine(model, ls) for model in BATCH_NORM_MODELS for ls in LOSSES if ls.name in few),
-        combine(BATCH_NORM_MODELS[1], JOINT_LOSSES[0]),
+        combine(BATCH_NORM_MODELS[1], BARRIER_LOSSES[0]),
     ]
 
 
 ONE_PASS = [*products(), *SPECIAL]
-JOINT = [*joint_products(), *JOINT_STEPS]
-PROGRAMS = [*ONE_PASS, *JOINT]
+BARRIER = [*barrier_products(), *BARRIER_STEPS]
+PROGRAMS = [*ONE_PASS, *BARRIER]
 #: One program for each model, and all that are not a model and one of many losses.
 VARIED = [
     *(next(p for p in PROGRAMS if p.name.startswith(f"{model.name}-")) for model in MODELS),
     *SPECIAL,
-    *JOINT,
+    *BARRIER,
 ]

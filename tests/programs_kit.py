@@ -23,7 +23,7 @@ class Program:
     """One forward and one loss over one batch.
 
     `dims` says where each tensor of the batch holds the rows, None that it is not made lazy.
-    `joint` is the reason why more than one forward may be needed, `draws` how it draws, and
+    `barrier` is the reason why more than one forward may be needed, `draws` how it draws, and
     `baked` the only size of the batch that the code is written for. `whole` says why it cannot be
     cut, and `partly` why some of its layers cannot, see `chunked.split`.
     """
@@ -33,7 +33,7 @@ class Program:
     batch: Callable[[int, Generator], tuple[Any, ...]]
     step: Callable[..., Tensor]
     dims: tuple[int | None, ...] | int = 0
-    joint: str = ""
+    barrier: str = ""
     draws: str = ""
     baked: int | None = None
     whole: str = ""

@@ -24,13 +24,13 @@ IMAGE = (3, 8, 8)
 
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """A loss of one kind of output. `joint` gives the reason why it needs the whole batch."""
+    """A loss of one kind of output. `barrier` gives the reason why it needs the whole batch."""
 
     name: str
     kind: str
     targets: Callable[[int, Generator], tuple[Any, ...]]
     compute: Callable[..., Tensor]
-    joint: str = ""
+    barrier: str = ""
 
 
 def randn(generator: Generator, *shape: int) -> Tensor:
@@ -365,7 +365,7 @@ def selected_by_value(model: nn.Module, out: Tensor, y: Tensor) -> Tensor:
     return F.mse_loss(out[out > 0], y[out.detach() > 0])
 
 
-def _joint_losses() -> list[Loss]:
+def _barrier_losses() -> list[Loss]:
     table: list[tuple[str, Any, Any, str]] = [
         ("rmse", numbers, lambda m, out, y: torch.sqrt(F.mse_loss(out, y)), "root of a mean"),
         ("norm", numbers, lambda m, out, y: (out - y).norm() / len(y), "2-norm of the batch"),
@@ -382,8 +382,8 @@ def _joint_losses() -> list[Loss]:
         ("median", numbers, lambda m, out, y: (out - y).abs().median(), "median of the batch"),
         ("worst", numbers, lambda m, out, y: (out - y).abs().amax(dim=0).sum(), "max of the batch"),
     ]
-    return [Loss(n, "classes", targets, compute, joint) for n, targets, compute, joint in table]
+    return [Loss(n, "classes", targets, compute, barrier) for n, targets, compute, barrier in table]
 
 
 LOSSES = [*_class_losses(), *_token_losses(), *_image_losses()]
-JOINT_LOSSES = _joint_losses()
+BARRIER_LOSSES = _barrier_losses()

@@ -81,7 +81,7 @@ STEPS: dict[str, Step] = {
     "largest": largest,
     "shared": shared,
 }
-#: What needs a whole pass, or a joint beside it.
+#: What needs a whole pass, or a barrier beside it.
 PARTLY: dict[str, str] = {}
 
 

@@ -59,7 +59,7 @@ def read_first(model: nn.Module, x: Tensor, y: Tensor) -> Any:
     return value, out.argmax(1)
 
 
-def two_joints(model: nn.Module, x: Tensor, y: Tensor) -> Any:
+def two_barriers(model: nn.Module, x: Tensor, y: Tensor) -> Any:
     out = model(x)
     near = out / out.norm(dim=1, keepdim=True)
     loss = F.cross_entropy(near @ near.T, torch.arange(x.shape[0])) + out.std().sqrt()
@@ -106,7 +106,7 @@ def plain_step(model: nn.Module, x: Tensor, y: Tensor) -> Any:
 
 Run = Callable[[nn.Module, Tensor, Tensor], Any]
 PROGRAMS: dict[str, Run] = {
-    f.__name__: f for f in (train, read_first, two_joints, evaluate, live, explained, plain_step)
+    f.__name__: f for f in (train, read_first, two_barriers, evaluate, live, explained, plain_step)
 }
 #: What runs in the middle of these has its effects there, as in eager; and they go on after their
 #: backward, so that a call there may fail: gradients are as before, or all there.

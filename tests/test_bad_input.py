@@ -627,12 +627,12 @@ class FailAt(TorchDispatchMode):
 
 
 def noisy_vectors() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
-    """Return a model that draws, its input, and a loss with a joint."""
+    """Return a model that draws, its input, and a loss with a barrier."""
     return DropoutMlp().double(), rows(6), lambda out: out.pow(2).mean().sqrt()
 
 
 def normed_images() -> tuple[nn.Module, Tensor, Callable[[Tensor], Tensor]]:
-    """Return a model with statistics, its input, and a loss without a joint."""
+    """Return a model with statistics, its input, and a loss without a barrier."""
     return ConvBatchNorm().double(), rows(3, 8, 8), lambda out: out.pow(2).mean()
 
 

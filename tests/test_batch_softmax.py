@@ -15,9 +15,9 @@ import koila
 from allocations import Allocations
 from chunked import split
 from oracle import eager
-from test_pairs import N_ROWS, Loss, assert_by_rows, assert_near, joints, step
+from test_pairs import N_ROWS, Loss, assert_by_rows, assert_near, barriers, step
 
-assert joints  # a fixture
+assert barriers  # a fixture
 
 
 def softmax(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
@@ -130,8 +130,8 @@ MEETING: list[Loss] = [
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("loss", MEETING, ids=lambda loss: loss.__name__)
-def test_by_rows(loss: Loss, chunks: int, joints: list[str]) -> None:
-    assert_by_rows(loss, chunks, joints)
+def test_by_rows(loss: Loss, chunks: int, barriers: list[str]) -> None:
+    assert_by_rows(loss, chunks, barriers)
 
 
 @pytest.mark.parametrize("loss", MEETING, ids=lambda loss: loss.__name__)
@@ -147,7 +147,7 @@ Over = Callable[..., Tensor]
 @pytest.mark.parametrize("over", [torch.softmax, torch.log_softmax, Tensor.softmax])
 @pytest.mark.parametrize("filled", [float("-inf"), float("inf"), float("nan"), 1e12])
 @pytest.mark.parametrize("n_filled", [1, 2, N_ROWS])
-def test_no_numbers(over: Over, filled: float, n_filled: int, joints: list[str]) -> None:
+def test_no_numbers(over: Over, filled: float, n_filled: int, barriers: list[str]) -> None:
     """A column of which some entries, or all, are no numbers, forward and back."""
 
     def found(lazy: Any) -> list[Tensor]:
@@ -168,7 +168,7 @@ def test_no_numbers(over: Over, filled: float, n_filled: int, joints: list[str])
             got = found(koila.lazy)
         for left, right, atol in zip(got, want, (1e-12, 1e-12, noise), strict=True):
             torch.testing.assert_close(left, right, rtol=1e-10, atol=atol, equal_nan=True)
-    assert not joints
+    assert not barriers
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_no_numbers(over: Over, filled: float, n_filled: int, joints: list[str])
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_cast", [False, True])
-def test_of_other_types(over: Over, dtype: torch.dtype, is_cast: bool, joints: list[str]) -> None:
+def test_of_other_types(over: Over, dtype: torch.dtype, is_cast: bool, barriers: list[str]) -> None:
     """In one chunk torch's own bits, in several nearly; under autocast too."""
 
     def found(lazy: Any) -> Tensor:
@@ -196,13 +196,13 @@ def test_of_other_types(over: Over, dtype: torch.dtype, is_cast: bool, joints: l
     is_half = dtype != torch.float32 or is_cast
     with split(3):
         got = found(koila.lazy)
-    assert not joints
+    assert not barriers
     largest = float(want.abs().max())
     torch.testing.assert_close(got, want, rtol=0, atol=largest * (0.1 if is_half else 1e-5))
 
 
 @pytest.mark.parametrize("over", [torch.softmax, torch.log_softmax, torch.cumsum, torch.cumprod])
-def test_in_a_type_that_is_named(over: Over, joints: list[str]) -> None:
+def test_in_a_type_that_is_named(over: Over, barriers: list[str]) -> None:
     """What goes in is cast, as torch does."""
 
     def found(lazy: Any) -> Tensor:
@@ -216,12 +216,12 @@ def test_in_a_type_that_is_named(over: Over, joints: list[str]) -> None:
     for chunks in (1, 3):
         with split(chunks):
             torch.testing.assert_close(found(koila.lazy), found(eager))
-    assert not joints
+    assert not barriers
 
 
 @pytest.mark.parametrize("filled", [float("-inf"), float("inf"), float("nan"), 1e12])
 @pytest.mark.parametrize("rows", [slice(1), slice(4, 5), slice(9, None), slice(None)])
-def test_running_over_no_numbers(filled: float, rows: slice, joints: list[str]) -> None:
+def test_running_over_no_numbers(filled: float, rows: slice, barriers: list[str]) -> None:
     """Of a column some entries, or all, are no numbers."""
 
     def found(lazy: Any) -> list[Tensor]:
@@ -237,7 +237,7 @@ def test_running_over_no_numbers(filled: float, rows: slice, joints: list[str]) 
         with split(chunks):
             got = found(koila.lazy)
         torch.testing.assert_close(got, want, equal_nan=True)
-    assert not joints
+    assert not barriers
 
 
 ALONG: dict[str, Callable[[Tensor], Tensor]] = {
@@ -279,14 +279,14 @@ def test_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_without_gradients(chunks: int, joints: list[str]) -> None:
+def test_without_gradients(chunks: int, barriers: list[str]) -> None:
     """Read in one chunk it is torch's own call, bit for bit."""
     torch.manual_seed(0)
     x = torch.randn(N_ROWS, 4, dtype=torch.float64)
     with torch.no_grad(), split(chunks if chunks > 1 else None):
         got = torch.tensor((koila.lazy(x) * 2).softmax(0).tolist())
     want = (x * 2).softmax(0)
-    assert torch.equal(got, want.float()) if chunks == 1 else not joints
+    assert torch.equal(got, want.float()) if chunks == 1 else not barriers
     torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-7)
 
 

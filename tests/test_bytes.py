@@ -33,7 +33,7 @@ TARGET = 6 * 2**20
 N_CHUNKS = 4
 
 TAPE = "what only the recorded program holds goes as a whole run goes on"
-CUT = "what joints put together is counted from the start, and gradients come chunk by chunk"
+CUT = "what barriers put together is counted from the start, and gradients come chunk by chunk"
 FORMULAS = "what the formulas of a graph that was there before hold counts as there to the end"
 OUTSIDE = "what backward takes through graphs of plain calls is said to stay to the end"
 
@@ -214,8 +214,8 @@ def test_combining(name: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> N
         _, peak = measure(program, 65, koila.lazy, memory, **kernels.single)
     off = found.off()
     assert min(off.values()) >= -max(0.01 * peak, SLACK), off
-    of_joints = [n_bytes for step, n_bytes in off.items() if step.startswith("JOINT")]
-    assert max(of_joints) <= 0.1 * peak, off
+    of_barriers = [n_bytes for step, n_bytes in off.items() if step.startswith("BARRIER")]
+    assert max(of_barriers) <= 0.1 * peak, off
 
 
 class Halved(torch.nn.Module):

@@ -27,7 +27,7 @@ from oracle import (
     gradients,
     split,
 )
-from programs import JOINT, ONE_PASS
+from programs import BARRIER, ONE_PASS
 from programs_vision import DropoutMlp
 from stories import N_ROWS, make
 
@@ -48,7 +48,7 @@ def leaf(*shape: int) -> Tensor:
 @each_split
 def test_info_nce_with_two_dropouts(chunks: int) -> None:
     """InfoNCE with two dropouts: the second pass sees the masks of the first."""
-    (program,) = (program for program in JOINT if program.name == "info_nce_dropout")
+    (program,) = (program for program in BARRIER if program.name == "info_nce_dropout")
     assert_same(program, N_ROWS, chunks=chunks)
     assert_reproducible(program, N_ROWS, chunks=chunks)
     assert_gradient_of_loss(program, N_ROWS, chunks=chunks)

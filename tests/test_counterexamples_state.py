@@ -137,8 +137,8 @@ def test_view_taken_before_a_write_read_after_it(chunks: int | None) -> None:
 
 
 @each_split
-def test_old_value_read_by_a_joint_after_a_write(chunks: int | None) -> None:
-    """What a joint read before an in-place op is the old version, in values and gradients."""
+def test_old_value_read_by_a_barrier_after_a_write(chunks: int | None) -> None:
+    """What a barrier read before an in-place op is the old version, in values and gradients."""
 
     def story(lazy: Lazy) -> Any:
         weight = nn.Parameter(torch.randn(6, 3, dtype=DOUBLE) / 9)

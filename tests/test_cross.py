@@ -20,7 +20,7 @@ N_ROWS = 6
 
 
 def two_readers(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """A joint's result is read by rows in two later bodies, one after another."""
+    """A barrier's result is read by rows in two later bodies, one after another."""
     risk = torch.sort((x * a).sum(1)).values
     return (risk - torch.log(torch.cumsum(torch.exp(risk), dim=0))).mean() + b.sum()
 
@@ -39,7 +39,7 @@ def view_in_a_body(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def by_rows_of_two_dims(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """One body reads a joint's result by the rows of its first dim and of its second."""
+    """One body reads a barrier's result by the rows of its first dim and of its second."""
     h = x * a
     inverse = torch.linalg.inv(torch.eye(N_ROWS, dtype=x.dtype) + h @ h.T)
     wide = (x * b).repeat(1, 2).exp()

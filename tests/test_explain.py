@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""explain() says what runs how often, where a joint is and why; a bad one is logged once."""
+"""explain() says what runs how often, where a barrier is and why; a bad one is logged once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import koila
 from limits import there
 
 
-def joint_lines(text: str) -> list[str]:
+def barrier_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if re.match(r" +\d+ .* whole ", line)]
 
 
@@ -51,7 +51,7 @@ def test_labels_are_a_stage_of_their_own() -> None:
     assert "part 2, in chunks over 11 samples: 1 forward, 1 backward" in text
 
 
-def test_a_joint_has_its_reason_and_the_users_line() -> None:
+def test_a_barrier_has_its_reason_and_the_users_line() -> None:
     x, _ = batch()
     model = nn.Linear(6, 5)
     spread = model(x).std(dim=0)
@@ -59,7 +59,7 @@ def test_a_joint_has_its_reason_and_the_users_line() -> None:
     text = koila.explain((ranks * spread).mean().sqrt(), full=True)
     assert "two forwards" in text
     assert "2 forwards, 1 backward" in text
-    (sort,) = [line for line in joint_lines(text) if " sort " in line]
+    (sort,) = [line for line in barrier_lines(text) if " sort " in line]
     assert "every sample depends on the others" in sort
     assert __file__ in sort
 
@@ -110,7 +110,7 @@ def test_every_second_forward_has_its_cause() -> None:
 def test_an_op_without_a_row_is_named() -> None:
     x, _ = batch()
     text = koila.explain(torch.linalg.svdvals(nn.Linear(6, 5)(x)).sum(), full=True)
-    (line,) = [line for line in joint_lines(text) if "svdvals" in line]
+    (line,) = [line for line in barrier_lines(text) if "svdvals" in line]
     assert "no rule for" in line and __file__ in line
 
 
@@ -203,7 +203,7 @@ def whole_step() -> None:
     nn.Linear(6, 5)(mixed.t().contiguous().t().cumsum(0)).cumsum(0).cumsum(0).mean().backward()
 
 
-def test_a_bad_joint_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bad_barrier_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with koila.config(chunks=3), caplog.at_level(logging.WARNING, logger="koila"):
         whole_step()
         whole_step()

@@ -44,7 +44,7 @@ def selected(m: nn.ModuleDict, h: Tensor, x: Tensor) -> Tensor:
 
 HEADS: dict[str, tuple[str, Head]] = {
     "linear": ("", lambda m, h, x: m["head"](h).sin().mean()),
-    "light": ("", lambda m, h, x: m["head"](F.relu(h + 1)).sin().mean()),
+    "cheap": ("", lambda m, h, x: m["head"](F.relu(h + 1)).sin().mean()),
     "of a view": ("", lambda m, h, x: m["head"](h[:, 0]).sin().mean()),
     "of views": ("", lambda m, h, x: m["head"](h.transpose(1, 2).flatten(1)[:, :6]).sin().mean()),
     "times": ("", lambda m, h, x: (h * m["head"].bias).sum(2).sin().mean()),

@@ -136,7 +136,7 @@ def drawn_twice(x: Tensor, w: Tensor) -> Tensor:
     return F.dropout(F.dropout(x @ w, 0.3), 0.3)
 
 
-def drawn_in_a_joint(x: Tensor, w: Tensor) -> Tensor:
+def drawn_in_a_barrier(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w) * F.dropout((x @ w).mean(0), 0.5)
 
 
@@ -154,7 +154,7 @@ def noised(x: Tensor, w: Tensor) -> Tensor:
         dropped_in_a_view,
         dropped_by_columns,
         drawn_twice,
-        drawn_in_a_joint,
+        drawn_in_a_barrier,
         noised,
     ],
 )

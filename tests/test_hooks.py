@@ -86,13 +86,13 @@ def on_the_loss(layers: Any, x: Tensor, y: Tensor, hook: Hook) -> Tensor:
     return loss
 
 
-def on_a_joint(layers: Any, x: Tensor, y: Tensor, hook: Hook) -> Tensor:
+def on_a_barrier(layers: Any, x: Tensor, y: Tensor, hook: Hook) -> Tensor:
     ranks = torch.sort(layers["middle"](layers["body"](x).tanh()), dim=0).values
     ranks.register_hook(hook)
     return F.cross_entropy(layers["head"](ranks), y) + torch.cumsum(ranks, 0).mean()
 
 
-PROGRAMS = [on_rows, on_two_values, on_a_view, on_a_reduction, on_the_loss, on_a_joint]
+PROGRAMS = [on_rows, on_two_values, on_a_view, on_a_reduction, on_the_loss, on_a_barrier]
 
 
 def look(seen: list[Tensor]) -> Hook:

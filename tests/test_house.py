@@ -33,7 +33,7 @@ LAYERS = [
     "stage",
     "segment",
     "program",
-    "waiting",
+    "retained",
     "schedule",
     "sweep",
     "measure",

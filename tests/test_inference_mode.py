@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from koila.running import spent
+from koila.running import freed_graphs
 from oracle import Lazy, Story, assert_same_story
 from stories import each_split_further, rows
 
@@ -69,7 +69,7 @@ def test_backward_in_it_leaves_nothing_behind(chunks: int | None) -> None:
 def test_spent_numbers_are_no_inference_tensors() -> None:
     number = torch.ones(2, dtype=torch.float64)
     with torch.inference_mode():
-        assert not spent.spent(number, ()).is_inference()
+        assert not freed_graphs.of_freed_graph(number, ()).is_inference()
 
 
 @each_split_further

@@ -48,9 +48,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[known.Known]]:
         assert told(one) == told(asked_anew(handle))
         return one
 
-    def schedule_compared(self: known.Known, handle: object, homes: Any) -> Any:
-        one = schedule(self, handle, homes)
-        assert one == schedule(asked_anew(handle), handle, homes)
+    def schedule_compared(self: known.Known, handle: object, policy: Any) -> Any:
+        one = schedule(self, handle, policy)
+        assert one == schedule(asked_anew(handle), handle, policy)
         return one
 
     monkeypatch.setattr(known, "_known", [])

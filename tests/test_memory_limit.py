@@ -83,7 +83,7 @@ def test_every_program_under_a_limit(program: Program) -> None:
     try:
         got = run_limited(program, n_rows, (peak + least) // 2)
     except koila.MemoryLimitError:
-        assert program.joint or program.name in OVERRATED
+        assert program.barrier or program.name in OVERRATED
         got = run_limited(program, n_rows, 4 * peak)
     assert_outcomes(got, want)
 

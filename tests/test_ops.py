@@ -50,7 +50,7 @@ def test_row(row: str) -> None:
         checker.check(row, CALLABLES[row], args, kwargs)
     assert checker.counts[row, "OK"], "no sample is described by the row"
     assert not checker.counts[row, "DECLINED"], "a sample is declined"
-    # A row that never runs by chunks is a joint in every program: say so here, on purpose.
+    # A row that never runs by chunks is a barrier in every program: say so here, on purpose.
     assert (row in ALWAYS_ONCE) != any(checker.counts[row, mode] for mode in ("ROWS", "REDUCE"))
 
 

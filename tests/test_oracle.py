@@ -12,12 +12,12 @@ from torch import Tensor
 
 import koila
 from oracle import Outcome, assert_outcomes, make_batch, run, split
-from programs import JOINT, PROGRAMS
+from programs import BARRIER, PROGRAMS
 from programs_kit import Program
 from stories import make
 
 N_ROWS = 11
-#: These have a joint, but no row sees another: naive splitting does not show.
+#: These have a barrier, but no row sees another: naive splitting does not show.
 ROWWISE = {"uncertain", "quantise"}
 
 
@@ -49,10 +49,10 @@ def run_naively(program: Program, chunks: int) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "program", [p for p in JOINT if p.name not in ROWWISE], ids=lambda program: program.name
+    "program", [p for p in BARRIER if p.name not in ROWWISE], ids=lambda program: program.name
 )
-def test_joint_programs_need_the_batch(program: Program) -> None:
-    """No program said to have a joint can be split naively."""
+def test_barrier_programs_need_the_batch(program: Program) -> None:
+    """No program said to have a barrier can be split naively."""
     with pytest.raises(AssertionError, match=r"eager|close|generator"):
         assert_outcomes(run_naively(program, 3), run(program, N_ROWS), generator=False)
 

@@ -487,9 +487,9 @@ SEGMENTS: list[Segment] = [by_slices, by_split, by_narrow]
 class InSegments(nn.Module):
     """Entries are sorted by expert, and each expert runs on a part of known length."""
 
-    def __init__(self, segment: Segment, put: Put, is_light: bool = False) -> None:
+    def __init__(self, segment: Segment, put: Put, is_cheap: bool = False) -> None:
         super().__init__()
-        self.segment, self.put, self.is_light = segment, put, is_light
+        self.segment, self.put, self.is_cheap = segment, put, is_cheap
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
         self.scale = nn.Linear(WIDTH, WIDTH)
         self.experts = nn.ModuleList(
@@ -503,7 +503,7 @@ class InSegments(nn.Module):
         ids = ids.reshape(-1)
         perm = ids.argsort(stable=True)
         tokens = x[perm // TOP]
-        if self.is_light:  # calls in the order, before it is known to be looked at
+        if self.is_cheap:  # calls in the order, before it is known to be looked at
             tokens = self.scale(tokens).tanh()
         parts = self.segment(tokens, torch.bincount(ids, minlength=EXPERTS))
         found = [e(part) for e, part in zip(self.experts, parts, strict=True) if len(part)]
@@ -514,9 +514,9 @@ class InSegments(nn.Module):
 class Segmented(nn.Module):
     """Layers of experts in a residual stream."""
 
-    def __init__(self, segment: Segment, put: Put, is_light: bool = False) -> None:
+    def __init__(self, segment: Segment, put: Put, is_cheap: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(InSegments(segment, put, is_light) for _ in range(2))
+        self.layers = nn.ModuleList(InSegments(segment, put, is_cheap) for _ in range(2))
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, 3)
 
@@ -527,14 +527,14 @@ class Segmented(nn.Module):
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, 2 * ROWS])
-@pytest.mark.parametrize("is_light", [False, True])
+@pytest.mark.parametrize("is_cheap", [False, True])
 @pytest.mark.parametrize("put", PUTS)
 @pytest.mark.parametrize("segment", SEGMENTS)
-def test_segments(segment: Segment, put: Put, is_light: bool, chunks: int) -> None:
+def test_segments(segment: Segment, put: Put, is_cheap: bool, chunks: int) -> None:
     """Each expert runs by rows of its segment: what is sorted once is cut like any batch."""
 
     def run(lazy: Lazy) -> Any:
-        model = Segmented(segment, put, is_light).double()
+        model = Segmented(segment, put, is_cheap).double()
         x = lazy(torch.randn(2 * ROWS, LENGTH, WIDTH).double().requires_grad_())
         loss = model(x).pow(2).mean()
         loss.backward()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import koila
 from allocations import Allocations
-from chunked import is_joint, name_of, split
+from chunked import is_barrier, name_of, split
 from koila.running import replay
 from oracle import eager
 
@@ -249,14 +249,14 @@ def step(loss: Loss, lazy: Any, n_rows: int = N_ROWS, is_one: bool = True) -> li
 
 
 @pytest.fixture
-def joints(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def barriers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Names of calls that read rows and ran once, of all that ran in chunks."""
     found: list[str] = []
     original = replay.attempt
 
     def attempt(program: Any, *args: Any) -> Any:
         nodes = program.nodes.values()
-        found.extend(name_of(node.id) for node in nodes if is_joint(program, node))
+        found.extend(name_of(node.id) for node in nodes if is_barrier(program, node))
         return original(program, *args)
 
     monkeypatch.setattr(replay, "attempt", attempt)
@@ -270,7 +270,7 @@ def assert_near(got: Sequence[Tensor], want: Sequence[Tensor]) -> None:
         torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-13 * largest)
 
 
-def assert_by_rows(loss: Loss, chunks: int, joints: list[str]) -> None:
+def assert_by_rows(loss: Loss, chunks: int, barriers: list[str]) -> None:
     """Assert that the numbers are eager's, in one chunk its bits, and that no call joins rows."""
     want = step(loss, eager)
     with split(chunks):
@@ -278,23 +278,23 @@ def assert_by_rows(loss: Loss, chunks: int, joints: list[str]) -> None:
     if chunks == 1:
         assert all(map(torch.equal, got, want))
     assert_near(got, want)
-    assert not joints
+    assert not barriers
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_by_rows(loss: Loss, chunks: int, joints: list[str]) -> None:
+def test_by_rows(loss: Loss, chunks: int, barriers: list[str]) -> None:
     """No call has all pairs at once, and the numbers are eager's."""
-    assert_by_rows(loss, chunks, joints)
+    assert_by_rows(loss, chunks, barriers)
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_of_several_batches(loss: Loss, joints: list[str]) -> None:
+def test_of_several_batches(loss: Loss, barriers: list[str]) -> None:
     """Inputs that were made lazy one by one."""
     with split(3):
         got = step(loss, koila.lazy, is_one=False)
     assert_near(got, step(loss, eager))
-    assert not joints
+    assert not barriers
 
 
 @pytest.mark.parametrize("filled", [float("-inf"), float("inf"), float("nan")])
@@ -360,7 +360,7 @@ def test_of_two_sizes() -> None:
 
 @pytest.mark.parametrize("is_read", [False, True])
 @pytest.mark.parametrize("chunks", [2, 3, N_ROWS])
-def test_read_and_held(chunks: int, is_read: bool, joints: list[str]) -> None:
+def test_read_and_held(chunks: int, is_read: bool, barriers: list[str]) -> None:
     """The loss is read before backward; the pairs, and what is gathered for them, are held over it
     and read after."""
 
@@ -383,10 +383,10 @@ def test_read_and_held(chunks: int, is_read: bool, joints: list[str]) -> None:
     with split(chunks):
         got = held(koila.lazy)
     assert_near(got, want)
-    assert not joints
+    assert not barriers
 
 
-def test_without_gradients(joints: list[str]) -> None:
+def test_without_gradients(barriers: list[str]) -> None:
     """Retrieval: scores of all rows, each with its best."""
 
     def best(lazy: Any) -> list[Tensor]:
@@ -401,7 +401,7 @@ def test_without_gradients(joints: list[str]) -> None:
     with split(3):
         got = best(koila.lazy)
     assert_near(got, want)
-    assert not joints
+    assert not barriers
 
 
 N_MANY = 512
@@ -428,7 +428,7 @@ def test_pairs_are_never_all_there(loss: Loss) -> None:
     assert peaks[0] < 0.4 * plain and peaks[1] < 0.25 * plain, [p / plain for p in peaks]
 
 
-def test_what_stays_a_joint(joints: list[str]) -> None:
+def test_what_stays_a_barrier(barriers: list[str]) -> None:
     """Of a matrix and its transpose, the second would have to be cut across its rows."""
 
     def symmetric(a: Tensor, b: Tensor, y: Tensor) -> Tensor:
@@ -439,4 +439,4 @@ def test_what_stays_a_joint(joints: list[str]) -> None:
     with split(3):
         got = step(symmetric, koila.lazy)
     assert_near(got, want)
-    assert joints == ["add"]
+    assert barriers == ["add"]

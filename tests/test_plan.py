@@ -467,8 +467,8 @@ def test_a_refusal_names_what_was_compared() -> None:
     ("share", "wanted"),
     [
         (0.7, Way()),
-        (0.62, Way(n_light=2)),
-        (0.58, Way(n_light=4)),
+        (0.62, Way(n_cheap=2)),
+        (0.58, Way(n_cheap=4)),
         (0.5, Way(keep_every=2)),
         (0.3, Way(keep_every=2)),
     ],
@@ -477,8 +477,8 @@ def test_chunks_that_are_asked_for_take_the_cheapest_way_that_is_enough(
     share: float, wanted: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or, where none is, the cheapest that takes little more than the least. What crosses is made
-    again where to empty what is light is not enough."""
-    needs = {Way(): 700, **{Way(n_light=n): s for n, s in {1: 650, 2: 600, 4: 580, 8: 579}.items()}}
+    again where to empty what is cheap is not enough."""
+    needs = {Way(): 700, **{Way(n_cheap=n): s for n, s in {1: 650, 2: 600, 4: 580, 8: 579}.items()}}
     needs |= {Way(keep_every=n): s for n, s in {2: 490, 3: 520, 4: 480}.items()}
 
     class Needs:

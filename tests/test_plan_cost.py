@@ -39,7 +39,7 @@ def written(x: Tensor, w: Tensor, n: int) -> Tensor:
     return x.sum()
 
 
-def joints(x: Tensor, w: Tensor, n: int) -> Tensor:
+def barriers(x: Tensor, w: Tensor, n: int) -> Tensor:
     for _ in range(n):
         x = x * w - x.mean(0)
         x /= 2
@@ -76,7 +76,7 @@ def cost(program: Callable[[Tensor, Tensor, int], Tensor], n: int) -> int:
     return lines
 
 
-@pytest.mark.parametrize("program", [elementwise, linear, written, joints])
+@pytest.mark.parametrize("program", [elementwise, linear, written, barriers])
 def test_cost_is_linear(program: Callable[[Tensor, Tensor, int], Tensor]) -> None:
     few, many = cost(program, 40), cost(program, 160)
     assert many < 4.5 * few, f"{few} lines for a fourth of the program, {many} for all of it"

@@ -12,7 +12,7 @@ from oracle import (
     assert_same,
     is_whole,
 )
-from programs import JOINT, ONE_PASS, PROGRAMS, VARIED
+from programs import BARRIER, ONE_PASS, PROGRAMS, VARIED
 from programs_kit import Program
 
 N_ROWS = 11
@@ -77,9 +77,9 @@ def test_one_pass(program: Program, chunks: int) -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("program", JOINT, ids=lambda program: program.name)
+@pytest.mark.parametrize("program", BARRIER, ids=lambda program: program.name)
 def test_two_forwards_at_most(program: Program, chunks: int) -> None:
-    """A joint costs one more forward, however many there are; in one chunk it costs nothing."""
+    """A barrier costs one more forward, however many there are; in one chunk it costs nothing."""
     assert_passes(program, program.rows(N_ROWS), chunks=chunks)
 
 

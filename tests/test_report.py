@@ -95,9 +95,9 @@ def test_chunks_that_were_asked_for() -> None:
     assert program.n_calls == 3 and program.n_bytes == 2 * 7 * 2 * 4 + 4
     said = "config(chunks=) sets the number of chunks, so no memory was predicted\n"
     assert said in str(program)
-    body, joint = program.stages
+    body, barrier = program.stages
     assert (body.number, body.n_calls, body.n_chunks, body.n_rows) == (1, 3, 3, 3)
-    assert (joint.number, joint.n_chunks, joint.n_rows) == (2, 1, None)
+    assert (barrier.number, barrier.n_chunks, barrier.n_rows) == (2, 1, None)
     with koila.config(chunks=1):
         loss().backward()
     assert koila.report().programs[0].why == "config(chunks=1) asks for it"
@@ -287,7 +287,7 @@ def test_two_sizes_that_differ_look_it(left: float, right: float, texts: tuple[s
     assert words.sizes(left, right) == texts
 
 
-def test_joints_are_told_with_their_bytes() -> None:
+def test_barriers_are_told_with_their_bytes() -> None:
     with koila.config(chunks=3):
         x, _ = batch()
         h = nn.Linear(6, 64)(x)
@@ -302,7 +302,7 @@ def test_joints_are_told_with_their_bytes() -> None:
     assert whole.n_bytes == 12 * 64 * (4 + 8) + 4  # its mean is taken there
 
 
-def test_what_follows_a_joint_is_told_with_it() -> None:
+def test_what_follows_a_barrier_is_told_with_it() -> None:
     with koila.config(chunks=3):
         x, _ = batch()
         values = torch.linalg.svdvals(nn.Linear(6, 5)(x))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import koila
-from koila.running import spent
+from koila.running import freed_graphs
 
 F64 = torch.float64
 ROWS = 6
@@ -204,7 +204,7 @@ def test_a_value_that_the_loss_does_not_depend_on_has_no_gradient(chunks: int) -
 
 
 def test_no_hook_sees_the_call_that_koila_learns_the_text_of_the_error_from() -> None:
-    spent._second_time.cache_clear()
+    freed_graphs._second_time.cache_clear()
     seen = list[Tensor]()
 
     def pack(tensor: Tensor) -> Tensor:
@@ -212,7 +212,7 @@ def test_no_hook_sees_the_call_that_koila_learns_the_text_of_the_error_from() ->
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        assert "second time" in spent._second_time()
+        assert "second time" in freed_graphs._second_time()
         assert not seen
         torch.ones(2, requires_grad=True).exp()
         assert seen
@@ -245,7 +245,7 @@ def test_a_long_chain_of_held_values_has_few_edges() -> None:
     counts = []
     while node is not None and len(counts) < 100:
         edges = [one for one, _ in node.next_functions if one is not None]
-        if getattr(node, "_forward_cls", None) is spent._Spent:
+        if getattr(node, "_forward_cls", None) is freed_graphs._OfFreedGraph:
             counts.append(len(edges))
         node = max(edges, key=lambda one: "Accumulate" not in one.name(), default=None)
     assert len(counts) > 50

@@ -60,7 +60,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
                 seen.n_segments = max(seen.n_segments, len(step.runs))
             seen.n_again += len(made.values_of(Op.REMAKE))
             seen.n_emptied += len(made.values_of(Op.EMPTY))
-            seen.n_offloaded += len(made.values_of(Op.HOME))
+            seen.n_offloaded += len(made.values_of(Op.STORE))
             return made
 
         def cut(self: replay.Replay, head: Any) -> None:
@@ -187,15 +187,15 @@ def test_made_again(program: Written, keep_every: int, n_segments: int, force: F
     assert seen.n_again > 0
 
 
-@pytest.mark.parametrize("n_light", [1, 2, 9])
+@pytest.mark.parametrize("n_cheap", [1, 2, 9])
 @pytest.mark.parametrize(
     "program",
     [p for p in PROGRAMS if p.name.startswith(tuple(CROSSING))],
     ids=lambda program: program.name,
 )
-def test_emptied(program: Written, n_light: int, force: Force) -> None:
-    """What light calls make of what crosses may be emptied, and filled chunk by chunk."""
-    seen = force(Way(n_light=n_light))
+def test_emptied(program: Written, n_cheap: int, force: Force) -> None:
+    """What cheap calls make of what crosses may be emptied, and filled chunk by chunk."""
+    seen = force(Way(n_cheap=n_cheap))
     assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_emptied > 0 or not program.name.startswith("resnet")
 
@@ -229,7 +229,7 @@ def cast_by_a_batch(x: Tensor, w: list[Tensor]) -> Tensor:
 
 
 def handed_and_read_whole(x: Tensor, w: list[Tensor]) -> Tensor:
-    """What a segment hands on is read by a joint, too."""
+    """What a segment hands on is read by a barrier, too."""
     more: Any = 0.0
     for _ in range(3):
         a = torch.tanh(x @ w[0])

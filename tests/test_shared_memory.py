@@ -36,7 +36,7 @@ class Norm(nn.Module):
 
 
 @each_split
-def test_in_place_activations_between_joints(chunks: int | None) -> None:
+def test_in_place_activations_between_barriers(chunks: int | None) -> None:
     """conv, relu_, BatchNorm, a residual, relu_: each write is of what its own stage made."""
 
     def story(lazy: Lazy) -> Any:
@@ -56,7 +56,7 @@ def test_in_place_activations_between_joints(chunks: int | None) -> None:
 
 
 @each_split
-def test_several_writes_to_what_a_joint_made(chunks: int | None) -> None:
+def test_several_writes_to_what_a_barrier_made(chunks: int | None) -> None:
     """Shuffled rows, then normalised in place by two calls and an assignment."""
 
     def story(lazy: Lazy) -> Any:

@@ -149,7 +149,7 @@ def test_metrics_after_the_step(chunks: int | None) -> None:
 
 
 def test_explained_before_backward() -> None:
-    """explain() names each joint and its line, and leaves the step as it was."""
+    """explain() names each barrier and its line, and leaves the step as it was."""
 
     def story(lazy: Lazy) -> Any:
         model, x, y = make()

@@ -18,7 +18,7 @@ from koila.running import watched
 from koila.staged.program import Program
 from koila.staged.schedule import Graph, Op, Schedule, Step
 from oracle import assert_same, eager
-from programs import JOINT
+from programs import BARRIER
 
 N_ROWS = 7
 
@@ -55,7 +55,7 @@ NOT_LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "its own square": lambda h: h.pow(2).mean() * h.pow(2).mean().detach(),
     "labels of its own": lambda h: cross_entropy(h, chosen(h), ignore_index=0),
     "number of its own labels": lambda h: h.sum() / (chosen(h) != 0).sum(),
-    "two joints": lambda h: (h.mean() + h.flip(0).sum()).sin(),
+    "two barriers": lambda h: (h.mean() + h.flip(0).sum()).sin(),
 }
 LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda h: h.mean() * 3 + 1,
@@ -105,7 +105,7 @@ def lie(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
             begin -= 1
             assert steps[begin].op in (Op.FREE, Op.SEED) and len(last) == 1
         steps[begin : end + 1] = [Step(Op.CHECK, Graph.NOW, last)]
-        at = next(i for i, step in enumerate(steps) if step.op == Op.HOME and step.runs == last)
+        at = next(i for i, step in enumerate(steps) if step.op == Op.STORE and step.runs == last)
         run = next(step for step in steps[at:] if step.op == Op.RUN)
         end = next(i for i in range(at, len(steps)) if steps[i].op == Op.END)
         fused = Op.LOOP, Op.RUN, Op.TAIL, Op.BACK, Op.TAKE, Op.END, Op.WATCH
@@ -134,7 +134,7 @@ def test_a_wrong_verdict_is_told(name: str, chunks: int, monkeypatch: pytest.Mon
 RIGHT_ALL_THE_SAME = {"reused", "uncertain"}
 
 
-@pytest.mark.parametrize("program", JOINT, ids=lambda program: program.name)
+@pytest.mark.parametrize("program", BARRIER, ids=lambda program: program.name)
 def test_a_wrong_verdict_is_told_of_every_loss(
     program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -281,8 +281,7 @@ KL_DEFINE(note_backward, ignored)
 
 KL_DEFINE(is_busy, ignored)
 {
-    const Tape *tape = kl_tape_open_or_null();
-    return PyBool_FromLong(kl_tape_is_busy(tape));
+    return PyBool_FromLong(kl_tape_is_busy(kl_tape_open_or_null()));
 }
 
 KL_DEFINE(forget, ignored)
@@ -502,12 +501,12 @@ KL_DEFINE(lazy_of, object)
     return tape == NULL ? NULL : kl_lazy_of(tape, id);
 }
 
-KL_DEFINE(is_spent, object)
+KL_DEFINE(is_graph_freed, object)
 {
     const Value *value = kl_lazy_check(object) ? kl_lazy_value(object) : NULL;
     const KlTape *core = value != NULL && value->tape != NULL ? &value->tape->core : NULL;
     KlNodeId node = core != NULL ? core->values[value->id].node : KL_ID_NONE;
-    return PyBool_FromLong(node != KL_ID_NONE && core->nodes[node].is_spent);
+    return PyBool_FromLong(node != KL_ID_NONE && core->nodes[node].is_graph_freed);
 }
 
 KL_DEFINE(note_drawn, object)

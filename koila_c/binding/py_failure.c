@@ -88,9 +88,7 @@ kl_failure_raise(PyObject *error)
 PyObject *
 kl_failure_find(const Tape *tape, KlValueId value)
 {
-    if (!kl_tape_is_failed(&tape->core, value)) {
-        return NULL;
-    }
-    KlNodeId node = tape->core.values[value].node;
-    return tape->nodes[tape->core.nodes[node].failed_by].error;
+    bool is_failed = kl_tape_is_failed(&tape->core, value);
+    const KlNode *node = is_failed ? &tape->core.nodes[tape->core.values[value].node] : NULL;
+    return is_failed ? tape->nodes[node->failed_by].error : NULL;
 }

@@ -93,21 +93,21 @@ told(const KlMeasured *measured)
                          measured->whole);
 }
 
-/* measure(program, homes, (is_cloned, bytes_noise, region_of, outer: arrays of KlOutside as bytes), (bytes of a generator's
+/* measure(program, policy, (is_cloned, bytes_noise, region_of, outer: arrays of KlOutside as bytes), (bytes of a generator's
  * state, of those kept), peak_of, (steps and turns of KlKnown's chunks, of its pieces)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
 KL_DEFINE(measure, args)
 {
     const KlProgram *program = NULL;
     PyObject *cloned = NULL, *noise = NULL, *regions = NULL, *outer = NULL;
     PyObject *peak_of = NULL, *result = NULL;
-    KlHomes homes = {0};
+    KlPolicy policy = {0};
     KlOutside outside = {.known = {.chunks = {1, 1}, .pieces = {1, 1}}};
     KlMeasured measured = {0};
     KlError error;
     const Tape *tape = kl_tape_open();
     if (tape == NULL ||
         !PyArg_ParseTuple(args, "O&O&(SSSS)(LL)O|(dddd):measure", kl_program_of, &program,
-                          kl_schedule_homes, &homes, &cloned, &noise, &regions, &outer,
+                          kl_schedule_policy, &policy, &cloned, &noise, &regions, &outer,
                           &outside.bytes_state, &outside.bytes_drawn, &peak_of,
                           &outside.known.chunks.steps, &outside.known.chunks.turns,
                           &outside.known.pieces.steps, &outside.known.pieces.turns)) {
@@ -132,9 +132,9 @@ KL_DEFINE(measure, args)
         find_leaves(tape, stages, &found) < 0) {
         goto error;
     }
-    outside.bytes_graphs = homes.is_graph ? bytes_of_graphs(peak_of, found.graphs) : 0;
+    outside.bytes_graphs = policy.is_graph ? bytes_of_graphs(peak_of, found.graphs) : 0;
     if (!PyErr_Occurred() &&
-        kl_measure_step(&tape->core, program, &outside, &homes, &measured, &error) != KL_OK) {
+        kl_measure_step(&tape->core, program, &outside, &policy, &measured, &error) != KL_OK) {
         (void)kl_py_raise(&error);
     }
     result = PyErr_Occurred() ? NULL : told(&measured);

@@ -392,7 +392,7 @@ axes_object(const KlTape *core, const KlProgram *program)
 {
     PyObject *axes = PyList_New(0);
     for (size_t i = 0; axes != NULL && i < program->n_runs; i++) {
-        KlAxisId axis = program->runs[i].axis; /* of a joint: KL_ID_NONE */
+        KlAxisId axis = program->runs[i].axis; /* of a barrier: KL_ID_NONE */
         long long rows = axis != KL_ID_NONE ? core->axis_rows[kl_tape_axis_find(core, axis)] : 0;
         if (axis != KL_ID_NONE && kl_py_append_new(axes, Py_BuildValue("(IL)", axis, rows)) < 0) {
             Py_CLEAR(axes);
@@ -444,8 +444,8 @@ KL_DEFINE(spend, args)
             !kl_stage_has_gradient(&tape->core, &program->stages, node)) {
             continue;
         }
-        found = node->is_spent && is_saving(node) ? (KlNodeId)i : found;
-        node->is_spent = node->is_spent || !is_asked;
+        found = node->is_graph_freed && is_saving(node) ? (KlNodeId)i : found;
+        node->is_graph_freed = node->is_graph_freed || !is_asked;
     }
     return stage_object(found);
 }
@@ -672,7 +672,7 @@ KL_DEFINE(gradient_part, args)
         return NULL;
     }
     if (index >= program->n_runs || kl_program_is_body(&program->runs[index])) {
-        return PyErr_Format(PyExc_IndexError, "gradient_part: there is no joint %u", index);
+        return PyErr_Format(PyExc_IndexError, "gradient_part: there is no barrier %u", index);
     }
     bool *is_made = kl_alloc_zeroed(tape->core.n_values, sizeof(bool)); /* [n_values] */
     if (is_made == NULL) {

@@ -70,8 +70,8 @@ int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObjec
 
 /* New reference: the ids in a slice of a program's array, as a list. */
 PyObject *kl_program_ids(const KlIds *ids, KlSlice slice);
-/* Converter for "O&": the tuple of a storage policy (see _core.pyi, _Homes) to a KlHomes. */
-int kl_schedule_homes(PyObject *object, void *homes);
+/* Converter for "O&": the tuple of a storage policy (see _core.pyi, _Policy) to a KlPolicy. */
+int kl_schedule_policy(PyObject *object, void *policy);
 /* Converter for "O&": a handle of stage() to the KlProgram * behind it. It raises if the tape changed since. */
 int kl_program_of(PyObject *handle, void *program);
 /* New reference: what a node that kl_tape_is_committed returns when it runs live. */

@@ -14,16 +14,16 @@ ids_in(const KlIds *ids, KlSlice slice)
 }
 
 int
-kl_schedule_homes(PyObject *object, void *homes)
+kl_schedule_policy(PyObject *object, void *policy)
 {
     int is_graph = 0, is_live = 0;
-    KlHomes *found = homes;
+    KlPolicy *found = policy;
     if (!PyTuple_Check(object) ||
         !PyArg_ParseTuple(object, "pIIIII|pI", &is_graph, &found->keep_every, &found->offload_every,
-                          &found->n_pieces, &found->n_light, &found->n_across, &is_live,
+                          &found->n_pieces, &found->n_cheap, &found->n_across, &is_live,
                           &found->n_chunks)) {
-        PyErr_SetString(PyExc_TypeError, "homes must be (is_graph, keep_every, offload_every, "
-                                         "n_pieces, n_light, n_across[, is_live, n_chunks])");
+        PyErr_SetString(PyExc_TypeError, "policy must be (is_graph, keep_every, offload_every, "
+                                         "n_pieces, n_cheap, n_across[, is_live, n_chunks])");
         return 0;
     }
     found->is_graph = is_graph != 0;
@@ -33,34 +33,34 @@ kl_schedule_homes(PyObject *object, void *homes)
 
 /* {value: (run, needs)}: the values that cheap calls recompute. */
 static PyObject *
-lights_of(const KlSchedule *schedule)
+cheap_values_of(const KlSchedule *schedule)
 {
-    PyObject *lights = PyDict_New();
-    for (size_t i = 0; lights != NULL && i < schedule->lights.n; i++) {
-        const KlLight *light = &schedule->lights.lights[i];
-        PyObject *value = PyLong_FromUnsignedLong(light->value);
+    PyObject *cheap_set = PyDict_New();
+    for (size_t i = 0; cheap_set != NULL && i < schedule->cheap_set.n; i++) {
+        const KlCheap *cheap = &schedule->cheap_set.values[i];
+        PyObject *value = PyLong_FromUnsignedLong(cheap->value);
         PyObject *item =
-            Py_BuildValue("(IN)", light->run, ids_in(&schedule->lights.ids, light->needs));
-        if (value == NULL || item == NULL || PyDict_SetItem(lights, value, item) < 0) {
-            Py_CLEAR(lights);
+            Py_BuildValue("(IN)", cheap->run, ids_in(&schedule->cheap_set.ids, cheap->needs));
+        if (value == NULL || item == NULL || PyDict_SetItem(cheap_set, value, item) < 0) {
+            Py_CLEAR(cheap_set);
         }
         KL_DROP(item, value);
     }
-    return lights;
+    return cheap_set;
 }
 
 KL_DEFINE(schedule, args)
 {
     const KlProgram *program = NULL;
-    KlHomes homes = {0};
+    KlPolicy policy = {0};
     KlSchedule schedule;
     KlError error;
     const Tape *tape = kl_tape_open();
     if (tape == NULL || !PyArg_ParseTuple(args, "O&O&:schedule", kl_program_of, &program,
-                                          kl_schedule_homes, &homes)) {
+                                          kl_schedule_policy, &policy)) {
         return NULL;
     }
-    if (kl_schedule_build(&tape->core, program, &homes, &schedule, &error) != KL_OK) {
+    if (kl_schedule_build(&tape->core, program, &policy, &schedule, &error) != KL_OK) {
         return kl_py_raise(&error);
     }
     const KlIds *values = &schedule.values;
@@ -76,7 +76,7 @@ KL_DEFINE(schedule, args)
     }
     /* "N" steals its references also on failure, and treats NULL as an error. */
     PyObject *result = list != NULL ? Py_BuildValue("(NnN)", list, (Py_ssize_t)schedule.n_forward,
-                                                    lights_of(&schedule))
+                                                    cheap_values_of(&schedule))
                                     : NULL;
     kl_schedule_fini(&schedule);
     return result;

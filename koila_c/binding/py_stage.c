@@ -601,7 +601,7 @@ KL_DEFINE(cut, args)
         tape->core.values[id].view_of = is_made ? KL_ID_NONE : tape->core.values[id].view_of;
         kl_tape_set_done(&tape->core, maker);
     } else {
-        tape->core.values[id].state = KL_STATE_SPENT;
+        tape->core.values[id].state = KL_STATE_FREED;
     }
     kl_stale_refresh_leaf(tape, id);
     Py_RETURN_NONE;

@@ -343,7 +343,7 @@ KL_DEFINE(outdated, is_over)
     kl_alloc_free(lost);
     for (size_t i = 0; i < tape->core.n_values; i++) {
         KlValue *value = &tape->core.values[i];
-        bool is_old = is_over == Py_True && value->state == KL_STATE_SPENT;
+        bool is_old = is_over == Py_True && value->state == KL_STATE_FREED;
         value->state = is_old ? KL_STATE_OLD : value->state;
     }
 done:;

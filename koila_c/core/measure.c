@@ -15,7 +15,7 @@ static KlBytes
 of_piece(const Step *step, KlBytes bytes)
 {
     bool is_whole = step->n_pieces <= 1;
-    double across = (double)step->homes->n_across;
+    double across = (double)step->policy->n_across;
     double more = is_whole ? 0 : bytes.per_row;
     return (KlBytes){.fixed = bytes.fixed + (across > 0 ? 0 : more),
                      .per_row = bytes.per_row / step->n_pieces + (across > 0 ? more / across : 0)};
@@ -202,9 +202,9 @@ hold(Step *step, KlValueId value)
     }
 }
 
-/* Set the bytes that joint `i` holds to those that its sweep, which is open, has live. */
+/* Set the bytes that barrier `i` holds to those that its sweep, which is open, has live. */
 static void
-hold_joint(Step *step, uint32_t i)
+hold_barrier(Step *step, uint32_t i)
 {
     step->held += kl_sweep_live(&step->sweep).fixed - step->live[i];
     step->live[i] = kl_sweep_live(&step->sweep).fixed;
@@ -215,11 +215,11 @@ free_value(Step *step, KlValueId value)
 {
     KlMeasureStorage *storage = &step->storages[storage_of(step, value)];
     bool is_back = step->at >= step->schedule.n_forward;
-    if (step->values[value].joint > 0 && (is_back || !storage->is_shared)) {
+    if (step->values[value].barrier > 0 && (is_back || !storage->is_shared)) {
         step->sweep.sizes[value].is_freed = true;
-        uint32_t i = step->values[value].joint - 1;
-        sweep_again(step, &step->program->runs[i], step->homes->is_graph && !is_back);
-        hold_joint(step, i);
+        uint32_t i = step->values[value].barrier - 1;
+        sweep_again(step, &step->program->runs[i], step->policy->is_graph && !is_back);
+        hold_barrier(step, i);
     }
     if (!step->values[value].is_held) {
         return;
@@ -250,12 +250,12 @@ hold_share(Step *step, KlValueId value, const double *share, double n)
 static void
 combine(Step *step, const KlRun *run, bool is_back)
 {
-    bool is_compared = is_joint_after(step, run) && step->stages->is_tail_linear; /* CHECK */
+    bool is_compared = is_barrier_after(step, run) && step->stages->is_tail_linear; /* CHECK */
     for (uint32_t i = 0; i < run->combined.n; i++) {
         KlNodeId id = step->program->combined.ids[run->combined.first + i];
         KlValueId value = step->tape->nodes[id].first_out;
         const KlParts *parts = parts_of(step, value);
-        double saved = step->homes->is_graph && needs_gradient(step, value) ? 1 : 0;
+        double saved = step->policy->is_graph && needs_gradient(step, value) ? 1 : 0;
         const double *most = is_back ? parts->sending : parts->combining;
         hold_share(step, value, parts->combined, is_back ? -saved : 0);
         hold_share(step, value, most, is_back ? saved : 1);
@@ -302,12 +302,12 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body, bool are_copies)
 /* -- forward ------------------------------------------------------------------------------------------ */
 
 static void
-run_joint(Step *step, const KlStep *of)
+run_barrier(Step *step, const KlStep *of)
 {
     const KlRun *run = &step->program->runs[of->run];
     combine(step, run, false);
-    sweep_forward(step, run, step->homes->is_graph);
-    hold_joint(step, of->run);
+    sweep_forward(step, run, step->policy->is_graph);
+    hold_barrier(step, of->run);
 }
 
 /* Return the bytes per row that a loop loads back from offloaded values, and reset the state of its segments' results. */
@@ -370,7 +370,7 @@ sweep_tail(Step *step)
     double held = 0, worst = 0;
     for (size_t i = 0; i < step->program->n_staged && step->status == KL_OK; i++) {
         const KlRun *run = &step->program->runs[i];
-        if (is_joint_after(step, run)) {
+        if (is_barrier_after(step, run)) {
             sweep_again(step, run, true);
             double end = kl_sweep_live(&step->sweep).fixed;
             step->status = kl_sweep_back(&step->sweep, NULL, step->error);
@@ -417,7 +417,7 @@ static double
 gradients_beside(const Step *step, const KlRun *last)
 {
     double gradients = 0;
-    bool is_one = step->homes->n_across == 0 || rows_of(step, last) <= 1;
+    bool is_one = step->policy->n_across == 0 || rows_of(step, last) <= 1;
     for (uint32_t i = 0; i < last->imports.n && !is_one; i++) {
         const KlImport *import = kl_program_import(step->program, last, i);
         bool is_whole = !kl_place_is_rows(&import->place);
@@ -473,7 +473,7 @@ run_chunk(Step *step, const KlStep *of)
     if (of->graph == KL_GRAPH_ACROSS) {
         hold_gradients(step, gradients_beside(step, run), 0);
         hold_handed_gradients(step, run);
-        step->n_pieces = step->homes->n_pieces;
+        step->n_pieces = step->policy->n_pieces;
     }
     double bytes = is_graph ? 0 : missing(step, run);
     step->held_per_row -= bytes;
@@ -489,7 +489,7 @@ run_chunk(Step *step, const KlStep *of)
 static void
 hold_left(Step *step, const KlStep *of)
 {
-    bool is_fused = of->graph == KL_GRAPH_NOW, is_alone = is_fused && step->homes->n_across == 0;
+    bool is_fused = of->graph == KL_GRAPH_NOW, is_alone = is_fused && step->policy->n_across == 0;
     for (uint32_t k = 0; k < of->values.n; k++) {
         step->values[value_of(step, of, k)].is_offloaded = true;
     }
@@ -560,7 +560,7 @@ call_hooks(Step *step, const KlStep *of)
 }
 
 static void
-go_back_joint(Step *step, const KlStep *of)
+go_back_barrier(Step *step, const KlStep *of)
 {
     const KlRun *run = &step->program->runs[of->run];
     call_hooks(step, of);
@@ -576,7 +576,7 @@ go_back_joint(Step *step, const KlStep *of)
         step->values[value].is_gathering = false;
     }
     sweep_again(step, run, false); /* the graph is freed */
-    hold_joint(step, of->run);
+    hold_barrier(step, of->run);
     combine(step, run, true);
 }
 
@@ -626,16 +626,16 @@ empty(Step *step, const KlIds *ids, KlSlice values, uint8_t level)
 static void
 fill(Step *step, const KlIds *ids, KlSlice values, uint8_t level)
 {
-    const KlLights *lights = &step->schedule.lights;
+    const KlCheapSet *cheap_set = &step->schedule.cheap_set;
     for (uint32_t i = 0; i < values.n; i++) {
         KlValueId value = ids->ids[values.first + i];
-        const KlLight *light = &lights->lights[lights->number[value] - 1];
+        const KlCheap *cheap = &cheap_set->values[cheap_set->number[value] - 1];
         double there = step->held_per_row + step->sweep.sizes[value].per_row;
         if (step->values[value].is_filled == 0) {
-            fill(step, &lights->ids, light->needs, level + 1);
+            fill(step, &cheap_set->ids, cheap->needs, level + 1);
             step->held_per_row += step->sweep.sizes[value].per_row;
-            sweep_span(step, kl_sweep_span_of_light(step->program, lights, light), step->moments);
-            empty(step, &lights->ids, light->needs, level + 1);
+            sweep_span(step, kl_sweep_span_cheap(step->program, cheap_set, cheap), step->moments);
+            empty(step, &cheap_set->ids, cheap->needs, level + 1);
             step->values[value].is_filled = level;
             step->held_per_row = there;
         }
@@ -664,7 +664,7 @@ static void
 go_back_chunk(Step *step, const KlStep *of)
 {
     const KlRun *run = &step->program->runs[of->run];
-    if (of->graph == KL_GRAPH_WAIT) {
+    if (of->graph == KL_GRAPH_RETAIN) {
         set_there(step, run, true);
         sweep_forward(step, run, true);
     } else if (step->open != of->run) {
@@ -688,10 +688,10 @@ go_back_chunk(Step *step, const KlStep *of)
 static void
 open_pieces(Step *step, const KlStep *of)
 {
-    step->waiting = kl_sweep_live(&step->sweep);
-    step->held += step->waiting.fixed;
-    step->held_per_row += step->waiting.per_row;
-    step->n_pieces = step->homes->n_pieces;
+    step->retained = kl_sweep_live(&step->sweep);
+    step->held += step->retained.fixed;
+    step->held_per_row += step->retained.per_row;
+    step->n_pieces = step->policy->n_pieces;
     step->sweep.is_in_pieces = true;
     hold_handed_gradients(step, &step->program->runs[of->run]);
     hold_gradients(step, 0, -step->exchange.in_sweep); /* sweeps count only a piece's */
@@ -746,8 +746,8 @@ close_loop(Step *step, const KlStep *of)
     if (--step->depth > 0) {
         step->n_pieces = 1;
         step->sweep.is_in_pieces = false;
-        step->held -= step->waiting.fixed;
-        step->held_per_row -= step->waiting.per_row;
+        step->held -= step->retained.fixed;
+        step->held_per_row -= step->retained.per_row;
         return;
     }
     step->held_per_row = step->gradients_per_row = 0; /* no chunk is in memory */
@@ -835,15 +835,15 @@ look_up(Step *step, KlMeasured *measured)
     }
     for (size_t i = 0; i < step->program->n_staged; i++) {
         const KlRun *run = &step->program->runs[i];
-        uint32_t joint = kl_program_is_body(run) ? 0 : (uint32_t)i + 1;
+        uint32_t barrier = kl_program_is_body(run) ? 0 : (uint32_t)i + 1;
         for (uint32_t k = 0; k < run->exports.n; k++) {
-            step->values[kl_program_export(step->program, run, k)].joint = joint;
+            step->values[kl_program_export(step->program, run, k)].barrier = barrier;
             step->storages[storage_of(step, kl_program_export(step->program, run, k))].is_shared |=
-                joint == 0;
+                barrier == 0;
         }
         for (uint32_t k = 0; k < run->combined.n; k++) {
             KlNodeId id = step->program->combined.ids[run->combined.first + k];
-            step->values[step->tape->nodes[id].first_out].joint = joint;
+            step->values[step->tape->nodes[id].first_out].barrier = barrier;
         }
         for (uint32_t k = 0; k < run->inner.n; k++) {
             step->values[step->program->inner.ids[run->inner.first + k]].is_inner = true;
@@ -851,8 +851,8 @@ look_up(Step *step, KlMeasured *measured)
         for (uint32_t k = 0; k < run->imports.n; k++) {
             KlMeasureValue *value = &step->values[kl_program_import(step->program, run, k)->value];
             step->storages[storage_of(step, kl_program_import(step->program, run, k)->value)]
-                .is_shared |= joint > 0;
-            value->is_read_by_tail |= is_joint_after(step, run);
+                .is_shared |= barrier > 0;
+            value->is_read_by_tail |= is_barrier_after(step, run);
             value->is_for_segments |=
                 is_made_in(step, run, kl_program_import(step->program, run, k)->value);
             value->is_read_whole |= !kl_program_is_body(run) || is_gathered(step, run, k);
@@ -866,39 +866,39 @@ look_up(Step *step, KlMeasured *measured)
 
 KlStatus
 kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *outside,
-                const KlHomes *homes, KlMeasured *measured, KlError *error)
+                const KlPolicy *policy, KlMeasured *measured, KlError *error)
 {
     *measured = (KlMeasured){0};
     Step step = {.tape = tape,
                  .program = program,
                  .stages = &program->stages,
                  .outside = outside,
-                 .homes = homes,
+                 .policy = policy,
                  .error = error,
                  .n_pieces = 1,
                  .moments = &measured->moments};
     step.status = kl_sweep_init(&step.sweep, tape, program, &outside->known, error);
     step.status = step.status == KL_OK ? allocate(&step) : step.status;
     if (step.status == KL_OK) {
-        step.status = kl_schedule_build(tape, program, homes, &step.schedule, error);
+        step.status = kl_schedule_build(tape, program, policy, &step.schedule, error);
     }
     if (step.status != KL_OK) {
         goto done;
     }
     look_up(&step, measured);
     hold_states(&step);
-    if (!homes->is_live) {
+    if (!policy->is_live) {
         walk(&step);
         step.at = (uint32_t)step.schedule.n_steps;
-        if (homes->is_graph) {
+        if (policy->is_graph) {
             deliver(&step);
         }
         commit(&step);
     }
     if (step.status == KL_OK) {
-        KlMoments *moments = homes->is_live ? &measured->moments : NULL;
-        step.status = kl_measure_whole(&step.sweep, homes->is_graph, outside->bytes_graphs, moments,
-                                       &measured->whole, error);
+        KlMoments *moments = policy->is_live ? &measured->moments : NULL;
+        step.status = kl_measure_whole(&step.sweep, policy->is_graph, outside->bytes_graphs,
+                                       moments, &measured->whole, error);
     }
 done:
     kl_sweep_fini(&step.sweep);

@@ -3,7 +3,7 @@
  *
  * It walks the instructions of the schedule, as replay.py does. Inside a body the live bytes are
  * fixed + per_row * rows (sweep.h). Whatever outlives a run is fixed: values that other stages read, accumulated
- * gradients, the graphs of joints until their backward. Partial results of reductions take per_chunk bytes. */
+ * gradients, the graphs of barriers until their backward. Partial results of reductions take per_chunk bytes. */
 #ifndef KL_MEASURE_H
 #define KL_MEASURE_H
 
@@ -29,7 +29,7 @@ typedef struct KlMeasured {
 
 /* Measure a step. On success the caller must free `measured` with kl_measure_fini. */
 KlStatus kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *outside,
-                         const KlHomes *homes, KlMeasured *measured, KlError *error);
+                         const KlPolicy *policy, KlMeasured *measured, KlError *error);
 void kl_measure_fini(KlMeasured *measured);
 
 /* Store the peak of a live run of the program of `sweep` in `most`, and append its moments to `moments`, if not NULL. */

@@ -22,13 +22,13 @@ typedef struct KlMeasureValue {
     bool is_held;         /* a body made it, and all chunks of it are held */
     bool is_counted;      /* likewise, the first of its storage, whose bytes count */
     uint8_t is_filled;    /* a chunk of it is filled: 1 + the depth of the fill() that did it */
-    uint32_t joint;       /* the joint that made it, plus one; 0: none did */
+    uint32_t barrier;     /* the barrier that made it, plus one; 0: none did */
 } KlMeasureValue;
 
 typedef struct KlMeasureStorage {
     uint32_t n_held; /* held values of this storage */
     double bytes;    /* of these, counted once */
-    bool is_shared;  /* a joint's graph, or a body's result, may keep what a joint made */
+    bool is_shared;  /* a barrier's graph, or a body's result, may keep what a barrier made */
 } KlMeasureStorage;
 
 /* Bytes that the backward of a body frees (its results and their gradients) beyond those that it makes (its inputs'
@@ -45,7 +45,7 @@ typedef struct Step {
     const KlProgram *program;
     const KlStages *stages;
     const KlOutside *outside;
-    const KlHomes *homes;
+    const KlPolicy *policy;
     KlError *error;
     KlStatus status; /* the first failure stays, and nothing is noted after it */
     KlScratch scratch;
@@ -59,10 +59,10 @@ typedef struct Step {
     uint32_t depth;             /* open loops */
     const KlStep *loop;         /* the outer open loop */
     uint32_t open;              /* the run whose sweep is open, with a graph; KL_ID_NONE: none */
-    KlBytes waiting;            /* the graph of the segments before a head that runs in pieces */
+    KlBytes retained;           /* the graph of the segments before a head that runs in pieces */
     KlExchange exchange;        /* of the outer loop */
     double n_pieces;            /* pieces of a chunk while the head runs; else 1 */
-    double *live;               /* [n_staged] bytes that a joint holds: results and its graph */
+    double *live;               /* [n_staged] bytes that a barrier holds: results and its graph */
     KlMeasureValue *values;     /* [n_values] */
     KlMeasureStorage *storages; /* [n_storages] */
 } Step;
@@ -111,8 +111,8 @@ static inline double
 result_of(const Step *step, KlValueId value, const KlParts *parts)
 {
     const KlSweepNode *node = &step->sweep.nodes[step->tape->values[value].node];
-    bool is_for_each = step->homes->n_pieces > 1 && step->homes->n_across == 0;
-    double n = is_for_each && !parts->added ? step->homes->n_pieces : 1;
+    bool is_for_each = step->policy->n_pieces > 1 && step->policy->n_across == 0;
+    double n = is_for_each && !parts->added ? step->policy->n_pieces : 1;
     if (parts->of_row) {
         return n * step->sweep.sizes[step->sweep.inputs[node->first_input]].per_row;
     }
@@ -128,7 +128,7 @@ rows_of(const Step *step, const KlRun *body)
 }
 
 static inline bool
-is_joint_after(const Step *step, const KlRun *run)
+is_barrier_after(const Step *step, const KlRun *run)
 {
     return !kl_program_is_body(run) && step->stages->last_body != KL_STAGE_NONE &&
            run->stage > step->stages->last_body;

@@ -24,7 +24,7 @@ enum {
 /* Effects: the arguments that the op writes. */
 enum { EFFECTS_NONE = 0, EFFECTS_ARG0 = 1, EFFECTS_STATS = 3 << 3 /* words 3 and 4 */ };
 
-enum { WEIGHT_LIGHT = false, WEIGHT_HEAVY = true };
+enum { WEIGHT_CHEAP = false, WEIGHT_HEAVY = true };
 
 /* Optional cells. HOLDS takes fields of KlHeld, BACK is the most frequent case. */
 #define HELD(...) (&(const KlHeld){__VA_ARGS__})

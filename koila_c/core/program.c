@@ -113,7 +113,7 @@ gathers(const Build *build, KlNodeId id, KlValueId value)
 }
 
 /* Whether a value is read or kept outside a run (`is_beside_body`: outside all segments of its body). Other bodies that
- * read light work on data do not count, since they run it again. */
+ * read cheap work on data do not count, since they run it again. */
 static bool
 is_read_elsewhere(const Build *build, KlValueId value, const KlRun *run, bool is_beside_body)
 {
@@ -138,16 +138,16 @@ is_read_elsewhere(const Build *build, KlValueId value, const KlRun *run, bool is
     return false;
 }
 
-/* Whether a joint's result is needed after the joint; if not, only the joint's graph may keep it. */
+/* Whether a barrier's result is needed after the barrier; if not, only the barrier's graph may keep it. */
 static bool
-is_read_beyond(const Build *build, KlValueId value, const KlRun *joint)
+is_read_beyond(const Build *build, KlValueId value, const KlRun *barrier)
 {
     bool is_read = build->program->is_kept[value] || build->is_root[value] ||
                    kl_tape_is_looked_at(build->tape, value);
     for (uint32_t i = build->first_reader[value]; i < build->first_reader[value + 1]; i++) {
         KlNodeId reader = build->readers[i];
         is_read = is_read || build->tape->nodes[reader].mode != KL_MODE_ONCE ||
-                  build->program->stages.node_stage[reader] != joint->stage;
+                  build->program->stages.node_stage[reader] != barrier->stage;
     }
     return is_read;
 }
@@ -280,7 +280,7 @@ note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
 {
     const KlProgram *program = build->program;
     const KlNode *node = &build->tape->nodes[id];
-    bool is_home = program->stages.node_stage[id] == run->stage;
+    bool is_of_run = program->stages.node_stage[id] == run->stage;
     bool is_body = kl_program_is_body(run);
     for (uint32_t k = 0; k < node->n_outs; k++) {
         KlValueId out = node->first_out + k;
@@ -289,7 +289,7 @@ note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
         }
         bool is_read =
             is_body ? is_read_elsewhere(build, out, run, false) : is_read_beyond(build, out, run);
-        bool is_leaving = parts != 0 ? k == 0 : is_home && (is_read || build->is_root[out]);
+        bool is_leaving = parts != 0 ? k == 0 : is_of_run && (is_read || build->is_root[out]);
         bool is_inner = is_leaving && is_body && parts == 0 && !build->is_root[out] &&
                         !is_read_elsewhere(build, out, run, true);
         program->is_unread[out] = is_leaving && parts == 0 && !is_read;
@@ -302,7 +302,7 @@ note_leaving(Build *build, KlRun *run, KlNodeId id, uint32_t parts)
     }
     /* An early part of a reduction reads labels alone, so it has no gradient. */
     run->has_gradient = run->has_gradient ||
-                        (is_home && kl_stage_has_gradient(build->tape, &program->stages, node));
+                        (is_of_run && kl_stage_has_gradient(build->tape, &program->stages, node));
 }
 
 /* Note the imports of which the run reads only sizes, and no numbers. */
@@ -431,7 +431,7 @@ add_node(Build *build, KlNodeId id, uint32_t stage)
 }
 
 static void
-build_joint(Build *build, uint32_t stage)
+build_barrier(Build *build, uint32_t stage)
 {
     KlProgram *program = build->program;
     const KlStages *stages = &program->stages;
@@ -460,7 +460,7 @@ compare_ids(const void *left, const void *right)
     return a < b ? -1 : a > b;
 }
 
-/* Add a node to `taken`, and with it the light work on data that it depends on, which may run in other bodies, too. */
+/* Add a node to `taken`, and with it the cheap work on data that it depends on, which may run in other bodies, too. */
 static void
 take(Build *build, KlNodeId id, uint32_t stage, KlIds *taken)
 {
@@ -486,7 +486,7 @@ take(Build *build, KlNodeId id, uint32_t stage, KlIds *taken)
     }
 }
 
-/* Whether a node of this stage must run there by itself. Light work on data must only if its result is exported;
+/* Whether a node of this stage must run there by itself. Cheap work on data must only if its result is exported;
  * otherwise take() adds it for its readers. */
 static bool
 is_sink(const Build *build, KlNodeId id, const KlRun *run)
@@ -769,7 +769,7 @@ kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program, K
     find_readers(&build);
     find_nodes_of_stages(&build);
     for (uint32_t stage = 0; stage < program->stages.n_stages; stage++) {
-        (kl_stage_is_body(stage) ? build_bodies : build_joint)(&build, stage);
+        (kl_stage_is_body(stage) ? build_bodies : build_barrier)(&build, stage);
     }
     program->n_staged = program->n_runs;
 done:
@@ -781,9 +781,9 @@ done:
     return build.status;
 }
 
-/* -- a part of a joint -------------------------------------------------------------------------------- */
+/* -- a part of a barrier -------------------------------------------------------------------------------- */
 
-/* Add a node of the joint, if it has a gradient. */
+/* Add a node of the barrier, if it has a gradient. */
 static void
 add_differentiated(Build *build, KlNodeId id, bool *is_inside)
 {
@@ -822,10 +822,10 @@ KlStatus
 kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t run,
                              const bool *is_made, uint32_t *added, KlError *error)
 {
-    const KlRun joint = program->runs[run];
+    const KlRun barrier = program->runs[run];
     const KlProgram before = *program;
     Build build = {.tape = tape, .program = program, .error = error};
-    KlRun part = run_at(program, joint.stage, joint.axis);
+    KlRun part = run_at(program, barrier.stage, barrier.axis);
     part.shadows.first = (uint32_t)program->shadows.n;
     bool *is_inside = kl_alloc_scratch(&build.scratch, tape->n_values, sizeof(bool));
     bool *is_given = kl_alloc_scratch(&build.scratch, program->stages.n_imports, sizeof(bool));
@@ -836,8 +836,8 @@ kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t ru
     }
     build.status = kl_alloc_reserve((void **)&program->runs, &program->n_runs_max,
                                     program->n_runs + 1, sizeof(KlRun), error);
-    for (uint32_t i = 0; i < joint.combined.n; i++) {
-        KlNodeId id = program->combined.ids[joint.combined.first + i];
+    for (uint32_t i = 0; i < barrier.combined.n; i++) {
+        KlNodeId id = program->combined.ids[barrier.combined.first + i];
         const KlNode *node = &tape->nodes[id];
         for (uint32_t k = 0; is_made[node->first_out] && k < node->n_outs; k++) {
             is_inside[node->first_out + k] = true;
@@ -847,13 +847,13 @@ kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t ru
         }
     }
     part.combined = kl_program_since(&program->combined, part.combined.first);
-    for (uint32_t i = 0; i < joint.nodes.n; i++) {
-        KlNodeId id = program->nodes.ids[joint.nodes.first + i];
+    for (uint32_t i = 0; i < barrier.nodes.n; i++) {
+        KlNodeId id = program->nodes.ids[barrier.nodes.first + i];
         add_differentiated(&build, id, is_inside);
     }
     part.nodes = kl_program_since(&program->nodes, part.nodes.first);
-    for (uint32_t i = 0; i < joint.exports.n; i++) {
-        KlValueId value = kl_program_export(program, &joint, i);
+    for (uint32_t i = 0; i < barrier.exports.n; i++) {
+        KlValueId value = kl_program_export(program, &barrier, i);
         if (is_inside[value]) {
             push(&build, &program->exports, value);
         }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* program.h - a staged program as runs: the nodes of each run, its inputs and outputs, and when its values die.
  *
- * A run is a joint, or one segment of a body over one axis (an uncut body has one segment). Runs are in execution
+ * A run is a barrier, or one segment of a body over one axis (an uncut body has one segment). Runs are in execution
  * order. A run's imports are the values it reads from outside, its exports the values that others read. The lists
  * of all runs are slices of the program's arrays, so building them takes few allocations. The time is linear in
  * nodes, inputs and outputs, except for sorting the nodes of each body. */
@@ -17,7 +17,7 @@ typedef struct KlSlice {
 
 typedef struct KlRun {
     uint32_t stage;
-    KlAxisId axis;    /* KL_ID_NONE: a joint */
+    KlAxisId axis;    /* KL_ID_NONE: a barrier */
     uint32_t segment; /* its index in the body; the segments of a body are consecutive runs */
     KlSlice nodes;    /* of nodes, parts and drops: in execution order */
     KlSlice imports;  /* of imports: in the order they are first read */
@@ -81,14 +81,14 @@ KlStatus kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *p
                           KlError *error);
 void kl_program_fini(KlProgram *program);
 
-/* Append a run with the nodes of joint `run` that have a gradient, and those of its combined reductions whose first
+/* Append a run with the nodes of barrier `run` that have a gradient, and those of its combined reductions whose first
  * result is in `is_made`. No value dies in it. `*added` is its index. On failure the program is unchanged, except
  * that some lists have more capacity. */
 KlStatus kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t run,
                                       const bool *is_made /* [n_values] */, uint32_t *added,
                                       KlError *error);
 
-/* Return the index after the last run of the unit (a body with all its segments, or a joint) that run `first` begins. */
+/* Return the index after the last run of the unit (a body with all its segments, or a barrier) that run `first` begins. */
 static inline uint32_t
 kl_program_end(const KlProgram *program, uint32_t first)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* schedule.c - builds a schedule: the forward pass over bodies and joints in their order, then the backward pass. */
+/* schedule.c - builds a schedule: the forward pass over bodies and barriers in their order, then the backward pass. */
 #include "schedule.h"
 
 #include <string.h>
@@ -156,14 +156,14 @@ release_read(KlBuild *build, uint32_t u)
                 bool is_last = is_read_last_by(build, value, u);
                 /* Without a gradient, and if no body with a later backward makes or reads it. */
                 bool is_done =
-                    !build->homes->is_graph ||
+                    !build->policy->is_graph ||
                     (!build->program->stages.needs_gradient[value] && !facts->is_used_back);
                 bool is_freed =
                     is_last &&
                     (is_done || kl_units_is_recomputed(build, &build->units[facts->unit], value));
-                bool is_light = build->schedule->lights.number[value] != 0;
+                bool is_cheap = build->schedule->cheap_set.number[value] != 0;
                 facts->is_freed |= is_freed && !is_emptying;
-                if (is_emptying ? is_last && is_light : is_freed) {
+                if (is_emptying ? is_last && is_cheap : is_freed) {
                     kl_units_add_value(build, value);
                 }
             }
@@ -190,7 +190,7 @@ add_others_back(KlBuild *build, const KlUnit *unit)
 static void
 add_forward(KlBuild *build, const KlUnit *unit)
 {
-    KlGraph graph = unit->waits ? KL_GRAPH_WAIT : KL_GRAPH_NONE;
+    KlGraph graph = unit->is_retained ? KL_GRAPH_RETAIN : KL_GRAPH_NONE;
     add(build, KL_STEP_LOOP, KL_GRAPH_NONE, unit->runs, NONE);
     for (uint32_t r = unit->runs.first; r <= last_of(unit).first; r++) {
         KlSlice left = exports_of(build, one(r), NULL);
@@ -204,7 +204,7 @@ add_forward(KlBuild *build, const KlUnit *unit)
 static void
 add_last(KlBuild *build, const KlUnit *unit)
 {
-    KlGraph graph = build->homes->n_across > 0 ? KL_GRAPH_ACROSS : KL_GRAPH_NOW;
+    KlGraph graph = build->policy->n_across > 0 ? KL_GRAPH_ACROSS : KL_GRAPH_NOW;
     add(build, KL_STEP_RUN, graph, last_of(unit), exports_of(build, last_of(unit), is_read));
     add(build, KL_STEP_TAIL, graph, unit->runs, NONE);
     add(build, KL_STEP_BACK, graph, last_of(unit), NONE);
@@ -247,12 +247,12 @@ add_body_forward(KlBuild *build, const KlUnit *unit)
     KlSlice offloaded =
         unit->is_offloaded ? exports_of(build, unit->runs, kl_units_can_recompute) : NONE;
     KlSlice whole = exports_of(build, unit->runs, is_put_together);
-    add(build, KL_STEP_HOME, graph, unit->runs, offloaded)->others = whole;
+    add(build, KL_STEP_STORE, graph, unit->runs, offloaded)->others = whole;
     if (!unit->is_fused) {
         add_forward(build, unit);
         return;
     }
-    bool is_in_pieces = unit->runs.n == 2 && build->homes->n_pieces > 1;
+    bool is_in_pieces = unit->runs.n == 2 && build->policy->n_pieces > 1;
     add(build, KL_STEP_LOOP, KL_GRAPH_NOW, unit->runs, NONE);
     (is_in_pieces ? add_in_pieces : add_at_once)(build, unit);
     add(build, KL_STEP_END, KL_GRAPH_NOW, unit->runs, NONE);
@@ -267,7 +267,7 @@ go_forward(KlBuild *build)
         if (unit->is_body) {
             add_body_forward(build, unit);
         } else {
-            add(build, KL_STEP_JOINT, KL_GRAPH_NOW, unit->runs, NONE);
+            add(build, KL_STEP_BARRIER, KL_GRAPH_NOW, unit->runs, NONE);
         }
         release_read(build, u);
     }
@@ -359,7 +359,7 @@ recompute_inputs(KlBuild *build, uint32_t u)
     }
 }
 
-/* Whether a joint combines the partial results of a value. */
+/* Whether a barrier combines the partial results of a value. */
 static bool
 is_combined(const KlBuild *build, const KlRun *run, KlValueId value)
 {
@@ -395,21 +395,21 @@ exports_to_free(KlBuild *build, const KlUnit *unit)
 
 /* List the emptied values that a body reads, to be filled before it runs again, in the order they are made. */
 static KlSlice
-lights_read_by(KlBuild *build, const KlUnit *unit)
+cheap_values_read_by(KlBuild *build, const KlUnit *unit)
 {
-    const KlLights *lights = &build->schedule->lights;
+    const KlCheapSet *cheap_set = &build->schedule->cheap_set;
     size_t first = build->schedule->values.n;
-    for (size_t i = 0; i < lights->n; i++) {
+    for (size_t i = 0; i < cheap_set->n; i++) {
         bool is_read = false;
         for (uint32_t r = 0; r < unit->runs.n; r++) {
             const KlRun *run = kl_units_run(build, unit, r);
             for (uint32_t k = 0; k < run->imports.n && !is_read; k++) {
                 is_read =
-                    kl_program_import(build->program, run, k)->value == lights->lights[i].value;
+                    kl_program_import(build->program, run, k)->value == cheap_set->values[i].value;
             }
         }
         if (is_read) {
-            kl_units_add_value(build, lights->lights[i].value);
+            kl_units_add_value(build, cheap_set->values[i].value);
         }
     }
     return kl_program_since(&build->schedule->values, first);
@@ -433,14 +433,14 @@ add_again_and_back(KlBuild *build, const KlUnit *unit)
 static void
 add_body_back(KlBuild *build, const KlUnit *unit)
 {
-    KlGraph graph = unit->waits ? KL_GRAPH_WAIT : KL_GRAPH_NOW;
+    KlGraph graph = unit->is_retained ? KL_GRAPH_RETAIN : KL_GRAPH_NOW;
     KlSlice left = exports_to_free(build, unit);
-    KlSlice needs = unit->waits ? unit->needs : lights_read_by(build, unit);
-    KlSlice by_chunk = unit->waits ? left : NONE;
-    add_about(build, KL_STEP_FREE, unit->waits ? NONE : left);
+    KlSlice needs = unit->is_retained ? unit->needs : cheap_values_read_by(build, unit);
+    KlSlice by_chunk = unit->is_retained ? left : NONE;
+    add_about(build, KL_STEP_FREE, unit->is_retained ? NONE : left);
     add(build, KL_STEP_LOOP, graph, unit->runs, by_chunk);
     add_about(build, KL_STEP_FILL, needs);
-    if (unit->waits) {
+    if (unit->is_retained) {
         add(build, KL_STEP_BACK, graph, unit->runs, NONE);
     } else {
         add_again_and_back(build, unit);
@@ -460,7 +460,7 @@ go_back(KlBuild *build)
             add(build, KL_STEP_CHECK, KL_GRAPH_NONE, unit->runs, NONE);
         } else if (!unit->is_body) {
             add_about(build, KL_STEP_FREE, exports_to_free(build, unit));
-            add(build, KL_STEP_JOINT_BACK, KL_GRAPH_NOW, unit->runs, NONE);
+            add(build, KL_STEP_BARRIER_BACK, KL_GRAPH_NOW, unit->runs, NONE);
         } else if (unit->has_gradient) {
             recompute_inputs(build, u);
             add(build, KL_STEP_SEED, KL_GRAPH_NONE, unit->runs, NONE);
@@ -472,21 +472,21 @@ go_back(KlBuild *build)
 /* -- the whole ----------------------------------------------------------------------------------------- */
 
 KlStatus
-kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *homes,
+kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlPolicy *policy,
                   KlSchedule *schedule, KlError *error)
 {
     size_t n_values = program->stages.n_values;
     KlScratch scratch = {0};
     KlBuild build = {
-        .tape = tape, .program = program, .homes = homes, .schedule = schedule, .error = error};
+        .tape = tape, .program = program, .policy = policy, .schedule = schedule, .error = error};
     memset(schedule, 0, sizeof(*schedule));
     build.units = kl_alloc_scratch(&scratch, program->n_staged, sizeof(KlUnit));
     build.facts = kl_alloc_scratch(&scratch, n_values, sizeof(KlFacts));
     build.is_needed = kl_alloc_scratch(&scratch, program->n_staged, sizeof(bool));
     build.known = kl_alloc_scratch(&scratch, n_values, sizeof(uint8_t));
-    build.may_be_light = kl_alloc_scratch(&scratch, n_values, sizeof(bool));
-    schedule->lights.number = kl_alloc_zeroed(n_values, sizeof(uint32_t));
-    if (scratch.is_short || schedule->lights.number == NULL) {
+    build.may_be_cheap = kl_alloc_scratch(&scratch, n_values, sizeof(bool));
+    schedule->cheap_set.number = kl_alloc_zeroed(n_values, sizeof(uint32_t));
+    if (scratch.is_short || schedule->cheap_set.number == NULL) {
         build.status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to schedule %zu runs",
                                     program->n_staged);
         goto done;
@@ -496,7 +496,7 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *h
     }
     kl_units_find(&build);
     go_forward(&build);
-    if (homes->is_graph) {
+    if (policy->is_graph) {
         go_back(&build);
     }
 done:
@@ -512,8 +512,8 @@ kl_schedule_fini(KlSchedule *schedule)
 {
     kl_alloc_free(schedule->steps);
     kl_alloc_free(schedule->values.ids);
-    kl_alloc_free(schedule->lights.lights);
-    kl_alloc_free(schedule->lights.ids.ids);
-    kl_alloc_free(schedule->lights.number);
+    kl_alloc_free(schedule->cheap_set.values);
+    kl_alloc_free(schedule->cheap_set.ids.ids);
+    kl_alloc_free(schedule->cheap_set.number);
     memset(schedule, 0, sizeof(*schedule));
 }

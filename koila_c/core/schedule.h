@@ -4,7 +4,7 @@
  * A body runs in a loop over its chunks, and LOOP and END are instructions of the array. So one array states what
  * each chunk computes, keeps and frees; measure.c counts its bytes, replay.py runs it, koila.plan prints it.
  *
- * Each result of a body that has rows is stored in one of three ways, its home: kept until its backward (by chunk,
+ * Each result of a body that has rows is stored in one of three ways: kept until its backward (by chunk,
  * or in one tensor of all rows if something reads it whole); offloaded to another memory; or freed after its last
  * reader of the forward pass and recomputed before its backward. If all results are kept, a body can retain the
  * graphs of its chunks until its backward, so that its forward runs once; and results that cheap calls recompute
@@ -12,7 +12,7 @@
 #ifndef KL_SCHEDULE_H
 #define KL_SCHEDULE_H
 
-#include "waiting.h"
+#include "retained.h"
 
 typedef enum KlStepOp {
 #define KL_INSTRUCTION(name, effect, meaning) KL_STEP_##name,
@@ -25,14 +25,14 @@ typedef enum KlGraph {
     KL_GRAPH_NONE,
     KL_GRAPH_NOW, /* its backward runs in the same iteration of the loop */
     KL_GRAPH_FIRST, /* of the first chunk only, to learn which results require a gradient; no backward */
-    KL_GRAPH_WAIT,   /* retained until the loop that runs the backward */
+    KL_GRAPH_RETAIN, /* retained until the loop that runs the backward */
     KL_GRAPH_ACROSS, /* as NOW, in pieces along a second axis: across.py */
 } KlGraph;
 
 typedef struct KlStep {
     uint8_t op;             /* KlStepOp */
     uint8_t graph;          /* KlGraph: of RUN and BACK; of LOOP: of the BACKs inside it */
-    uint32_t run;           /* the joint, the segment, or the first segment of the body */
+    uint32_t run;           /* the barrier, the segment, or the first segment of the body */
     uint32_t n_runs;        /* segments of the body; 0: the instruction has only values */
     KlSlice values, others; /* of the schedule's values; schedule.def explains them */
 } KlStep;
@@ -42,24 +42,24 @@ typedef struct KlSchedule {
     size_t n_steps, n_steps_max;
     size_t n_forward; /* steps[n_forward] is the first step of the backward pass */
     KlIds values;
-    KlLights lights; /* the values that are emptied */
+    KlCheapSet cheap_set; /* the values that are emptied */
 } KlSchedule;
 
 /* The memory policy of a step. "Every n-th body" counts bodies that leave values with rows for other bodies. */
-typedef struct KlHomes {
+typedef struct KlPolicy {
     bool is_graph;          /* the step has a backward pass, from the roots */
     uint32_t offload_every; /* offload the results of every n-th body; 1: of all; 0: of none */
     uint32_t keep_every;    /* keep the results of every n-th body, recompute others; 1: keep all */
     uint32_t n_pieces; /* pieces of a chunk in the head, the last segment of the last body; 1: the
                           head is not cut into pieces */
-    uint32_t n_light;  /* the longest chain of emptied values; 0: empty none */
+    uint32_t n_cheap;  /* the longest chain of emptied values; 0: empty none */
     uint32_t n_across; /* size of the second axis that pieces are cut of; 0: pieces are rows */
     uint32_t n_chunks; /* the number of chunks, if known: many small chunks retain no graphs */
     bool is_live;      /* build no schedule: measure a live run, in the order of the calls */
-} KlHomes;
+} KlPolicy;
 
 /* Build the schedule of a program. On success the caller must free it with kl_schedule_fini. */
-KlStatus kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlHomes *homes,
+KlStatus kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlPolicy *policy,
                            KlSchedule *schedule, KlError *error);
 void kl_schedule_fini(KlSchedule *schedule);
 

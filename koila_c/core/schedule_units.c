@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* schedule_units.c - finds the bodies and joints of a program, and chooses where the results of each are stored. */
+/* schedule_units.c - finds the bodies and barriers of a program, and chooses where the results of each are stored. */
 #include "schedule_units.h"
 
 #include "alloc.h"
@@ -32,7 +32,7 @@ find_fused(KlBuild *build)
     for (uint32_t u = build->n_units; u-- > 0;) {
         KlUnit *unit = &build->units[u];
         bool is_last = kl_units_run(build, unit, 0)->stage == stages->last_body;
-        bool can_fuse = build->homes->is_graph && stages->is_tail_linear;
+        bool can_fuse = build->policy->is_graph && stages->is_tail_linear;
         unit->is_fused = can_fuse && is_last && unit->has_gradient && n_fused < FUSED_MAX;
         n_fused += unit->is_fused;
     }
@@ -145,7 +145,7 @@ bool
 kl_units_is_recomputed(const KlBuild *build, const KlUnit *unit, KlValueId value)
 {
     KlNodeId maker = build->tape->values[value].node;
-    bool is_honoured = build->program->is_checkpointed && build->homes->offload_every == 0;
+    bool is_honoured = build->program->is_checkpointed && build->policy->offload_every == 0;
     bool is_inside = is_honoured && unit->is_body && unit->has_gradient && maker != KL_ID_NONE &&
                      build->tape->nodes[maker].region != 0 && !build->facts[value].is_open;
     return (unit->is_recomputed || is_inside) && kl_units_can_recompute(build, value);
@@ -153,13 +153,13 @@ kl_units_is_recomputed(const KlBuild *build, const KlUnit *unit, KlValueId value
 
 /* Choose for each body whether its results are kept, recomputed or offloaded until its backward. */
 static void
-choose_homes(KlBuild *build)
+choose_storage(KlBuild *build)
 {
-    const KlHomes *homes = build->homes;
-    uint32_t n_leaving = 0;
+    const KlPolicy *policy = build->policy;
+    uint32_t n_found = 0;
     for (uint32_t u = 0; u < build->n_units; u++) {
         KlUnit *unit = &build->units[u];
-        unit->is_offloaded = homes->offload_every == 1 && unit->is_body;
+        unit->is_offloaded = policy->offload_every == 1 && unit->is_body;
         bool leaves_rows = false;
         for (uint32_t r = 0; r < unit->runs.n && unit->is_body; r++) {
             const KlRun *run = kl_units_run(build, unit, r);
@@ -169,9 +169,9 @@ choose_homes(KlBuild *build)
             }
         }
         if (leaves_rows && unit->has_gradient) {
-            n_leaving++;
-            unit->is_recomputed = homes->keep_every > 1 && n_leaving % homes->keep_every != 0;
-            unit->is_offloaded |= homes->offload_every > 1 && n_leaving % homes->offload_every == 0;
+            n_found++;
+            unit->is_recomputed = policy->keep_every > 1 && n_found % policy->keep_every != 0;
+            unit->is_offloaded |= policy->offload_every > 1 && n_found % policy->offload_every == 0;
         }
     }
 }
@@ -180,17 +180,17 @@ choose_homes(KlBuild *build)
 static bool
 is_kept_to_its_backward(const KlBuild *build, const KlUnit *unit)
 {
-    const KlHomes *homes = build->homes;
-    return !build->program->is_checkpointed && homes->is_graph && homes->keep_every <= 1 &&
-           homes->offload_every == 0 && goes_back(unit) && unit->runs.n == 1;
+    const KlPolicy *policy = build->policy;
+    return !build->program->is_checkpointed && policy->is_graph && policy->keep_every <= 1 &&
+           policy->offload_every == 0 && goes_back(unit) && unit->runs.n == 1;
 }
 
 /* Choose the values to empty, among results of bodies. The last reader must not be a fused body: nothing would be saved
  * between its forward and its backward. */
 static void
-choose_light(KlBuild *build, const KlWaiting *waiting)
+choose_cheap(KlBuild *build, const KlRetained *retained)
 {
-    for (uint32_t u = 0; u < build->n_units && build->homes->n_light > 0; u++) {
+    for (uint32_t u = 0; u < build->n_units && build->policy->n_cheap > 0; u++) {
         const KlUnit *unit = &build->units[u];
         const KlRun *run = kl_units_run(build, unit, 0);
         if (!is_kept_to_its_backward(build, unit) || build->status != KL_OK) {
@@ -198,11 +198,11 @@ choose_light(KlBuild *build, const KlWaiting *waiting)
         }
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = kl_program_export(build->program, run, i);
-            build->may_be_light[value] = kl_units_can_recompute(build, value) &&
+            build->may_be_cheap[value] = kl_units_can_recompute(build, value) &&
                                          !build->units[build->facts[value].last_read].is_fused;
         }
-        build->status = kl_waiting_find_light(waiting, unit->runs.first, build->may_be_light,
-                                              build->homes->n_light);
+        build->status = kl_retained_find_cheap(retained, unit->runs.first, build->may_be_cheap,
+                                               build->policy->n_cheap);
     }
 }
 
@@ -214,28 +214,29 @@ choose_light(KlBuild *build, const KlWaiting *waiting)
 
 /* Whether the graphs of all chunks are small compared with their results. With many tiny chunks they are not. */
 static bool
-is_worth_waiting(const KlBuild *build, const KlRun *run)
+is_worth_it(const KlBuild *build, const KlRun *run)
 {
-    uint64_t left = 0, graphs = (uint64_t)build->homes->n_chunks * run->nodes.n * BYTES_OF_A_CALL;
+    uint64_t left = 0, graphs = (uint64_t)build->policy->n_chunks * run->nodes.n * BYTES_OF_A_CALL;
     for (uint32_t i = 0; i < run->exports.n; i++) {
         KlValueId value = kl_program_export(build->program, run, i);
         const KlMeta *meta = &build->tape->values[value].meta;
-        bool is_home = !kl_units_is_parts(build, value) && kl_place_is_rows(&meta->place);
-        left += is_home ? (uint64_t)kl_meta_n_elements(meta) * kl_meta_dtype_bytes(meta->dtype) : 0;
+        bool is_stored = !kl_units_is_parts(build, value) && kl_place_is_rows(&meta->place);
+        left +=
+            is_stored ? (uint64_t)kl_meta_n_elements(meta) * kl_meta_dtype_bytes(meta->dtype) : 0;
     }
     return graphs <= FEW_BYTES || graphs <= left / SMALL_PART;
 }
 
 static void
-choose_waiting(KlBuild *build)
+choose_retained(KlBuild *build)
 {
     KlIds *values = &build->schedule->values, needs = {0};
-    const KlWaiting waiting = {.tape = build->tape,
-                               .program = build->program,
-                               .known = build->known,
-                               .lights = &build->schedule->lights,
-                               .error = build->error};
-    choose_light(build, &waiting);
+    const KlRetained retained = {.tape = build->tape,
+                                 .program = build->program,
+                                 .known = build->known,
+                                 .cheap_set = &build->schedule->cheap_set,
+                                 .error = build->error};
+    choose_cheap(build, &retained);
     for (uint32_t u = 0; u < build->n_units && build->status == KL_OK; u++) {
         KlUnit *unit = &build->units[u];
         const KlRun *run = kl_units_run(build, unit, 0);
@@ -244,12 +245,12 @@ choose_waiting(KlBuild *build)
         if (!is_kept_to_its_backward(build, unit)) {
             continue;
         }
-        build->status = kl_waiting_find(&waiting, run, &unit->waits, values, &needs);
-        unit->waits = unit->waits && is_worth_waiting(build, run);
-        values->n = unit->waits ? values->n : first;
+        build->status = kl_retained_find(&retained, run, &unit->is_retained, values, &needs);
+        unit->is_retained = unit->is_retained && is_worth_it(build, run);
+        values->n = unit->is_retained ? values->n : first;
         unit->to_recompute = kl_program_since(&build->schedule->values, first);
         first = values->n;
-        for (size_t i = 0; i < needs.n && unit->waits; i++) {
+        for (size_t i = 0; i < needs.n && unit->is_retained; i++) {
             kl_units_add_value(build, needs.ids[i]);
         }
         unit->needs = kl_program_since(&build->schedule->values, first);
@@ -264,6 +265,6 @@ kl_units_find(KlBuild *build)
     find_fused(build);
     find_crossing(build);
     find_open(build);
-    choose_homes(build);
-    choose_waiting(build);
+    choose_storage(build);
+    choose_retained(build);
 }

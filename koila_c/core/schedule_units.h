@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* schedule_units.h - the bodies and joints of a program and the values that pass between them, from which schedule.c
+/* schedule_units.h - the bodies and barriers of a program and the values that pass between them, from which schedule.c
  * builds a schedule. */
 #ifndef KL_SCHEDULE_UNITS_H
 #define KL_SCHEDULE_UNITS_H
@@ -8,7 +8,7 @@
 
 #define KL_NOWHERE UINT32_MAX
 
-/* A body with all its segments, or a joint. */
+/* A body with all its segments, or a barrier. */
 typedef struct KlUnit {
     KlSlice runs; /* of the program's runs */
     bool is_body;
@@ -16,7 +16,7 @@ typedef struct KlUnit {
     bool is_fused;        /* each chunk's backward runs right after its forward */
     bool is_recomputed;   /* its results with rows are freed, and recomputed before the backward */
     bool is_offloaded;    /* its results are offloaded until they are read again */
-    bool waits;           /* the graphs of its chunks are retained until its backward */
+    bool is_retained;     /* the graphs of its chunks are retained until its backward */
     KlSlice to_recompute; /* of the schedule's values: saved tensors to recompute in backward */
     KlSlice needs;        /* likewise: emptied values to fill before that, for its graphs */
 } KlUnit;
@@ -38,7 +38,7 @@ typedef struct KlFacts {
 typedef struct KlBuild {
     const KlTape *tape;
     const KlProgram *program;
-    const KlHomes *homes;
+    const KlPolicy *policy;
     KlSchedule *schedule;
     KlError *error;
     KlStatus status;
@@ -47,8 +47,8 @@ typedef struct KlBuild {
     uint32_t n_units;
     KlFacts *facts;     /* [n_values] */
     bool *is_needed;    /* [n_staged] scratch: a run of a body to recompute now */
-    bool *may_be_light; /* [n_values] scratch: candidates for emptying */
-    uint8_t *known;     /* [n_values] scratch of kl_waiting_find */
+    bool *may_be_cheap; /* [n_values] scratch: candidates for emptying */
+    uint8_t *known;     /* [n_values] scratch of kl_retained_find */
 } KlBuild;
 
 /* Find the units. For each, choose where its results are stored, whether its graphs are retained, and which of its

@@ -83,7 +83,7 @@ keep_on_way(const KlTape *tape, KlStages *stages)
 
 /* -- stages ------------------------------------------------------------------------------------------- */
 
-/* Whether a value has no gradient and exists before the first body, or light work on such values recomputes it.
+/* Whether a value has no gradient and exists before the first body, or cheap work on such values recomputes it.
  * Label counts and masks are made of these. */
 static bool
 is_data_value(const KlTape *tape, const KlStages *stages, KlValueId value)
@@ -92,7 +92,7 @@ is_data_value(const KlTape *tape, const KlStages *stages, KlValueId value)
            (stages->value_stage[value] == 0 || stages->is_data[tape->values[value].node]);
 }
 
-/* Whether a node is light work on data values, so that any body may run it again. A reduction may be heavy: its result is
+/* Whether a node is cheap work on data values, so that any body may run it again. A reduction may be heavy: its result is
  * kept, so it runs only once. A write in place is allowed: each body that runs it also makes the value it writes, or
  * writes a clone, in call order. A write of running statistics is not: it must happen even if no body reads the node. */
 static bool
@@ -101,8 +101,8 @@ is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
     if (node->is_open) {
         return true; /* made by sizes alone: bodies over any axis may run it */
     }
-    bool is_light = node->mode == KL_MODE_REDUCE || (node->row != NULL && !node->row->is_heavy);
-    if (node->mode == KL_MODE_ONCE || !is_light || node->is_random || node->leaf_writes != 0) {
+    bool is_cheap = node->mode == KL_MODE_REDUCE || (node->row != NULL && !node->row->is_heavy);
+    if (node->mode == KL_MODE_ONCE || !is_cheap || node->is_random || node->leaf_writes != 0) {
         return false;
     }
     for (uint32_t k = 0; k < node->n_outs; k++) {
@@ -119,11 +119,11 @@ is_data_node(const KlTape *tape, const KlStages *stages, const KlNode *node)
     return true;
 }
 
-/* Return the first stage from `stage` on in which a node can run: a body, or a joint, where all chunks of its inputs
+/* Return the first stage from `stage` on in which a node can run: a body, or a barrier, where all chunks of its inputs
  * have run. */
 static uint32_t
 stage_from(const KlTape *tape, const KlStages *stages, const KlNode *node, uint32_t stage,
-           bool is_joint)
+           bool is_barrier)
 {
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         KlValueId value = kl_tape_inputs(tape, node)[k].value;
@@ -131,9 +131,9 @@ stage_from(const KlTape *tape, const KlStages *stages, const KlNode *node, uint3
             continue;
         }
         uint32_t at = stages->value_stage[value];
-        if (kl_stage_is_body(at) == is_joint) {
+        if (kl_stage_is_body(at) == is_barrier) {
             at++;
-        } else if (!is_joint && kl_stage_is_gathered(tape, stages, node, k)) {
+        } else if (!is_barrier && kl_stage_is_gathered(tape, stages, node, k)) {
             at += 2;
         }
         stage = at > stage ? at : stage;
@@ -163,9 +163,9 @@ is_hooked(const KlTape *tape, const KlStages *stages, KlValueId value)
 }
 
 /* Return the stage of a node that runs once, `at` or later, so that side writes of a leaf (running statistics) happen in
- * call order. `aside`, [n_values], is the joint of the last such write of each leaf. */
+ * call order. `aside`, [n_values], is the barrier of the last such write of each leaf. */
 static uint32_t
-joint_after_aside(const KlTape *tape, const KlNode *node, uint32_t *aside, uint32_t at)
+barrier_of_aside(const KlTape *tape, const KlNode *node, uint32_t *aside, uint32_t at)
 {
     for (uint32_t k = 0; k < node->n_inputs && node->leaf_writes >> k != 0; k++) {
         KlValueId value = kl_tape_inputs(tape, node)[k].value;
@@ -188,7 +188,7 @@ place_node(const KlTape *tape, KlStages *stages, KlNodeId id, uint32_t *aside)
     const KlNode *node = &tape->nodes[id];
     uint32_t at = 0, after = 0;
     if (node->mode == KL_MODE_ONCE) {
-        at = after = joint_after_aside(tape, node, aside, stage_from(tape, stages, node, 0, true));
+        at = after = barrier_of_aside(tape, node, aside, stage_from(tape, stages, node, 0, true));
     } else {
         stages->is_data[id] = is_data_node(tape, stages, node);
         uint32_t first = stages->is_data[id] ? KL_STAGE_DATA : KL_STAGE_DATA + 2;
@@ -196,7 +196,7 @@ place_node(const KlTape *tape, KlStages *stages, KlNodeId id, uint32_t *aside)
         after = node->mode == KL_MODE_REDUCE ? at + 1 : at;
     }
     if (node->mode == KL_MODE_REDUCE) {
-        stages->is_data[id] = false; /* a joint makes its result, which bodies do not recompute */
+        stages->is_data[id] = false; /* a barrier makes its result, which bodies do not recompute */
         if (kl_ops_reductions[node->reduce].is_early) {
             stages->late_stage[id] = is_late_part_data(tape, stages, node) ? KL_STAGE_DATA : at;
         }
@@ -206,8 +206,8 @@ place_node(const KlTape *tape, KlStages *stages, KlNodeId id, uint32_t *aside)
     for (uint32_t k = 0; k < node->n_outs; k++) {
         KlValueId out = node->first_out + k;
         if (!stages->is_leaf[out]) {
-            uint32_t joint = kl_stage_is_body(after) ? after + 1 : after + 2; /* the next one */
-            stages->value_stage[out] = is_hooked(tape, stages, out) ? joint : after;
+            uint32_t barrier = kl_stage_is_body(after) ? after + 1 : after + 2; /* the next one */
+            stages->value_stage[out] = is_hooked(tape, stages, out) ? barrier : after;
             last = stages->value_stage[out] > last ? stages->value_stage[out] : last;
         }
     }

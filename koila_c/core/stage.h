@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* stage.h - divides a recorded program into bodies, which run chunk by chunk, and joints, which run once.
+/* stage.h - divides a recorded program into bodies, which run chunk by chunk, and barriers, which run once.
  *
- * Stages are numbered in the order they run: even ones are joints, odd ones bodies.
- *     0  joint   what needs no rows at all (w * 2)
- *     1  body    light work on inputs alone, no gradient: label counts, masks
- *     2  joint   ...   3  body: the first that needs parameters   4  joint   5 ...
- * A node that runs by rows belongs to the first body after all joints it reads from. A reduction computes partial
- * results in that body, and the next joint combines them. A node that runs once waits for all chunks of its inputs.
+ * Stages are numbered in the order they run: even ones are barriers, odd ones bodies.
+ *     0  barrier   what needs no rows at all (w * 2)
+ *     1  body    cheap work on inputs alone, no gradient: label counts, masks
+ *     2  barrier   ...   3  body: the first that needs parameters   4  barrier   5 ...
+ * A node that runs by rows belongs to the first body after all barriers it reads from. A reduction computes partial
+ * results in that body, and the next barrier combines them. A node that runs once waits for all chunks of its inputs.
  * An input that a node by rows reads whole, although chunks make it, is *gathered*: the node runs a body later.
- * Light work on data (no gradient, cheap) runs again in each body that reads it, rather than being kept. */
+ * Cheap work on data (no gradient) runs again in each body that reads it, rather than being kept. */
 #ifndef KL_STAGE_H
 #define KL_STAGE_H
 
@@ -35,7 +35,7 @@ typedef struct KlStages {
                              (KL_REDUCE_*, `early`): that stage; others: KL_STAGE_NONE */
     uint32_t *value_stage; /* [n_values] the stage that makes it available; leaves: 0 */
     bool *is_leaf; /* [n_values] a leaf, or it has a number already and its call gets no gradient */
-    bool *is_data; /* [n_nodes] light work on inputs without gradient: any body may run it again */
+    bool *is_data; /* [n_nodes] cheap work on inputs without gradient: any body may run it again */
     uint32_t *segment;    /* [n_nodes] its segment of the body (program.h); 0 in uncut bodies */
     bool *needs_gradient; /* [n_values] a gradient flows back to it from a root */
     KlImport *imports;    /* [n_imports] */
@@ -60,10 +60,10 @@ typedef struct KlGoal {
 KlStatus kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error);
 void kl_stage_fini(KlStages *stages);
 
-/* stage_sink.c: move light calls into the body that reads their results, if fewer bytes are then kept between bodies. */
+/* stage_sink.c: move cheap calls into the body that reads their results, if fewer bytes are then kept between bodies. */
 KlStatus kl_stage_sink(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error);
 
-/* stage_tail.c: before staging, set light calls on a slice of the rows at the end of a program to run once, if that
+/* stage_tail.c: before staging, set cheap calls on a slice of the rows at the end of a program to run once, if that
  * keeps the tail linear. The nodes stay so for later runs: running once is correct for every call. */
 KlStatus kl_stage_keep_tail(KlTape *tape, KlError *error);
 

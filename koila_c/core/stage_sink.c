@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* stage_sink.c - moves light calls from the first body that can run them into the later body that reads their results.
+/* stage_sink.c - moves cheap calls from the first body that can run them into the later body that reads their results.
  *
  * Results that a later body reads are kept between the bodies. For example a normalization whose result only a later
  * residual sum reads would keep that result beside its inputs, which are kept anyway, and so would each sum. If these

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* stage_tail.c - runs light calls on a slice of the rows once if they end the program, so that its tail stays linear.
+/* stage_tail.c - runs cheap calls on a slice of the rows once if they end the program, so that its tail stays linear.
  *
- * In loss[:n].mean() the slice is made by a joint and has rows again. By rows, the mean would be a body of its own, and
+ * In loss[:n].mean() the slice is made by a barrier and has rows again. By rows, the mean would be a body of its own, and
  * the last one, so the model's body would have to run twice. Calls that save nothing for backward make a linear tail
  * if they run once instead, on all rows, and then the model's body runs once. */
 #include "stage.h"
@@ -11,14 +11,14 @@
 /* Bits about a value. */
 enum {
     IS_READ_BY_ROWS = 1, /* a call that still runs by rows reads it */
-    IS_THERE = 2,        /* a joint makes it, or it exists already: no body has to make it */
+    IS_THERE = 2,        /* a barrier makes it, or it exists already: no body has to make it */
     IS_OF_BODY = 4,      /* it depends on results of a body */
 };
 
 typedef struct Tail {
     KlTape *tape;
     uint8_t *known; /* [n_values] */
-    bool *is_end;   /* [n_nodes] it and all calls by rows that depend on it are light and linear */
+    bool *is_end;   /* [n_nodes] it and all calls by rows that depend on it are cheap and linear */
 } Tail;
 
 /* Return the call that makes input `k` of a node; NULL: the input is a leaf or None. */
@@ -30,7 +30,7 @@ maker_of(const Tail *tail, const KlNode *node, uint32_t k)
     return maker != KL_ID_NONE ? &tail->tape->nodes[maker] : NULL;
 }
 
-/* Whether a call by rows is light, has a gradient, and saves at most leaves for backward. A call that reads a reduction's
+/* Whether a call by rows is cheap, has a gradient, and saves at most leaves for backward. A call that reads a reduction's
  * result is excluded, because in chunks it may read the chunk's partial result instead. */
 static bool
 is_linear(const Tail *tail, const KlNode *node)

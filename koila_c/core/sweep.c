@@ -440,12 +440,12 @@ drop_if_free(KlSweep *sweep, KlValueId value)
     }
 }
 
-/* Free the copies of imports that nothing saved, and what a joint wrote. */
+/* Free the copies of imports that nothing saved, and what a barrier wrote. */
 static void
 drop_rest(KlSweep *sweep)
 {
-    bool is_joint = !sweep->span.is_body && !sweep->span.is_live;
-    for (uint32_t at = 0; at < sweep->span.n_nodes && is_joint; at++) {
+    bool is_barrier = !sweep->span.is_body && !sweep->span.is_live;
+    for (uint32_t at = 0; at < sweep->span.n_nodes && is_barrier; at++) {
         storage_of(sweep, node_at(sweep, at)->first_out)->is_held = false;
         drop_if_free(sweep, node_at(sweep, at)->first_out);
     }
@@ -714,7 +714,7 @@ make_gradient(KlSweep *sweep, const KlSweepNode *node, uint32_t k)
 {
     KlValueId value = inputs_of(sweep, node)[k], shared = KL_ID_NONE;
     KlSweepValue *state = state_of(sweep, value);
-    /* A joint may read a copy that was gathered from chunks; its gradient is cut into chunks at the end. */
+    /* A barrier may read a copy that was gathered from chunks; its gradient is cut into chunks at the end. */
     bool is_gathered = !sweep->span.is_body &&
                        !is_given(sweep, sweep->program->stages.import_of[node->first_input + k]);
     bool is_last = !state->is_inside && !is_gathered && --state->n_coming == 0;
@@ -757,8 +757,8 @@ add_gradients(KlSweep *sweep, const KlSweepNode *node, bool *has_sums)
         }
         state->is_second = false;
         bool is_alone = state_of(sweep, state->buffer)->n_users == 1 && !state->is_expanded;
-        bool is_joint = !sweep->span.is_body && !sweep->span.is_live; /* a call may send a view */
-        if (is_alone && (state->is_inside || !is_joint)) {
+        bool is_barrier = !sweep->span.is_body && !sweep->span.is_live; /* a call may send a view */
+        if (is_alone && (state->is_inside || !is_barrier)) {
             continue;
         }
         *has_sums = true;

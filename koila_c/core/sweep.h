@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* sweep.h - the live bytes during one run (a segment on a chunk, or a joint), in its forward and backward pass.
+/* sweep.h - the live bytes during one run (a segment on a chunk, or a barrier), in its forward and backward pass.
  *
  * Call order: init; then for each run open, forward, live, and if it has a graph back. The state is that of
  * the run that was opened last. Live are values that later calls read, saved tensors, and gradients that are not
@@ -8,7 +8,7 @@
 #define KL_SWEEP_H
 
 #include "alloc.h"
-#include "waiting.h"
+#include "retained.h"
 
 typedef struct KlBytes {
     double fixed, per_row;
@@ -72,9 +72,9 @@ typedef struct KlSize {
     bool is_put_together; /* its chunks are views of one tensor of all rows */
     bool is_there;        /* it exists already: the run that makes it allocates nothing */
     bool is_let_go;       /* likewise, but no gradient is sent to it: it is freed before backward */
-    bool is_freed;        /* a joint made it, and the schedule has freed it */
+    bool is_freed;        /* a barrier made it, and the schedule has freed it */
     bool is_remade;       /* its chunk's gradient is a new tensor: a sum of gradients, or a cast */
-    bool is_summed;       /* of it, a gradient is there before a joint's backward makes another */
+    bool is_summed;       /* of it, a gradient is there before a barrier's backward makes another */
     bool has_other_layout; /* its gradient has another memory layout than itself */
 } KlSize;
 
@@ -141,8 +141,8 @@ void kl_sweep_known_cuts(KlSweep *sweep);
 void kl_sweep_known_node(KlSweep *sweep, KlNodeId id);
 
 KlSpan kl_sweep_span(const KlProgram *program, const KlRun *run, bool is_graph);
-KlSpan kl_sweep_span_of_light(const KlProgram *program, const KlLights *lights,
-                              const KlLight *light);
+KlSpan kl_sweep_span_cheap(const KlProgram *program, const KlCheapSet *cheap_set,
+                           const KlCheap *cheap);
 void kl_sweep_open(KlSweep *sweep, const KlSpan *span);
 
 /* Run the nodes forward and append a moment for each to `moments`, if not NULL. */

@@ -116,12 +116,12 @@ kl_sweep_span(const KlProgram *program, const KlRun *run, bool is_graph)
 }
 
 KlSpan
-kl_sweep_span_of_light(const KlProgram *program, const KlLights *lights, const KlLight *light)
+kl_sweep_span_cheap(const KlProgram *program, const KlCheapSet *cheap_set, const KlCheap *cheap)
 {
-    KlSpan span = kl_sweep_span(program, &program->runs[light->run], false);
-    span.nodes = part(&lights->ids, light->nodes);
-    span.n_nodes = light->nodes.n;
-    span.exports = &light->value;
+    KlSpan span = kl_sweep_span(program, &program->runs[cheap->run], false);
+    span.nodes = part(&cheap_set->ids, cheap->nodes);
+    span.n_nodes = cheap->nodes.n;
+    span.exports = &cheap->value;
     span.n_exports = 1;
     return span;
 }

@@ -12,7 +12,7 @@ typedef enum {
     KL_STATE_PENDING, /* recorded, not run */
     KL_STATE_KNOWN,   /* has its number, and its node can still run backward */
     KL_STATE_LIVE, /* has a real tensor with a plain autograd graph: after a live run; and each leaf */
-    KL_STATE_SPENT, /* has its number, but its graph is freed: it is read as a leaf */
+    KL_STATE_FREED, /* has its number, but its graph is freed: it is read as a leaf */
     KL_STATE_OLD,   /* likewise, and an optimizer's step has ended since */
 } KlState;
 
@@ -68,9 +68,9 @@ typedef struct KlNode {
     bool is_open;      /* made by sizes alone: WHOLE until a reader determines where its rows are */
     bool must_run;     /* scratch of kl_tape_find_known */
     bool is_dead_draw; /* scratch: it has still to draw, but its result is not reachable */
-    bool is_for_chunks; /* only needed in chunks: live, the next node computes this itself */
-    bool is_spent;      /* a backward has freed its graph */
-    bool is_abandoned;  /* a run with it raised, and its values were not asked for since */
+    bool is_for_chunks;  /* only needed in chunks: live, the next node computes this itself */
+    bool is_graph_freed; /* a backward has freed its graph */
+    bool is_abandoned;   /* a run with it raised, and its values were not asked for since */
 } KlNode;
 
 typedef struct KlStorage {

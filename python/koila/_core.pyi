@@ -30,9 +30,9 @@ _Job = tuple[
 ]
 # An instruction of a schedule: (op, graph, first run, runs, values, others), see schedule.def
 _Step = tuple[int, int, int, int, _Ids, _Ids]
-# The policy of a schedule: (is_graph, keep_every, offload_every, n_pieces, n_light, n_across,
-# is_live, n_chunks), as KlHomes of schedule.h
-_Homes = tuple[bool, int, int, int, int, int, bool, int]
+# The policy of a schedule: (is_graph, keep_every, offload_every, n_pieces, n_cheap, n_across,
+# is_live, n_chunks), as KlPolicy of schedule.h
+_Policy = tuple[bool, int, int, int, int, int, bool, int]
 # (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes,
 #  is data, is open, is for chunks, checkpoint, does its backward read what it saves, imports)
 _StagedNode = tuple[
@@ -247,7 +247,7 @@ def print_of(program: object, /) -> tuple[int, int, int, int, int, list[bytes | 
 def overwritten(program: object, before: int, /) -> tuple[int, list[int]] | None: ...
 def writer_from(node: int, value: int, /) -> tuple[int, int] | None: ...
 def schedule(
-    program: object, homes: _Homes, /
+    program: object, policy: _Policy, /
 ) -> tuple[list[_Step], int, dict[int, tuple[int, tuple[int, ...]]]]: ...
 def run(
     program: object,
@@ -271,7 +271,7 @@ def gradient_part(
 ) -> tuple[int, list[int], list[int], list[int], list[int]]: ...
 def measure(
     program: object,
-    homes: _Homes,
+    policy: _Policy,
     nodes: tuple[bytes, bytes, bytes, bytes],
     states: tuple[int, int],
     peak_of: Callable[[set[torch.Tensor]], float],
@@ -344,7 +344,7 @@ def has_views(lazy: torch.Tensor, /) -> bool: ...
 def storage(lazy: torch.Tensor, /) -> int | None: ...
 def spend(program: object, is_asked: bool, /) -> int | None: ...
 def behind(value: int, /) -> tuple[list[torch.Tensor], list[int]]: ...
-def is_spent(lazy: torch.Tensor, /) -> bool: ...
+def is_graph_freed(lazy: torch.Tensor, /) -> bool: ...
 def leaves_of(tensor: torch.Tensor | None, /) -> list[int]: ...
 
 # Only where setup.py builds for tests: see KL_TESTS.

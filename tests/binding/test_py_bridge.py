@@ -32,7 +32,7 @@ def test_what_is_reached() -> None:
     assert core.can_cut()
     ((value, number),) = core.reached()
     (leaf,), held = core.behind(value)
-    assert leaf is w and held == [] and value == core.id(h) and not core.is_spent(h)
+    assert leaf is w and held == [] and value == core.id(h) and not core.is_graph_freed(h)
     assert core.behind(core.id(h * 2)) == ([w], [value])
     torch.testing.assert_close(number, batch() @ w.detach())
 

@@ -134,7 +134,7 @@ def test_containers_changed_after_the_call(chunks: int, keep: Any, seen: list[An
 
 
 def test_a_call_cannot_change_what_it_is_given_next_time() -> None:
-    """Each run gets containers of its own: joints and live replays may run a call twice."""
+    """Each run gets containers of its own: barriers and live replays may run a call twice."""
     seen: list[Any] = []
 
     def grow(first: Tensor, more: list[Any]) -> Tensor:

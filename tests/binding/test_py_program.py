@@ -79,7 +79,7 @@ def test_a_cut_shares_the_stages() -> None:
         core.cut_program(None, 2, False)
 
 
-def test_a_part_of_a_joint() -> None:
+def test_a_part_of_a_barrier() -> None:
     """Only what a gradient goes through, and the combined reductions that are given."""
     x, w = koila.lazy(batch()), weight()
     first, second = (x * w).mean(), (x * w).exp().mean()
@@ -94,9 +94,9 @@ def test_a_part_of_a_joint() -> None:
     number, some, more, left, given = core.gradient_part(handle, last, values[:1])
     assert (some, left, given) == (nodes, exports, combined[:1]) and number == last + 2
     assert len(more) == len(imports) + 1, "what is not given is read from outside"
-    with pytest.raises(IndexError, match="no joint 99"):
+    with pytest.raises(IndexError, match="no barrier 99"):
         core.gradient_part(handle, 99, [])
-    with pytest.raises(IndexError, match="no joint"):
+    with pytest.raises(IndexError, match="no barrier"):
         core.gradient_part(handle, last - 1, [])
     with pytest.raises(IndexError, match="entry 0 is no value"):
         core.gradient_part(handle, last, [10**6])
@@ -133,7 +133,7 @@ def test_modes_and_reductions() -> None:
 
 
 def test_stages_alternate() -> None:
-    """Joints are even, bodies odd; a call that needs a joint's value is in a later body."""
+    """Barriers are even, bodies odd; a call that needs a barrier's value is in a later body."""
     x, w = koila.lazy(batch()), weight()
     loss = (x * w - (x * w).mean()).pow(2).sum().sqrt()
     program = Program([loss])

@@ -58,7 +58,7 @@ def test_of_a_whole_run(name: str) -> None:
 @pytest.mark.parametrize("name", BY_ROWS)
 @pytest.mark.parametrize("row", ["tanh", None], ids=["by rows", "once"])
 def test_of_a_run_in_chunks(name: str, row: str | None) -> None:
-    """What a chunk gave is compared too, with its own number of rows; and what a joint gave."""
+    """What a chunk gave is compared too, with its own number of rows; and what a barrier gave."""
 
     def breach(x: Tensor) -> Any:
         return x * 2 if x.device.type == "meta" else BY_ROWS[name](x)
@@ -67,7 +67,7 @@ def test_of_a_run_in_chunks(name: str, row: str | None) -> None:
     with split(2), op(breach, row=row) as recorded:
         made = (recorded(koila.lazy(batch()) * w) * 3).sum()
         if name == "whole" and row is None:
-            made.backward()  # a joint gives what is promised
+            made.backward()  # a barrier gives what is promised
             return
         with pytest.raises(koila.KoilaError, match=MISTAKE) as told:
             made.backward()

@@ -25,8 +25,8 @@ def staged(n_segments: int = 1) -> Any:
     return loss, staged_as([loss], False, n_segments)
 
 
-def homes(is_graph: bool, n_light: int = 0, n_chunks: int = 0) -> tuple[Any, ...]:
-    return is_graph, 1, False, 1, n_light, 0, False, n_chunks
+def policy(is_graph: bool, n_cheap: int = 0, n_chunks: int = 0) -> tuple[Any, ...]:
+    return is_graph, 1, False, 1, n_cheap, 0, False, n_chunks
 
 
 def test_instructions_are_those_of_the_core() -> None:
@@ -35,21 +35,21 @@ def test_instructions_are_those_of_the_core() -> None:
 
 
 def test_forward_and_back() -> None:
-    """Runs without calls are joints; what the body left goes before it goes back."""
+    """Runs without calls are barriers; what the body left goes before it goes back."""
     loss, program = staged()
     runs = program["runs"]
-    steps, n_forward, _ = core.schedule(program["handle"], homes(True))
-    assert {step[0] for step in steps[n_forward:]} >= {Op.JOINT_BACK, Op.SEED, Op.BACK}
+    steps, n_forward, _ = core.schedule(program["handle"], policy(True))
+    assert {step[0] for step in steps[n_forward:]} >= {Op.BARRIER_BACK, Op.SEED, Op.BACK}
     steps = [
         step
         for step in steps
         if step[3] == 0 or step[0] == Op.SEED or runs[step[2]][3] or runs[step[2]][8]
     ]
     once_more = [Op.LOOP, Op.RUN, Op.BACK, Op.TAKE, Op.END]
-    wanted = [Op.HOME, Op.LOOP, Op.RUN, Op.END, Op.JOINT, Op.JOINT_BACK, Op.SEED, Op.FREE]
+    wanted = [Op.STORE, Op.LOOP, Op.RUN, Op.END, Op.BARRIER, Op.BARRIER_BACK, Op.SEED, Op.FREE]
     assert [op for op, *_ in steps] == wanted + once_more
-    body, joint = steps[0][2], steps[4][2]
-    assert steps[8][2:4] == (body, 1) and steps[5][2:4] == (joint, 1)
+    body, barrier = steps[0][2], steps[4][2]
+    assert steps[8][2:4] == (body, 1) and steps[5][2:4] == (barrier, 1)
     assert steps[7][4] == tuple(runs[body][6]), "the parts of the mean"
     graphs = [Graph(step[1]) for step in steps if step[0] == Op.RUN]
     assert graphs == [Graph.NONE, Graph.NOW]
@@ -58,9 +58,9 @@ def test_forward_and_back() -> None:
 
 def test_forward_alone() -> None:
     _, program = staged()
-    steps, n_forward, _ = core.schedule(program["handle"], homes(False))
+    steps, n_forward, _ = core.schedule(program["handle"], policy(False))
     ops = {op for op, *_ in steps}
-    assert ops <= {Op.HOME, Op.LOOP, Op.RUN, Op.END, Op.JOINT, Op.FREE} and Op.RUN in ops
+    assert ops <= {Op.STORE, Op.LOOP, Op.RUN, Op.END, Op.BARRIER, Op.FREE} and Op.RUN in ops
     assert n_forward == len(steps)
 
 
@@ -69,7 +69,7 @@ def test_segments_are_runs_of_one_loop() -> None:
     runs = program["runs"]
     ((_, _, first, n_runs, *_),) = (
         step
-        for step in core.schedule(program["handle"], homes(True))[0]
+        for step in core.schedule(program["handle"], policy(True))[0]
         if step[0] == Op.LOOP and step[1] == Graph.NOW
     )
     assert [run[2] for run in runs[first : first + n_runs]] == [0, 1]
@@ -77,7 +77,7 @@ def test_segments_are_runs_of_one_loop() -> None:
 
 
 def sums(x: Any, w: torch.Tensor) -> Any:
-    """A sum that a later body reads: light, of what there is else."""
+    """A sum that a later body reads: cheap, of what there is else."""
     h = x @ w
     both = (h - h.mean(0)) + h
     heavy = both @ w
@@ -87,8 +87,8 @@ def sums(x: Any, w: torch.Tensor) -> Any:
 def test_what_is_emptied_is_filled_before_its_graph_goes_back() -> None:
     loss = sums(koila.lazy(batch()), torch.eye(batch().shape[1]).double().requires_grad_())
     program = staged_as([loss], False, 1)
-    for n_light in (0, 1):
-        steps, _, lights = core.schedule(program["handle"], homes(True, n_light))
+    for n_cheap in (0, 1):
+        steps, _, cheap_values = core.schedule(program["handle"], policy(True, n_cheap))
         loops = [step[0] in (Op.LOOP, Op.END) for step in steps]
         in_loop = [sum(loops[: i + 1]) % 2 == 1 for i in range(len(steps))]
         emptied = [
@@ -97,14 +97,14 @@ def test_what_is_emptied_is_filled_before_its_graph_goes_back() -> None:
             if step[0] == Op.EMPTY and not is_in
         ]
         needed = [step[4] for step in steps if step[0] == Op.FILL]
-        assert len(emptied) == len(lights) == n_light
-        assert emptied == [(value,) for value in lights] and set(needed) == set(emptied)
-        assert all(needs == () for _, needs in lights.values())
+        assert len(emptied) == len(cheap_values) == n_cheap
+        assert emptied == [(value,) for value in cheap_values] and set(needed) == set(emptied)
+        assert all(needs == () for _, needs in cheap_values.values())
 
 
 def test_what_is_no_program() -> None:
     with pytest.raises(TypeError, match="not a program"):
-        core.schedule(None, homes(True))
+        core.schedule(None, policy(True))
     _, program = staged()
-    with pytest.raises(TypeError, match="homes must be"):
+    with pytest.raises(TypeError, match="policy must be"):
         core.schedule(program["handle"], [True, 1, False])

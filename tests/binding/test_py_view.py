@@ -117,7 +117,7 @@ def a_gradient_comes_in(x: Tensor, w: Tensor) -> Any:
     return view * 1, base * 1
 
 
-def across_a_joint(x: Tensor, w: Tensor) -> Any:
+def across_a_barrier(x: Tensor, w: Tensor) -> Any:
     """What a reduction gives is written into what it was made of."""
     base = x * w
     view = base[:, 0]
@@ -126,7 +126,7 @@ def across_a_joint(x: Tensor, w: Tensor) -> Any:
     return view * 1, (base * view[:, None]) * 1
 
 
-def written_in_a_joint(x: Tensor, w: Tensor) -> Any:
+def written_in_a_barrier(x: Tensor, w: Tensor) -> Any:
     ordered = (x * w).sort(0).values
     view = ordered[:, 1]
     ordered.mul_(2)
@@ -146,8 +146,8 @@ PROGRAMS: list[Program] = [
     never_read_again,
     by_assignment,
     a_gradient_comes_in,
-    across_a_joint,
-    written_in_a_joint,
+    across_a_barrier,
+    written_in_a_barrier,
 ]
 
 

@@ -3,7 +3,7 @@
  * an error of memory, a tape that can still be used, the same result after, nothing left over. */
 #include "record.h"
 
-/* One block of the program: two layers, views with the batch written out, a joint, a second body, writes
+/* One block of the program: two layers, views with the batch written out, a barrier, a second body, writes
  * to a value and through a view, a draw, data, a loss of two parts. */
 static KlValueId
 block(Program *p, KlValueId x, KlValueId labels)

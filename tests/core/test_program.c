@@ -63,7 +63,7 @@ is_read(const KlProgram *program, const KlRun *run, KlValueId value)
 }
 
 static void
-test_a_body_and_its_joint(void)
+test_a_body_and_its_barrier(void)
 {
     Program p = {0};
     KlProgram program;
@@ -71,9 +71,9 @@ test_a_body_and_its_joint(void)
     KlValueId a = call1(&p, "exp", s.h), b = call1(&p, "sin", a);
     KlValueId mean = call1(&p, "mean", b), loss = call2(&p, "mul", mean, mean);
     build(&p, loss, true, &program);
-    const KlRun *body = &program.runs[program.n_runs - 2], *joint = body + 1;
-    CHECK(program.n_runs == 4 && body->stage == 3 && joint->stage == 4);
-    CHECK(kl_program_is_body(body) && body->axis == s.batch && joint->axis == KL_ID_NONE);
+    const KlRun *body = &program.runs[program.n_runs - 2], *barrier = body + 1;
+    CHECK(program.n_runs == 4 && body->stage == 3 && barrier->stage == 4);
+    CHECK(kl_program_is_body(body) && body->axis == s.batch && barrier->axis == KL_ID_NONE);
     const uint32_t nodes[] = {node_of(&p, s.h), node_of(&p, a), node_of(&p, b), node_of(&p, mean)};
     CHECK(is_list(&program.nodes, body->nodes, 4, nodes));
     CHECK(program.parts.ids[body->nodes.first] == 0);
@@ -84,18 +84,18 @@ test_a_body_and_its_joint(void)
     CHECK(is_list(&program.dropped, deaths(&program, body, 1), 1, &s.h));
     CHECK(is_list(&program.dropped, deaths(&program, body, 2), 1, &a));
     CHECK(is_list(&program.dropped, deaths(&program, body, 3), 1, &b));
-    CHECK(is_list(&program.combined, joint->combined, 1, &nodes[3]));
-    CHECK(joint->imports.n == 0 && joint->has_gradient && body->has_gradient);
-    CHECK(is_list(&program.exports, joint->exports, 1, &loss) && program.is_kept[loss]);
+    CHECK(is_list(&program.combined, barrier->combined, 1, &nodes[3]));
+    CHECK(barrier->imports.n == 0 && barrier->has_gradient && body->has_gradient);
+    CHECK(is_list(&program.exports, barrier->exports, 1, &loss) && program.is_kept[loss]);
     CHECK(!program.is_kept[mean] && body->shadows.n == 0);
     kl_program_fini(&program);
     CHECK(program.runs == NULL && program.n_runs == 0);
     program_fini(&p);
 }
 
-/* Light work on inputs is run again where a later body reads it, and leaves its own only for a joint. */
+/* Cheap work on inputs is run again where a later body reads it, and leaves its own only for a barrier. */
 static void
-test_light_work_is_run_again(void)
+test_cheap_work_is_run_again(void)
 {
     Program p = {0};
     KlProgram program;
@@ -227,8 +227,8 @@ test_no_memory(void)
 int
 main(void)
 {
-    test_a_body_and_its_joint();
-    test_light_work_is_run_again();
+    test_a_body_and_its_barrier();
+    test_cheap_work_is_run_again();
     test_a_part_that_is_early();
     test_what_is_kept();
     test_what_is_written_does_not_die();

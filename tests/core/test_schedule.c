@@ -13,7 +13,7 @@ typedef struct Made {
 } Made;
 
 static KlStatus
-try_to_build(Made *made, KlValueId wanted, uint32_t n_segments, const KlHomes *homes)
+try_to_build(Made *made, KlValueId wanted, uint32_t n_segments, const KlPolicy *homes)
 {
     static const bool nothing[MAX_VALUES];
     static const uint32_t nobody[MAX_VALUES];
@@ -42,7 +42,7 @@ try_to_build(Made *made, KlValueId wanted, uint32_t n_segments, const KlHomes *h
 static void
 build(Made *made, KlValueId wanted, uint32_t n_segments, bool is_graph, uint32_t keep_every)
 {
-    const KlHomes homes = {.is_graph = is_graph, .keep_every = keep_every};
+    const KlPolicy homes = {.is_graph = is_graph, .keep_every = keep_every};
     CHECK(try_to_build(made, wanted, n_segments, &homes) == KL_OK);
 }
 
@@ -54,7 +54,7 @@ fini(Made *made)
     CHECK(made->schedule.steps == NULL && made->schedule.n_steps == 0);
 }
 
-/* Whether the steps of runs that have calls, or of values, are these: the other runs are joints. */
+/* Whether the steps of runs that have calls, or of values, are these: the other runs are barriers. */
 static bool
 is_order(const Made *made, uint32_t n, const KlStepOp *expected)
 {
@@ -99,13 +99,13 @@ test_one_body(void)
     Start s = start(&made.p);
     KlValueId loss = call1(&made.p, "mean", s.h);
     build(&made, loss, 1, true, 1);
-    CHECK(IS_ORDER(&made, KL_STEP_HOME, KL_STEP_LOOP, KL_STEP_RUN, KL_STEP_TAIL, KL_STEP_BACK,
-                   KL_STEP_TAKE, KL_STEP_END, KL_STEP_WATCH, KL_STEP_JOINT, KL_STEP_JOINT_BACK,
+    CHECK(IS_ORDER(&made, KL_STEP_STORE, KL_STEP_LOOP, KL_STEP_RUN, KL_STEP_TAIL, KL_STEP_BACK,
+                   KL_STEP_TAKE, KL_STEP_END, KL_STEP_WATCH, KL_STEP_BARRIER, KL_STEP_BARRIER_BACK,
                    KL_STEP_CHECK));
     CHECK(made.schedule.n_forward < made.schedule.n_steps);
     fini(&made);
     build(&made, loss, 1, false, 1);
-    CHECK(IS_ORDER(&made, KL_STEP_HOME, KL_STEP_LOOP, KL_STEP_RUN, KL_STEP_END, KL_STEP_JOINT));
+    CHECK(IS_ORDER(&made, KL_STEP_STORE, KL_STEP_LOOP, KL_STEP_RUN, KL_STEP_END, KL_STEP_BARRIER));
     CHECK(made.schedule.n_forward == made.schedule.n_steps);
     CHECK(n_times(&made, KL_STEP_FREE, loss) == 0); /* the user has it */
     fini(&made);
@@ -126,7 +126,7 @@ n_waiting(const Made *made, KlStepOp op)
     uint32_t n = 0;
     for (size_t i = 0; i < made->schedule.n_steps; i++) {
         const KlStep *step = &made->schedule.steps[i];
-        n += step->op == op && step->graph == KL_GRAPH_WAIT;
+        n += step->op == op && step->graph == KL_GRAPH_RETAIN;
     }
     return n;
 }
@@ -141,8 +141,8 @@ test_two_forwards(void)
                         leaf(&made.p, with_grad(TENSOR(FLOAT32, 3, 3))));
     KlValueId mean = call1(&made.p, "mean", h), loss = call2(&made.p, "mul", mean, mean);
     build(&made, loss, 1, true, 1);
-    CHECK(IS_ORDER(&made, KL_STEP_HOME, KL_STEP_LOOP, KL_STEP_RUN, KL_STEP_END, KL_STEP_JOINT,
-                   KL_STEP_JOINT_BACK, KL_STEP_SEED, KL_STEP_FREE, KL_STEP_LOOP, KL_STEP_RUN,
+    CHECK(IS_ORDER(&made, KL_STEP_STORE, KL_STEP_LOOP, KL_STEP_RUN, KL_STEP_END, KL_STEP_BARRIER,
+                   KL_STEP_BARRIER_BACK, KL_STEP_SEED, KL_STEP_FREE, KL_STEP_LOOP, KL_STEP_RUN,
                    KL_STEP_BACK, KL_STEP_TAKE, KL_STEP_END));
     CHECK(n_times(&made, KL_STEP_FREE, mean) == 1);
     fini(&made);
@@ -157,8 +157,8 @@ test_graphs_that_wait(void)
     Made made = {0};
     Start s = start(&made.p);
     KlValueId mean = CALL1(&made.p, "mean", s.h, INTS(0));
-    KlValueId light = call1(&made.p, "exp", call2(&made.p, "sub", s.h, mean));
-    KlValueId h = call2(&made.p, "linear", light, leaf(&made.p, with_grad(TENSOR(FLOAT32, 3, 3))));
+    KlValueId cheap = call1(&made.p, "exp", call2(&made.p, "sub", s.h, mean));
+    KlValueId h = call2(&made.p, "linear", cheap, leaf(&made.p, with_grad(TENSOR(FLOAT32, 3, 3))));
     KlValueId next = CALL1(&made.p, "mean", h, INTS(0));
     KlValueId loss = call1(&made.p, "mean", call2(&made.p, "sub", h, next));
     build(&made, loss, 1, true, 1);
@@ -167,8 +167,8 @@ test_graphs_that_wait(void)
     for (size_t i = 0; i < made.schedule.n_steps; i++) {
         const KlStep *step = &made.schedule.steps[i];
         uint32_t n_again = step->op == KL_STEP_RUN ? step->others.n : 0;
-        bool is_light = n_again == 1 && made.schedule.values.ids[step->others.first] == light;
-        CHECK(n_again == 0 || (step->graph == KL_GRAPH_WAIT && is_light));
+        bool is_cheap = n_again == 1 && made.schedule.values.ids[step->others.first] == cheap;
+        CHECK(n_again == 0 || (step->graph == KL_GRAPH_RETAIN && is_cheap));
     }
     fini(&made);
     build(&made, loss, 1, true, 2);
@@ -178,11 +178,11 @@ test_graphs_that_wait(void)
     CHECK(n_waiting(&made, KL_STEP_RUN) == 0);
     fini(&made);
     /* So many chunks of a few numbers that graphs would be most of what is kept. */
-    const KlHomes many = {.is_graph = true, .keep_every = 1, .n_chunks = 1000};
+    const KlPolicy many = {.is_graph = true, .keep_every = 1, .n_chunks = 1000};
     CHECK(try_to_build(&made, loss, 1, &many) == KL_OK);
     CHECK(n_waiting(&made, KL_STEP_RUN) == 0);
     fini(&made);
-    const KlHomes offloaded = {.is_graph = true, .offload_every = 1, .keep_every = 1};
+    const KlPolicy offloaded = {.is_graph = true, .offload_every = 1, .keep_every = 1};
     CHECK(try_to_build(&made, loss, 1, &offloaded) == KL_OK);
     CHECK(n_waiting(&made, KL_STEP_RUN) == 0);
     fini(&made);
@@ -232,7 +232,7 @@ test_what_is_made_again(void)
     program_fini(&made.p);
 }
 
-/* Offloaded: nothing is made again, and what the user gets, or a joint reads whole, stays. */
+/* Offloaded: nothing is made again, and what the user gets, or a barrier reads whole, stays. */
 static void
 test_what_is_offloaded(void)
 {
@@ -240,10 +240,10 @@ test_what_is_offloaded(void)
     Start s = start(&made.p);
     KlValueId crossing[3];
     KlValueId loss = layers(&made, s, crossing, 3);
-    const KlHomes homes = {.is_graph = true, .offload_every = 1, .keep_every = 1};
+    const KlPolicy homes = {.is_graph = true, .offload_every = 1, .keep_every = 1};
     CHECK(try_to_build(&made, loss, 1, &homes) == KL_OK);
     for (int i = 0; i < 3; i++) {
-        CHECK(n_times(&made, KL_STEP_HOME, crossing[i]) == 1);
+        CHECK(n_times(&made, KL_STEP_STORE, crossing[i]) == 1);
         CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == 0);
         CHECK(n_times(&made, KL_STEP_FREE, crossing[i]) == 1);
     }
@@ -251,8 +251,8 @@ test_what_is_offloaded(void)
     KlValueId sorted = CALL1(&made.p, "sort", crossing[1], INT(0));
     loss = call2(&made.p, "mul", loss, call1(&made.p, "mean", sorted));
     CHECK(try_to_build(&made, loss, 1, &homes) == KL_OK);
-    CHECK(n_times(&made, KL_STEP_HOME, crossing[0]) == 1);
-    CHECK(n_times(&made, KL_STEP_HOME, crossing[1]) == 0);
+    CHECK(n_times(&made, KL_STEP_STORE, crossing[0]) == 1);
+    CHECK(n_times(&made, KL_STEP_STORE, crossing[1]) == 0);
     fini(&made);
     program_fini(&made.p);
 }
@@ -315,7 +315,7 @@ test_no_memory(void)
     Start s = start(&made.p);
     KlValueId crossing[4];
     KlValueId loss = layers(&made, s, crossing, 4);
-    const KlHomes homes = {.is_graph = true, .keep_every = 2};
+    const KlPolicy homes = {.is_graph = true, .keep_every = 2};
     int64_t n_blocks = kl_alloc_n_blocks(), n_refused = 0;
     KlStatus status = KL_ERROR_MEMORY;
     while (status != KL_OK) {

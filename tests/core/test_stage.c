@@ -14,7 +14,7 @@ is_at(const Program *program, const KlStages *stages, KlValueId value, uint32_t 
 /* -- stages ------------------------------------------------------------------------------------------ */
 
 static void
-test_bodies_and_joints(void)
+test_bodies_and_barriers(void)
 {
     Program p = {0};
     KlStages stages;
@@ -25,7 +25,7 @@ test_bodies_and_joints(void)
     KlValueId share = CALL1(&p, "mul", n, INT(2));      /* what follows from that */
     KlValueId z = call2(&p, "linear", s.x, doubled);    /* the first body with parameters */
     KlValueId mean = call1(&p, "mean", z);              /* a reduction of it */
-    KlValueId centred = call2(&p, "sub", z, mean);      /* reads a joint: the second body */
+    KlValueId centred = call2(&p, "sub", z, mean);      /* reads a barrier: the second body */
     KlValueId picked = CALL1(&p, "select", centred, INT(1), INT(0));
     KlValueId kept = call2(&p, "mul", picked, mask);    /* data again, in a later body */
     KlValueId sorted = CALL1(&p, "sort", kept, INT(0)); /* once: waits for all chunks */
@@ -57,14 +57,15 @@ test_what_is_data(void)
     Start s = start(&p);
     const KlArg half = {.kind = KL_ARG_FLOAT, .u.f = 0.5};
     KlValueId w = leaf(&p, TENSOR(FLOAT32, 4, 4));
-    KlValueId light = call1(&p, "exp", s.x), twice = call1(&p, "exp", light);
+    KlValueId cheap = call1(&p, "exp", s.x), twice = call1(&p, "exp", cheap);
     KlValueId heavy = call2(&p, "matmul", s.x, w), of_heavy = call1(&p, "exp", heavy);
     KlValueId drawn = CALL1(&p, "dropout", s.x, half, INT(1));
-    KlValueId of_joint = call2(&p, "sub", s.x, call1(&p, "sum", s.x));
-    KlValueId written = call1(&p, "neg", s.x), reduced = call1(&p, "sum", light);
+    KlValueId of_barrier = call2(&p, "sub", s.x, call1(&p, "sum", s.x));
+    KlValueId written = call1(&p, "neg", s.x), reduced = call1(&p, "sum", cheap);
     written = call1(&p, "zero_", written);
     KlValueId gram = call2(&p, "matmul", call1(&p, "t", s.x), s.x); /* heavy, but a reduction */
-    KlValueId all[] = {light, twice, heavy, of_heavy, drawn, of_joint, written, reduced, gram, s.h};
+    KlValueId all[] = {cheap,      twice,   heavy,   of_heavy, drawn,
+                       of_barrier, written, reduced, gram,     s.h};
     static const struct {
         bool is_data;
         uint32_t stage;
@@ -77,9 +78,9 @@ test_what_is_data(void)
         CHECK(stages.node_stage[node_of(&p, all[i])] == expected[i].stage);
     }
     kl_stage_fini(&stages);
-    p.tape.nodes[node_of(&p, light)].refresh_of = s.x; /* a view that is taken again */
+    p.tape.nodes[node_of(&p, cheap)].refresh_of = s.x; /* a view that is taken again */
     CHECK(kl_stage_build(&p.tape, &goal, &stages, &p.error) == KL_OK);
-    CHECK(stages.is_data[node_of(&p, light)] && stages.is_data[node_of(&p, twice)]);
+    CHECK(stages.is_data[node_of(&p, cheap)] && stages.is_data[node_of(&p, twice)]);
     kl_stage_fini(&stages);
     program_fini(&p);
 }
@@ -248,7 +249,7 @@ through_detach(Program *p, const Start *s, KlValueId mean)
 }
 
 static KlValueId
-by_joint_before(Program *p, const Start *s, KlValueId mean)
+by_barrier_before(Program *p, const Start *s, KlValueId mean)
 {
     (void)s;
     KlValueId w = leaf(p, tensor(KL_DTYPE_FLOAT32, 0, SIZES(0)));
@@ -312,7 +313,7 @@ static void
 test_tails(void)
 {
     JUDGE(scaled, true, NULL);
-    JUDGE(by_joint_before, true, NULL);
+    JUDGE(by_barrier_before, true, NULL);
     JUDGE(rooted, false, "sqrt");
     JUDGE(squared, false, "mul");
     JUDGE(through_detach, false, "mul");
@@ -360,7 +361,7 @@ test_readers_of_a_hooked_value_are_a_stage_later(void)
 }
 
 static void
-test_a_hooked_joint(void)
+test_a_hooked_barrier(void)
 {
     Program p = {0};
     KlStages stages;
@@ -455,18 +456,18 @@ test_nothing_to_stage(void)
     program_fini(&p);
 }
 
-/* A light call runs in the body that reads it, unless the user holds its result, another body reads it too, or
+/* A cheap call runs in the body that reads it, unless the user holds its result, another body reads it too, or
  * more would cross. */
 static void
-test_light_calls_run_where_they_are_read(void)
+test_cheap_calls_run_where_they_are_read(void)
 {
-    enum { LATE, HELD, READ_TWICE, NOT_LIGHT, N };
+    enum { LATE, HELD, READ_TWICE, NOT_CHEAP, N };
     for (int which = 0; which < N; which++) {
         Program p = {0};
         Start s = start(&p);
         KlValueId square = leaf(&p, with_grad(TENSOR(FLOAT32, 3, 3)));
         KlValueId mean = CALL1(&p, "mean", s.h, INTS(0));
-        KlValueId first = which == NOT_LIGHT
+        KlValueId first = which == NOT_CHEAP
                               ? call2(&p, "linear", call2(&p, "sub", s.h, mean), square)
                               : call2(&p, "sub", s.h, mean);
         KlValueId early = call1(&p, "exp", first);
@@ -486,7 +487,7 @@ test_light_calls_run_where_they_are_read(void)
         CHECK(kl_stage_build(&p.tape, &goal, &stages, &p.error) == KL_OK);
         uint32_t at = stages.node_stage[node], last = stages.node_stage[reader];
         CHECK(last > stages.node_stage[node_of(&p, meets)]);
-        CHECK(at == (which == LATE || which == NOT_LIGHT ? last : last - 2));
+        CHECK(at == (which == LATE || which == NOT_CHEAP ? last : last - 2));
         CHECK(stages.value_stage[early] == at);
         CHECK((stages.node_stage[node_of(&p, first)] == last) == (which == LATE));
         kl_stage_fini(&stages);
@@ -494,7 +495,7 @@ test_light_calls_run_where_they_are_read(void)
     }
 }
 
-/* What is light and linear, and ends a program after a part of the rows was taken, runs once: the model is the last
+/* What is cheap and linear, and ends a program after a part of the rows was taken, runs once: the model is the last
  * body. Not where products follow, where it keeps what chunks made, or where it is of leaves alone. */
 static void
 test_a_linear_end_of_a_part_runs_once(void)
@@ -533,7 +534,7 @@ test_a_linear_end_of_a_part_runs_once(void)
 int
 main(void)
 {
-    test_bodies_and_joints();
+    test_bodies_and_barriers();
     test_what_is_data();
     test_known_values();
     test_a_value_that_was_cut_from_its_call();
@@ -544,11 +545,11 @@ main(void)
     test_tails();
     test_an_earlier_body_is_no_tail();
     test_readers_of_a_hooked_value_are_a_stage_later();
-    test_a_hooked_joint();
+    test_a_hooked_barrier();
     test_one_import_for_each_way_to_read();
     test_axes_that_became_one_are_one_import();
     test_nothing_to_stage();
-    test_light_calls_run_where_they_are_read();
+    test_cheap_calls_run_where_they_are_read();
     test_a_linear_end_of_a_part_runs_once();
     CHECK(kl_alloc_n_blocks() == 0);
     return check_result();

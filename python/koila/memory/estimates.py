@@ -117,12 +117,12 @@ def estimate(
         graphs: returns the bytes of a backward through graphs that exist already.
     """
     states = _STATE * program.is_drawing, draws.bytes_kept()
-    homes = way.homes(is_graph, is_live)
+    policy = way.as_tuple(is_graph, is_live)
 
     def peak_of(found: set[torch.Tensor]) -> float:
         return graphs([*found, *program.beside])
 
-    arguments = program.handle, homes, _of_nodes(program), states, peak_of
+    arguments = program.handle, policy, _of_nodes(program), states, peak_of
     moments, rows, whole = _core.measure(*arguments)
     lengths = list(_core.memo().get("lengths", {}).values())
     if not lengths or is_live:

@@ -35,16 +35,16 @@ def log_whole(program: Program) -> None:
         )
     elif amounts.once >= _FEW_BYTES and 2 * amounts.once > max(amounts.entered, amounts.made):
         once = (n for n in program.once() if not program.takes_rows(n) and whole_calls.why_once(n))
-        joint = next(filter(program.joins_rows, once), None)
-        if joint is None:
+        barrier = next(filter(program.joins_rows, once), None)
+        if barrier is None:
             return
-        where = where_of_node(joint)
+        where = where_of_node(barrier)
         log_once(
             where,
             "%s needs the whole batch (%s; %s), and %d of %d calls run on the whole batch with it: "
             "koila saves little memory here",
-            name_of_node(joint),
-            whole_calls.why_once(joint),
+            name_of_node(barrier),
+            whole_calls.why_once(barrier),
             where,
             amounts.n_once,
             program.n_nodes,

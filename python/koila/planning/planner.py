@@ -153,7 +153,7 @@ _MORE_OF_ROWS = 2**16
 
 def _is_graph_behind(program: Program) -> bool:
     """Tell whether a graph is behind a program, as behind each part that was cut off: of such, only
-    those without joints count."""
+    those without barriers count."""
     if program.is_part:
         return [run.is_body for run in program.runs if run.nodes or run.combined] == [True]
     with torch._C.DisableTorchFunctionSubclass():  # of statistics that are still to be written

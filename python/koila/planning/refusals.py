@@ -255,8 +255,8 @@ def _large(program: Program, names: layers.Names, fixed: float) -> str:
         n_bytes = program.bytes_of(value)
         says = f"{names.of_value(value)} takes {size(n_bytes)}, as your script holds it"
         found.append((n_bytes, f"{says}: del it before backward()"))
-    homes = Way(1, 1, 1)
-    crossing = program.schedule(bool(program.roots), homes).values_of(Op.HOME)
+    way = Way(1, 1, 1)
+    crossing = program.schedule(bool(program.roots), way).values_of(Op.STORE)
     if crossing:
         value = max(crossing, key=program.bytes_of)
         n_bytes = program.bytes_of(value)

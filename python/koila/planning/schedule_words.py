@@ -161,7 +161,7 @@ def way_in_words(program: Program, way: Way, schedule: Schedule) -> str:
         words.append(f"the last layers in {way.n_pieces} pieces along dim {way.across}")
     elif schedule.head() is not None:
         words.append(f"the last layers in {way.n_pieces} pieces of each chunk")
-    again, offloaded, emptied = map(schedule.values_of, (Op.REMAKE, Op.HOME, Op.EMPTY))
+    again, offloaded, emptied = map(schedule.values_of, (Op.REMAKE, Op.STORE, Op.EMPTY))
     fates = []
     if again or offloaded or emptied:
         kept = _kept(program, schedule)
@@ -195,5 +195,5 @@ def kept_in_words(program: Program, schedule: Schedule) -> str:
 
 def _kept(program: Program, schedule: Schedule) -> str:
     is_graph = any(step.op == Op.BACK for step in schedule.steps[schedule.n_forward :])
-    crossing = program.schedule(is_graph, Way(1, 1, 1)).values_of(Op.HOME)
-    return _n_bytes(program, crossing - schedule.values_of(Op.REMAKE, Op.EMPTY, Op.HOME))
+    crossing = program.schedule(is_graph, Way(1, 1, 1)).values_of(Op.STORE)
+    return _n_bytes(program, crossing - schedule.values_of(Op.REMAKE, Op.EMPTY, Op.STORE))

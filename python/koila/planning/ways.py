@@ -19,11 +19,11 @@ from koila.staged.schedule import AS_IT_IS, WITHOUT_CHECKPOINTS, Op, Way
 # The share of the allowed memory to plan with: predictions do not know how allocators round, nor
 # the buffers inside kernels.
 CHUNK_SHARE = 0.9
-# The values of the fields of a Way that are tried: keep_every, offload_every, n_light, n_pieces of
+# The values of the fields of a Way that are tried: keep_every, offload_every, n_cheap, n_pieces of
 # rows, n_pieces of a second axis, n_segments.
 _KEEP = 2, 3, 4, 6, 8
 _OFFLOAD = 4, 2, 1
-_LIGHT = 1, 2, 4, 8
+_CHEAP = 1, 2, 4, 8
 _PIECES = 2, 4, 8, 16, 32
 _ACROSS = 2, 4, 8, 16, 32, 64
 SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
@@ -96,7 +96,7 @@ def _price(program: Program, way: Way, n_calls: int, n_chunks: int) -> float:
         + 0.35 * is_again
         + (of_offload / way.offload_every if way.offload_every else 0)
     )
-    more += 0.05 * (way.n_light > 0) + 0.02 * way.n_light
+    more += 0.05 * (way.n_cheap > 0) + 0.02 * way.n_cheap
     return (1 + more) * (1 + n_chunks * of_chunk / max(1, amounts.made))
 
 
@@ -190,13 +190,13 @@ class Ways:
     def recomputing(self, base: Way = AS_IT_IS) -> Iterator[Way]:
         """Yield the ways that free activations which cheap calls can recompute, then those that
         keep a part of the activations between bodies and recompute the others."""
-        yield from (base._replace(n_light=n_light) for n_light in _LIGHT)
+        yield from (base._replace(n_cheap=n_cheap) for n_cheap in _CHEAP)
         yield from (base._replace(keep_every=keep_every) for keep_every in _KEEP)
 
     def larger_chunks(self) -> Iterator[Way]:
         """Yield the ways that fit more rows, for a program that fits in chunks as it is."""
         if self._is_back:
-            yield from (Way(n_light=n_light) for n_light in _LIGHT)
+            yield from (Way(n_cheap=n_cheap) for n_cheap in _CHEAP)
             yield from _IN_PIECES
 
     def along(self, allowed: float = math.inf) -> list[Way]:
@@ -241,7 +241,9 @@ class Ways:
             known[way] = frozenset()
         if way not in known:
             schedule = self._program.cut_for(way).schedule(self._is_back, way)
-            known[way] = frozenset(schedule.values_of(Op.HOME, Op.REMAKE) | schedule.lights.keys())
+            known[way] = frozenset(
+                schedule.values_of(Op.STORE, Op.REMAKE) | schedule.cheap_values.keys()
+            )
         return known[way]
 
     def is_there(self, way: Way) -> bool:
@@ -254,8 +256,8 @@ class Ways:
             return self._n_cut(way) > self._n_cut(AS_IT_IS)
         if way.keep_every > 1:
             return bool(self._freed(way._replace(keep_every=_KEEP[0])))
-        if way.n_light:
-            before = (self._freed(way._replace(n_light=n)) for n in _LIGHT if n < way.n_light)
+        if way.n_cheap:
+            before = (self._freed(way._replace(n_cheap=n)) for n in _CHEAP if n < way.n_cheap)
             return len(self._freed(way)) > max(map(len, before), default=0)
         shorter = (self._n_cut(Way(n)) for n in (1, *SEGMENTS) if n < way.n_segments)
         return way.n_segments == 1 or self._n_cut(way) > max(shorter)
@@ -276,11 +278,11 @@ class Ways:
         if self._known.left is None:
             by_storage: dict[int, int] = {}
             self._known.left = by_storage
-            homes = self._freed(_OFFLOADING) if self._is_back else frozenset()
-            schedule = self._program.schedule(True, _OFFLOADING) if homes else None
+            stored = self._freed(_OFFLOADING) if self._is_back else frozenset()
+            schedule = self._program.schedule(True, _OFFLOADING) if stored else None
             for step in schedule.steps[: schedule.n_forward] if schedule is not None else ():
-                homes -= set(step.values) if step.op == Op.FREE else set()
-            for value in homes:
+                stored -= set(step.values) if step.op == Op.FREE else set()
+            for value in stored:
                 storage, n_bytes = self._program.info(value).storage, self._program.bytes_of(value)
                 by_storage[storage] = max(n_bytes, by_storage.get(storage, 0))
         return self._known.left
@@ -291,8 +293,8 @@ class Ways:
         left = self._left()
         if not left or way.offload_every == _OFFLOADING.offload_every:
             return 0
-        homes = way._replace(n_segments=min(1, way.n_segments), n_pieces=1, n_across=0, across=0)
-        freed = self._freed(homes) if homes != AS_IT_IS else ()
+        base = way._replace(n_segments=min(1, way.n_segments), n_pieces=1, n_across=0, across=0)
+        freed = self._freed(base) if base != AS_IT_IS else ()
         return sum(left.values()) - sum(left.get(self._program.info(v).storage, 0) for v in freed)
 
     def _n_calls(self, way: Way) -> int:
@@ -339,17 +341,17 @@ class Ways:
     def least(self) -> Option:
         """Return the way that needs the fewest bytes of those that were measured, after measuring
         those that may need the fewest."""
-        homes = _OFFLOADING if self.is_there(_OFFLOADING) else AS_IT_IS
-        least = min(self.option(AS_IT_IS).least, self.option(homes).least)
+        offloading = _OFFLOADING if self.is_there(_OFFLOADING) else AS_IT_IS
+        least = min(self.option(AS_IT_IS).least, self.option(offloading).least)
         if self._is_back:
             some = [_IN_PIECES[-1]]
             for base in (AS_IT_IS, WITHOUT_CHECKPOINTS)[: 1 + self._program.has_checkpoints]:
-                some += self.recomputing(base) if homes == AS_IT_IS else ()
+                some += self.recomputing(base) if offloading == AS_IT_IS else ()
             for way in some:
                 if self._holds(way) < least and self.is_there(way):
                     least = min(least, self.option(way).least)
-            if self._holds(homes) < least:
-                self._measure_segments(homes)
+            if self._holds(offloading) < least:
+                self._measure_segments(offloading)
         measured = filter(lambda one: self.is_there(one.way), self._known.options.values())
         return min(measured, key=lambda one: (one.least, self._least_price(one.way)))
 

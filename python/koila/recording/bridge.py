@@ -109,12 +109,12 @@ def call(
         unwritten.note_read((args, kwargs))
         replay.settle_leaves()
         is_large = has_graph and not planner.is_whole() and _core.pending_bytes(False) >= _WORTH
-        is_light = is_large and _core.won_whole() >= 0
+        is_cheap = is_large and _core.won_whole() >= 0
         why = "" if planner.is_whole() else reasons.why(func, args, kwargs)
-        is_cut = not is_light and not planner.is_whole() and _cut(func, why)
-        if is_light:
-            light = "its graph keeps no more than a part that reads its inputs again"
-            reports.give_reason(f"{why}; {light}")
+        is_cut = not is_cheap and not planner.is_whole() and _cut(func, why)
+        if is_cheap:
+            cheap = "its graph keeps no more than a part that reads its inputs again"
+            reports.give_reason(f"{why}; {cheap}")
         elif has_graph and not is_cut:
             unsplit.check(func, why or reasons.why(func, args, kwargs))
         if not is_cut and any(map(_core.leaves_of, _tensors_in((args, kwargs), False))):

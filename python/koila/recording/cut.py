@@ -23,7 +23,7 @@ from koila.basics import surroundings
 from koila.messages.errors import KoilaError
 from koila.planning import unsplit
 from koila.recording.handed_out import Gradient, Group, Memory, Pass, Root, Same, apply, task
-from koila.running import checkpoints, overwritten, replay, spent
+from koila.running import checkpoints, freed_graphs, overwritten, replay
 from koila.running.repeated import Layout
 from koila.staged import aliases
 from koila.staged.facts import Info
@@ -200,7 +200,7 @@ class Cut:
         behind: Sequence[torch.Tensor],  # all leaves that the roots were computed from
     ) -> Sequence[torch.Tensor | None]:
         if any(root.lazy is None for root, _ in given):
-            raise spent.used_up()
+            raise freed_graphs.used_up()
         roots = [root for root, _ in given]
         self.prepare(roots)
         gradients = [gradient for _, gradient in given]
@@ -326,7 +326,11 @@ class Cut:
     def alive(self) -> list[Root]:
         """Return the roots that are referred to, have not run backward yet, and can."""
         roots = filter(None, (handed() for handed in self.handed))
-        return [root for root in roots if root.lazy is not None and not spent.is_failed(root.lazy)]
+        return [
+            root
+            for root in roots
+            if root.lazy is not None and not freed_graphs.is_failed(root.lazy)
+        ]
 
     def _check_written(
         self, roots: Sequence[Root], gets: Callable[[torch.Tensor], bool] | None
@@ -362,7 +366,7 @@ class Cut:
             The gradients of `gradients` and of `behind`.
         """
         if any(root.lazy is None for root in roots):
-            raise spent.used_up()
+            raise freed_graphs.used_up()
         self.fill()
         self.keep_what_it_reads(self.early)
         if torch.is_grad_enabled():
@@ -421,7 +425,7 @@ class Cut:
         self._note_inner()
         outputs, _ = self.__dict__.get("whole", ({}, {}))
         for root in filter(None, [handed() for handed in self.handed]):
-            if root in over or (root.lazy is not None and _core.is_spent(root.lazy)):
+            if root in over or (root.lazy is not None and _core.is_graph_freed(root.lazy)):
                 outputs.pop(id(root.lazy), None)
                 root.lazy = None
         values = {root.value for root in self.alive()}

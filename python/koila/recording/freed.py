@@ -23,7 +23,7 @@ from koila import _core
 from koila.basics.rows import without_memory
 from koila.recording.cut import Cut, Freed
 from koila.recording.handed_out import Root, apply
-from koila.running import checkpoints, custom_functions, recomputed, replay, spent
+from koila.running import checkpoints, custom_functions, freed_graphs, recomputed, replay
 from koila.running.repeated import Layout
 from koila.staged.program import Program
 
@@ -71,7 +71,7 @@ class SecondRun:
         cut = self.cut()
         roots = {root.value: root for root in cut.alive()} if cut is not None else {}
         if cut is None or not roots.keys() >= self.n_readers.keys():
-            raise spent.used_up()
+            raise freed_graphs.used_up()
         numbers: dict[int, torch.Tensor] | None = None
         lazies = cut.waiting
         if lazies:

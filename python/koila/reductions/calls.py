@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the reductions of a program: their partials on chunks, and the combination at a joint."""
+"""Run the reductions of a program: their partials on chunks, and the combination at a barrier."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor |
 class Cross:
     """A value that crosses from the stage that made it to other stages, and its gradients.
 
-    It is `whole` (a leaf, a result of a joint), in `chunks` (of a body; they may be views of one
+    It is `whole` (a leaf, a result of a barrier), in `chunks` (of a body; they may be views of one
     tensor, `gathered`), or in `parts` (partials of a reduction, not yet combined). `aliases` and
     `seeds` have its gradients, by what was read: ("whole",), GATHERED, ("chunk", chunk), ("rows",
     place, bounds) or ("part", chunk, part). A partial in `added` is one sum, that of all chunks so
@@ -62,14 +62,14 @@ class Cross:
         self,
         info: Info,
         needs_gradient: bool,
-        fresh: Fresh,
+        awaiting: Awaiting,
         whole: torch.Tensor | None = None,
         is_graph: bool = False,
         added: frozenset[int] = frozenset(),
     ) -> None:
         self.info = info
         self.needs_gradient = needs_gradient
-        self.fresh = fresh
+        self.awaiting = awaiting
         self.whole = whole
         self.is_graph = is_graph
         self.chunks: dict[int, torch.Tensor] = {}
@@ -175,7 +175,7 @@ class Cross:
             # and a value that is computed in two programs must have the same bits in both.
             return tensor.detach() if is_graph and tensor.requires_grad else tensor
         alias = self.aliases[key] = alias_of(tensor)
-        self.fresh[id(alias)] = self, key, alias
+        self.awaiting[id(alias)] = self, key, alias
         return alias
 
     def _known_alias(self, key: Key, is_graph: bool) -> torch.Tensor | None:
@@ -183,7 +183,7 @@ class Cross:
         unless it has one."""
         alias = self.aliases.get(key) if is_graph and self.needs_gradient else None
         if alias is not None and alias.grad is None:
-            self.fresh[id(alias)] = self, key, alias
+            self.awaiting[id(alias)] = self, key, alias
         return alias
 
     def _alias_all(self, found: dict[Key, torch.Tensor], is_graph: bool) -> dict[Key, torch.Tensor]:
@@ -195,7 +195,7 @@ class Cross:
         return {**found, **dict(zip(keys, watched, strict=True))}
 
     def read_whole(self, is_graph: bool) -> torch.Tensor:
-        """Return all rows for a joint: an alias of the value, or of each chunk, gathered."""
+        """Return all rows for a barrier: an alias of the value, or of each chunk, gathered."""
         if self.is_graph and self.whole is not None:
             return self.whole
         if self.whole is not None and self.watch is None:
@@ -263,7 +263,7 @@ class Cross:
 
     def of_chunk(self, tensor: torch.Tensor, bounds: Bounds) -> Cross:
         """Return a chunk as a `Cross` that is whole, to cut it into pieces."""
-        made = Cross(self.info, self.needs_gradient, self.fresh, tensor.detach())
+        made = Cross(self.info, self.needs_gradient, self.awaiting, tensor.detach())
         made.bounds = bounds
         return made
 
@@ -358,7 +358,7 @@ class Cross:
     def free(self) -> None:
         """Free the value and keep only its gradients."""
         self.settle_all()
-        self.whole = None  # the result of a joint, or of a reduction
+        self.whole = None  # the result of a barrier, or of a reduction
         self.chunks.clear()
         self.parts.clear()
         self.gathered = None
@@ -462,4 +462,4 @@ class Cross:
 
 
 #: Aliases that a graph read and that have no gradient so far, by id, with their `Cross` and key.
-Fresh = dict[int, tuple[Cross, Key, torch.Tensor]]
+Awaiting = dict[int, tuple[Cross, Key, torch.Tensor]]

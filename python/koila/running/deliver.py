@@ -22,16 +22,16 @@ from koila.basics.rows import without_memory
 _FEW_BYTES = 2**16
 
 
-def goes_on(found: Sequence[tuple[torch.Tensor, torch.Tensor]], is_spent: bool) -> bool:
+def goes_on(found: Sequence[tuple[torch.Tensor, torch.Tensor]], is_graph_freed: bool) -> bool:
     """Return whether the program is over before these gradients are delivered: other programs run
     then, parts that were cut off (`bridge.py`); or a graph of plain calls of which it read much,
-    which it frees if its own graph `is_spent`."""
+    which it frees if its own graph `is_graph_freed`."""
     behind = [real for real, _ in found if real.grad_fn is not None]
     if not behind:
         return False
     functions = (getattr(node, "_forward_cls", None) for node in nodes_behind(behind))
     runs_program = any(getattr(function, "runs_program", False) for function in functions)
-    return runs_program or (is_spent and sum(t.nbytes for t in behind) > _FEW_BYTES)
+    return runs_program or (is_graph_freed and sum(t.nbytes for t in behind) > _FEW_BYTES)
 
 
 class Undo:

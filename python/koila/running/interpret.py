@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch.autograd.graph import GradientEdge
 
 from koila.planning import across
-from koila.running import light, tail, visible, waiting, watched
-from koila.running.cross import Cross, Fresh, add
+from koila.running import cheap, retained, tail, visible, watched
+from koila.running.cross import Awaiting, Cross, add
 from koila.running.sending import edges_of, own, send_back
 from koila.staged.facts import Run
 from koila.staged.schedule import Graph, Op, Schedule, Step
@@ -43,12 +43,12 @@ class Interpreter:
         self.loops: list[_Loop] = []
         self.chunk = 0  # of the innermost loop: the current chunk, or piece of a chunk
         self.open: dict[int, Any] = {}  # by run: the chunk's values, with their graph
-        self.joints: dict[int, tuple[dict[int, GradientEdge], Fresh]] = {}  # graphs, by stage
+        self.barriers: dict[int, tuple[dict[int, GradientEdge], Awaiting]] = {}  # graphs, by stage
         self.pieces: dict[int, Cross] = {}  # by value: the chunk that the inner loop cuts
         self.parts: dict[int, Any] = {}  # by value: outputs of the first chunk, for `tail.seed`
-        self.waiting: dict[int, waiting.Waiting] = {}  # retained graphs of chunks, by run
+        self.retained: dict[int, retained.Retained] = {}  # retained graphs of chunks, by run
         self.is_certain = False  # the tail's gradients are known not to depend on values
-        self.filled = light.Filled(stages, schedule.lights)
+        self.filled = cheap.Filled(stages, schedule.cheap_values)
 
     def go(self) -> None:
         """Execute all instructions."""
@@ -78,7 +78,7 @@ class Interpreter:
             for value in step.values:
                 made = self.open[body.index][value]
                 self.pieces[value] = stages.cross[value].of_chunk(made, bounds)
-        elif step.graph == Graph.WAIT:
+        elif step.graph == Graph.RETAIN:
             for value in step.values:
                 stages.forget(stages.cross[value].aliases.values())
                 stages.cross[value].settle_all()
@@ -96,8 +96,8 @@ class Interpreter:
         if self.loops:
             self.chunk = self.loops[-1].chunk
             self._give_back_pieces()
-        elif step.graph == Graph.WAIT:
-            del self.waiting[step.runs[0].index]
+        elif step.graph == Graph.RETAIN:
+            del self.retained[step.runs[0].index]
         return False
 
     def _give_back_pieces(self) -> None:
@@ -112,11 +112,11 @@ class Interpreter:
 
     # -- a chunk goes forward ---------------------------------------------------------------------
 
-    def _home(self, step: Step) -> None:
+    def _store(self, step: Step) -> None:
         stages = self.stages
         for value in (*step.values, *step.others):
             info = stages.program.info(value)
-            cross = Cross(info, stages.program.needs_gradient(value), stages.fresh)
+            cross = Cross(info, stages.program.needs_gradient(value), stages.awaiting)
             cross.is_offloaded = value in step.values
             cross.is_put_together = not cross.is_offloaded
             cross.is_one_gradient = stages.program.is_hooked(value)
@@ -124,10 +124,10 @@ class Interpreter:
 
     def _run(self, step: Step) -> None:
         stages, (run,), chunk = self.stages, step.runs, self.chunk
-        if step.graph == Graph.WAIT:
+        if step.graph == Graph.RETAIN:
             if chunk == 0:
-                self.waiting[run.index] = waiting.Waiting(stages, run, step.others)
-            self.waiting[run.index].run(chunk)
+                self.retained[run.index] = retained.Retained(stages, run, step.others)
+            self.retained[run.index].run(chunk)
             return
         if step.graph == Graph.ACROSS:
             self.open[run.index] = self._record(run)
@@ -166,14 +166,14 @@ class Interpreter:
 
     def _back(self, step: Step) -> None:
         stages, (run,), chunk = self.stages, step.runs, self.chunk
-        if step.graph == Graph.WAIT:
-            self.waiting[run.index].send_back(chunk)
+        if step.graph == Graph.RETAIN:
+            self.retained[run.index].send_back(chunk)
         elif step.graph == Graph.ACROSS:
             recorded = self.open.pop(run.index)
             pairs = stages.seeds(run, recorded.left, chunk)
             n_pieces = stages.planned.way.n_pieces
             across.send_back([(out, seed) for out, seed in pairs if out.requires_grad], n_pieces)
-            own(stages.fresh)
+            own(stages.awaiting)
             stages.collect(run, recorded.numbers(), chunk, run.exports)
         else:
             self._send_back(run)
@@ -187,7 +187,7 @@ class Interpreter:
         env.clear()  # free before backward what autograd does not keep
         pairs = self.stages.seeds(run, edges, self.chunk)
         del edges  # and the graphs of outputs that get no gradient
-        send_back([edge for edge, _ in pairs], [seed for _, seed in pairs], self.stages.fresh)
+        send_back([edge for edge, _ in pairs], [seed for _, seed in pairs], self.stages.awaiting)
 
     def _take(self, step: Step) -> None:
         stages, chunk = self.stages, self.chunk
@@ -233,17 +233,17 @@ class Interpreter:
     def _remake(self, step: Step) -> None:
         """Do nothing: the loop that follows recomputes the chunks of `step.values`."""
 
-    # -- joints -----------------------------------------------------------------------------------
+    # -- barriers ---------------------------------------------------------------------------------
 
-    def _joint(self, step: Step) -> None:
+    def _barrier(self, step: Step) -> None:
         (run,) = step.runs
         if run.nodes or run.combined:
-            go = functools.partial(self.stages.run_joint, run, not self.stages.is_forward)
-            self.joints[run.stage] = self.stages.run_retained(go)
+            go = functools.partial(self.stages.run_barrier, run, not self.stages.is_forward)
+            self.barriers[run.stage] = self.stages.run_retained(go)
 
-    def _joint_back(self, step: Step) -> None:
+    def _barrier_back(self, step: Step) -> None:
         stages, (run,) = self.stages, step.runs
-        graph, given = self.joints.pop(run.stage, ({}, {}))
+        graph, given = self.barriers.pop(run.stage, ({}, {}))
         stages.resume(given)
         outputs, seeds = [], []
         for value, edge in graph.items():
@@ -256,7 +256,7 @@ class Interpreter:
                 outputs.append(edge)
                 seeds.append(seed)
         if outputs:
-            send_back(outputs, seeds, stages.fresh)
+            send_back(outputs, seeds, stages.awaiting)
 
     def _watch(self, step: Step) -> None:
         stages = self.stages
@@ -287,8 +287,8 @@ class Interpreter:
                     cross.seeds["whole",] = visible.call_hooks(stages, value, gradient)
 
     _DO: ClassVar[dict[Op, Callable[[Interpreter, Step], None]]] = {
-        Op.JOINT: _joint,
-        Op.HOME: _home,
+        Op.BARRIER: _barrier,
+        Op.STORE: _store,
         Op.REMAKE: _remake,
         Op.FILL: _fill,
         Op.RUN: _run,
@@ -299,6 +299,6 @@ class Interpreter:
         Op.EMPTY: _empty,
         Op.WATCH: _watch,
         Op.CHECK: _check,
-        Op.JOINT_BACK: _joint_back,
+        Op.BARRIER_BACK: _barrier_back,
         Op.SEED: _seed,
     }

@@ -15,7 +15,7 @@ from koila.basics.rows import as_inference, as_new
 from koila.basics.threads import in_turn
 from koila.running import given, views
 from koila.running.cross import Cross
-from koila.running.spent import outdated, spent
+from koila.running.freed_graphs import of_freed_graph, outdated
 from koila.staged import hooks, layouts, leaves
 from koila.staged.facts import Info
 from koila.staged.program import Program
@@ -57,7 +57,7 @@ class GoneGraphs:
         """Return the number of a value with such a graph; those of values before it come first.
 
         Args:
-            function: `spent` or `outdated`.
+            function: `of_freed_graph` or `outdated`.
             value: its id.
             number: its number.
         """
@@ -85,7 +85,7 @@ class Numbers:
         self,
         program: Program,
         cross: Mapping[int, Cross],
-        is_spent: bool,
+        is_graph_freed: bool,
         values: Iterable[int] | None = None,
     ) -> None:
         self.program = program
@@ -95,7 +95,7 @@ class Numbers:
         #: write with a graph through one gives those the graph that torch would give it.
         self.taken: dict[tuple[int, bool], dict[int, torch.Tensor]] = {}
         wanted = list(program.wanted if values is None else values)
-        self.spent = self._find_spent(wanted) if is_spent else frozenset[int]()
+        self.freed = self._find_freed(wanted) if is_graph_freed else frozenset[int]()
         groups: dict[int, list[int]] = defaultdict(list)
         for value in wanted:
             groups[program.info(value).storage].append(value)
@@ -113,7 +113,7 @@ class Numbers:
             n_leaving = sum(map(self._is_leaving, group))
             are_final = n_leaving >= program.n_sharing.get(storage, len(group))
             if program.info(group[0]).is_uncertain:
-                are_final = not self.spent.isdisjoint(group)
+                are_final = not self.freed.isdisjoint(group)
             is_final.update(dict.fromkeys(group, are_final))
         self.gone = GoneGraphs()
         #: (value, its number, whether it leaves the tape), for `deliver` at the commit.
@@ -124,7 +124,7 @@ class Numbers:
             if number.requires_grad:
                 self.gone.numbers.setdefault(value, number)
 
-    def _find_spent(self, values: Iterable[int]) -> frozenset[int]:
+    def _find_freed(self, values: Iterable[int]) -> frozenset[int]:
         """Return those of the values whose graph a backward freed.
 
         It went through the call that made such a value, and through all before it that the user
@@ -144,7 +144,7 @@ class Numbers:
         return any(map(self.program.needs_gradient, node.outs if node is not None else (value,)))
 
     def _is_leaving(self, value: int) -> bool:
-        return value in self.spent or not self.program.info(value).requires_grad
+        return value in self.freed or not self.program.info(value).requires_grad
 
     def _number(self, value: int) -> torch.Tensor:
         if leaves.is_begun(value):
@@ -155,8 +155,8 @@ class Numbers:
         if self.program.made(value).is_kept:
             return self._of_kept(value)
         result = self._of_storage(value)
-        is_new = value in self.spent and not result.requires_grad
-        return self.gone.put(spent, value, result) if is_new else result
+        is_new = value in self.freed and not result.requires_grad
+        return self.gone.put(of_freed_graph, value, result) if is_new else result
 
     def _of_kept(self, value: int) -> torch.Tensor:
         """Return the number of a value that the run kept whole; the same tensor at each call.
@@ -173,8 +173,10 @@ class Numbers:
                 result = result if known is None else _in_memory_of(known, result)
                 if self.cross[value].is_inference and not result.is_inference():
                     result = as_inference(result)
-            is_spent = value in self.spent
-            self.made[value] = self.gone.put(spent, value, result) if is_spent else result
+            is_graph_freed = value in self.freed
+            self.made[value] = (
+                self.gone.put(of_freed_graph, value, result) if is_graph_freed else result
+            )
         return self.made[value]
 
     def _of_storage(self, value: int) -> torch.Tensor:
@@ -185,17 +187,17 @@ class Numbers:
         base = self.program.info(value).base
         real = self.program.info(base).real
         memory = real if real is not None else self._of_kept(base)
-        is_spent = value in self.spent
-        if memory.requires_grad and (real is not None or not is_spent):
+        is_graph_freed = value in self.freed
+        if memory.requires_grad and (real is not None or not is_graph_freed):
             memory = memory.detach()
-        is_graph = is_spent or not memory.requires_grad
+        is_graph = is_graph_freed or not memory.requires_grad
         taken = self.taken.setdefault((base, is_graph), {})
         return views.take(self.program, value, memory, -1, is_graph, taken)
 
     def deliver(self) -> None:
         """Give each lazy its number, at the commit."""
         for value, result, is_final in self.found:
-            number = hooks.give(value, result) if value in self.spent else result
+            number = hooks.give(value, result) if value in self.freed else result
             if is_final and not number.requires_grad:
                 given.note(value, number)
             _core.deliver(value, number, is_final)
@@ -209,7 +211,7 @@ class Numbers:
         goes no further back.
         """
         for value, result, is_final in self.found:
-            if is_final and value in self.spent:
+            if is_final and value in self.freed:
                 _core.cut(value, result)
 
 

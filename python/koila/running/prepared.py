@@ -19,7 +19,7 @@ from koila.basics.rows import Bounds, Place, chunk_shape, cut
 from koila.messages.errors import NotInChunksError
 from koila.reductions import batch_softmax, calls, norms
 from koila.running import accrue, derived, saved, views
-from koila.running.cross import Cross, Fresh
+from koila.running.cross import Awaiting, Cross
 from koila.running.store import Store
 from koila.staged import leaves
 from koila.staged.facts import ROWS, Job, Made, Node, Run
@@ -44,7 +44,7 @@ class Prepared:
 
     Args:
         store: the step's values.
-        run: a body, a segment of one, or a joint, which runs once, as chunk 0.
+        run: a body, a segment of one, or a barrier, which runs once, as chunk 0.
         is_graph: whether autograd records a graph.
     """
 
@@ -55,7 +55,7 @@ class Prepared:
         self.is_alone = store.is_alone(run)
         self.cloned = self.program.cloned
         self.common: list[Any] = [None] * self.program.n_imports  # inputs that all chunks read
-        self.awaiting: Fresh = {}  # aliases among these that have no gradient so far
+        self.common_awaiting: Awaiting = {}  # aliases among these that have no gradient so far
         self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # import, its views by chunk
         self.others: list[tuple[int, int, _Reader]] = []  # import, value: read for each chunk
         self.runners: dict[int, tuple[_Runner, Node]] = {}  # by call
@@ -86,8 +86,8 @@ class Prepared:
     def _read_once(self, import_id: int, value: int) -> None:
         """Read all rows of an input for all chunks."""
         tensor = self.common[import_id] = self.store.cross_of(value).gather(self.is_graph)
-        if id(tensor) in self.store.fresh:
-            self.awaiting[id(tensor)] = self.store.fresh[id(tensor)]
+        if id(tensor) in self.store.awaiting:
+            self.common_awaiting[id(tensor)] = self.store.awaiting[id(tensor)]
 
     def _reader(self, import_id: int) -> _Reader:
         """Return what reads an input for one chunk."""
@@ -162,9 +162,9 @@ class Prepared:
             env[value] = tensor
         imports = self.inputs(chunk, stand_ins)
         if look is not None:  # the graph of each chunk is retained with what awaits its gradient
-            for i, entry in self.awaiting.items():
+            for i, entry in self.common_awaiting.items():
                 if entry[2].grad is None:
-                    self.store.fresh[i] = entry
+                    self.store.awaiting[i] = entry
         rows, bounds = -1, None
         if run.is_body:
             if self.store.bar is not None:

@@ -24,10 +24,10 @@ from koila.running import (
     arrays,
     checkpoints,
     deliver,
+    freed_graphs,
     given,
     interpret,
     overwritten,
-    spent,
     unwritten,
     visible,
 )
@@ -59,7 +59,7 @@ class Replay(Stages):
             if self.bar is not None:
                 self.bar.close()
             self.ready.clear()  # these and what they hold refer to each other: break the cycles
-            self.fresh.clear()
+            self.awaiting.clear()
 
     def differentiate(
         self, gradients: list[torch.Tensor]
@@ -115,18 +115,18 @@ class Replay(Stages):
 
     # -- commit -----------------------------------------------------------------------------------
 
-    def settle(self, is_spent: bool) -> None:
+    def settle(self, is_graph_freed: bool) -> None:
         """Compute the numbers of the user's lazies and free all other values.
 
         This comes before gradients are delivered: graphs outside of the program then run backward
         and need the memory.
 
         Args:
-            is_spent: whether the graph is freed, so that a second backward raises.
+            is_graph_freed: whether the graph is freed, so that a second backward raises.
         """
         self.tracked.settle()
-        self.is_spent = is_spent
-        self.numbers = Numbers(self.program, self.cross, is_spent)
+        self.is_graph_freed = is_graph_freed
+        self.numbers = Numbers(self.program, self.cross, is_graph_freed)
         self.cross.clear()
 
     def commit(self) -> None:
@@ -144,7 +144,7 @@ class Replay(Stages):
             self.tracked.move_again()
         self.draws.commit()
         hooks.commit(self.hooked)
-        if self.is_spent:
+        if self.is_graph_freed:
             _core.spend(self.program.handle, False)
         self.numbers.deliver()
         if self.is_forward and not self.program.is_known_only:
@@ -237,7 +237,7 @@ def _stage(
         _core.abandon()  # it runs again only if its values are asked for, as after out of memory
         raise
     if not planned.is_whole:
-        spent.check_program(program.handle)
+        freed_graphs.check_program(program.handle)
         overwritten.check(program)
         return program.cut_for(planned.way), planned
     decision = reports.Decision(
@@ -475,7 +475,7 @@ def _differentiate(
     def run(replay: Replay) -> tuple[bool, Any]:
         found = [*replay.differentiate(filled), *beside]
         replay.settle(not is_retained)
-        if deliver.goes_on(found, replay.is_spent):
+        if deliver.goes_on(found, replay.is_graph_freed):
             return True, found
         replay.is_delivering = True  # from here the user's hooks run, so no try can follow
         visible.show(replay, replay.numbers)

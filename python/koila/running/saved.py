@@ -86,13 +86,13 @@ class Look:
     Args:
         program: the program.
         values: those that will be available at the chunk's backward: kept outputs, and recomputed.
-        light: those of them that are recomputed.
+        cheap: those of them that are recomputed.
     """
 
-    def __init__(self, program: Program, values: frozenset[int], light: frozenset[int]) -> None:
+    def __init__(self, program: Program, values: frozenset[int], cheap: frozenset[int]) -> None:
         self.program = program
         self.values = values
-        self.light = light
+        self.cheap = cheap
         self.found = Found()
         self.pending: list[_Saved] = []
 
@@ -124,7 +124,7 @@ class Look:
         for saved in self.pending if made else ():
             self._settle(saved, made)
         written = imports[node.imports[0]].value if node.writes else None
-        if written in self.light:
+        if written in self.cheap:
             copies = [saved for saved in self.pending if saved.found is None]
             if len(copies) == 1:  # a copy of its input before the write
                 copies[0].refer_to(self.found, written)
@@ -141,7 +141,7 @@ class Look:
             if layouts[0] == layouts[1]:
                 saved.refer_to(self.found, value)
                 return
-            if other is None and value in self.light:
+            if other is None and value in self.cheap:
                 other = value, layouts
         if other is not None:
             saved.refer_to(self.found, *other)

@@ -41,28 +41,30 @@ def edges_of(left: Any) -> Edges:
 
 
 def send_back(
-    edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], fresh: Awaiting
+    edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], awaiting: Awaiting
 ) -> None:
-    """Run the engine from `edges` with gradients `seeds`, then call `own` for `fresh`."""
+    """Run the engine from `edges` with gradients `seeds`, then call `own` for `awaiting`."""
     if not edges:
         return
-    sparse = [alias for _, _, alias in fresh.values() if alias.grad is not None]  # `own` left them
+    sparse = [
+        alias for _, _, alias in awaiting.values() if alias.grad is not None
+    ]  # `own` left them
     if sparse:
         with sparse_gradients.set_aside(sparse):
             engine.backward(edges, seeds)
     else:
         engine.backward(edges, seeds)
-    own(fresh)
+    own(awaiting)
 
 
-def own(fresh: Awaiting) -> None:
-    """Make sure that each alias in `fresh` that got its first gradient owns the memory of it.
+def own(awaiting: Awaiting) -> None:
+    """Make sure that each alias in `awaiting` that got its first gradient owns the memory of it.
 
     torch may let a leaf keep a view of a gradient that others still read (a seed, another leaf's
     gradient), and then adds the next chunk's gradient to it in place. A view of a larger storage
-    would keep all of it alive. An alias with a sparse gradient stays in `fresh`.
+    would keep all of it alive. An alias with a sparse gradient stays in `awaiting`.
     """
-    for i, (_, _, alias) in list(fresh.items()):
+    for i, (_, _, alias) in list(awaiting.items()):
         gradient = alias.grad
         if gradient is None:
             continue
@@ -70,6 +72,6 @@ def own(fresh: Awaiting) -> None:
             own = sparse_gradients.shrink(gradient)
         else:
             own = owned(gradient)
-            del fresh[i]
+            del awaiting[i]
         if own is not gradient:
             alias.grad = own

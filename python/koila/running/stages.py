@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 from koila.basics.rows import grid
 from koila.planning import plans
 from koila.running import saved
-from koila.running.cross import Cross, Fresh
+from koila.running.cross import Awaiting, Cross
 from koila.running.prepared import Prepared
 from koila.running.sending import edge_of
 from koila.running.store import Store
@@ -80,7 +80,7 @@ class Stages(Store):
         look: saved.Look | None = None,
         again: Mapping[int, torch.Tensor | None] | None = None,
     ) -> list[Any]:
-        """Run the nodes of a stage on one chunk; a joint runs once, as chunk 0.
+        """Run the nodes of a stage on one chunk; a barrier runs once, as chunk 0.
 
         Args:
             run: the nodes to run.
@@ -96,8 +96,8 @@ class Stages(Store):
         """
         return self.prepared(run, is_graph).run(chunk, stand_ins, look, again)
 
-    def run_joint(self, run: Run, is_graph: bool) -> dict[int, GradientEdge]:
-        """Run a joint and keep its outputs.
+    def run_barrier(self, run: Run, is_graph: bool) -> dict[int, GradientEdge]:
+        """Run a barrier and keep its outputs.
 
         Return the edges at which a backward pass enters its graph, by value. Edges, unlike the
         outputs, do not keep memory that backward does not need.
@@ -109,7 +109,7 @@ class Stages(Store):
             tensor = env[value]
             info = self.program.info(value)
             parts = self.cross.get(value)
-            whole = Cross(info, self.program.needs_gradient(value), self.fresh, tensor.detach())
+            whole = Cross(info, self.program.needs_gradient(value), self.awaiting, tensor.detach())
             if parts is not None:
                 whole.parts, whole.aliases, whole.added = parts.parts, parts.aliases, parts.added
             self.cross[value] = whole
@@ -117,16 +117,16 @@ class Stages(Store):
                 graph[value] = edge
         return graph
 
-    def run_retained(self, run: Callable[[], _T]) -> tuple[_T, Fresh]:
+    def run_retained(self, run: Callable[[], _T]) -> tuple[_T, Awaiting]:
         """Call `run`, whose graph is retained until a later backward.
 
         Return its result and the aliases it read that await a first gradient. `resume` takes these
         before the graph's backward.
         """
-        before = self.fresh.copy()
-        self.fresh.clear()
+        before = self.awaiting.copy()
+        self.awaiting.clear()
         try:
-            return run(), self.fresh.copy()
+            return run(), self.awaiting.copy()
         finally:
-            self.fresh.clear()
-            self.fresh.update(before)
+            self.awaiting.clear()
+            self.awaiting.update(before)

@@ -13,7 +13,7 @@ from koila.planning import plans
 from koila.random import draws
 from koila.reductions import calls
 from koila.reporting import progress
-from koila.running.cross import Cross, Fresh
+from koila.running.cross import Awaiting, Cross
 from koila.running.tracked import Tracked
 from koila.staged import aliases, hooks
 from koila.staged.facts import Run
@@ -40,9 +40,9 @@ class Store:
         self.is_forward = not program.roots  # without a backward pass
         self.gradients: list[torch.Tensor] = []  # one for each root, as the caller passed them
         self.roots: dict[int, torch.Tensor] = {}  # root value -> its gradient
-        self.is_delivering = self.is_spent = False
+        self.is_delivering = self.is_graph_freed = False
         self.cross: dict[int, Cross] = {}  # by value
-        self.fresh: Fresh = {}  # aliases that await their first gradient from the next backward
+        self.awaiting: Awaiting = {}  # aliases that the next backward gives a first gradient
         self.watched: dict[int, Cross] = {}  # outputs of the last body, where its tail is linear
         self.zeros_of: dict[tuple[int, int], torch.Tensor] = {}  # by import, and rows of a chunk
         #: By run: the values that chunks read rows of and that get a gradient, with these rows.
@@ -96,7 +96,9 @@ class Store:
             assert tensor is not None, f"value {value} has neither a tensor nor a number"
             if value in self.scratch:
                 tensor = self.scratch[value][1]
-            self.cross[value] = Cross(info, self.program.needs_gradient(value), self.fresh, tensor)
+            self.cross[value] = Cross(
+                info, self.program.needs_gradient(value), self.awaiting, tensor
+            )
         return self.cross[value]
 
     def rows_of(self, import_id: int, run: Run) -> tuple[Place, Sequence[Bounds]] | None:
@@ -125,7 +127,7 @@ class Store:
             if value not in self.cross:
                 info, needs_gradient = self.program.info(value), self.program.needs_gradient(value)
                 added = calls.added_by_maker(self.program, value)
-                cross = self.cross[value] = Cross(info, needs_gradient, self.fresh, added=added)
+                cross = self.cross[value] = Cross(info, needs_gradient, self.awaiting, added=added)
                 cross.is_one_gradient = self.program.is_hooked(value)
 
     def collect(
@@ -187,16 +189,16 @@ class Store:
                 self.forget(cross.settle(chunk))
 
     def forget(self, aliases: Iterable[torch.Tensor]) -> None:
-        """Drop aliases that no graph sends a gradient to any more: `fresh` would keep their
+        """Drop aliases that no graph sends a gradient to any more: `awaiting` would keep their
         memory."""
         for alias in aliases:
             if alias.grad is None:
-                self.fresh.pop(id(alias), None)
+                self.awaiting.pop(id(alias), None)
 
-    def resume(self, given: Fresh) -> None:
+    def resume(self, given: Awaiting) -> None:
         """Before the backward of a retained graph, await gradients for its aliases again. Their
         stages may have dropped them since."""
         for i, (cross, key, alias) in given.items():
             assert cross.aliases.setdefault(key, alias) is alias, f"{key} has two aliases"
             if alias.grad is None:
-                self.fresh[i] = cross, key, alias
+                self.awaiting[i] = cross, key, alias

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Differentiate the tail, the joints after the last body, before that body has run.
+"""Differentiate the tail, the barriers after the last body, before that body has run.
 
 This is possible if the gradients of the tail do not depend on values of the body: the tail runs on
 stand-ins for the outputs of the body. With these gradients each chunk of the body goes forward and
@@ -101,7 +101,7 @@ def seed(
     for value in filter(read.union(program.roots).__contains__, program.left_by(runs)):
         added = calls.added_by_maker(program, value)
         info, needs_gradient = program.info(value), program.needs_gradient(value)
-        cross = Cross(info, needs_gradient, stages.fresh, added=added)
+        cross = Cross(info, needs_gradient, stages.awaiting, added=added)
         if value in parts:
             early = stages.cross[value].parts
             numbers, run = parts[value]
@@ -141,7 +141,7 @@ def _tail(program: Program) -> Iterator[Run]:
 
 
 def _read_by_tail(program: Program) -> set[int]:
-    """Return the values that the joints after the last body read."""
+    """Return the values that the barriers after the last body read."""
     read: set[int] = set()
     for run in _tail(program):
         read.update(program.imports[import_id].value for import_id in run.imports)
@@ -182,7 +182,7 @@ def _is_there(stages: Stages, value: int) -> bool:
 
 
 def _run(stages: Stages, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch.Tensor | None]:
-    """Run the joints of the tail on stand-ins. Return the roots; None for one made before the tail.
+    """Run the barriers of the tail on stand-ins. Return the roots; None: made before the tail.
 
     Only the calls that gradients go through run: the tail's other calls read values of the body,
     and might raise on stand-ins.
@@ -194,11 +194,11 @@ def _run(stages: Stages, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch
         for value in {program.imports[import_id].value for import_id in part.imports}:
             if not (value in made or _is_there(stages, value) or program.is_leaf(value)):
                 info = program.info(value)
-                made[value] = Cross(info, False, stages.fresh, stages.zeros(value, info.shape))
+                made[value] = Cross(info, False, stages.awaiting, stages.zeros(value, info.shape))
                 kept.is_from_them = True  # zeros replace it too, which the hooks cannot tell
         env = stages.run_nodes(part, 0, True, made)
         for value in [out for node in part.combined for out in node.outs] + part.exports:
-            made[value] = Cross(program.info(value), False, stages.fresh, env[value], True)
+            made[value] = Cross(program.info(value), False, stages.awaiting, env[value], True)
     return [made[root].read_whole(True) if root in made else None for root in program.roots]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from koila import _core
 from koila.staged.facts import Import, Made, Node, Run, parts_in
-from koila.staged.schedule import Graph, Homes, Light, Op, Schedule, Step, Way
+from koila.staged.schedule import Arguments, Cheap, Graph, Op, Schedule, Step, Way
 
 _OPS, _GRAPHS = tuple(Op), tuple(Graph)
 #: The programs that are kept have at most so many calls together.
@@ -41,7 +41,7 @@ class Known:
             for node in self.moving
         }
         self.rows: dict[int, str] = {}  # by call, once asked for: the name of its row
-        self._schedules: dict[Homes, Schedule] = {}
+        self._schedules: dict[Arguments, Schedule] = {}
         #: Caches of `planning`: descriptions of runs (`explain.py`) and ways in a number of chunks
         #: (`planner.py`) by all else that they depend on; the further bytes of `left_graphs.py`.
         self.described: dict[tuple[Any, ...], Any] = {}
@@ -59,17 +59,17 @@ class Known:
         between = nodes, numbers, imports, exports, inner
         return Run(index, stage, axis, segment, *between, reductions, *rest)
 
-    def schedule(self, handle: object, homes: Homes) -> Schedule:
+    def schedule(self, handle: object, policy: Arguments) -> Schedule:
         """Return the schedule of the program with this handle."""
-        found = self._schedules.get(homes)
+        found = self._schedules.get(policy)
         if found is None:
-            steps, n_forward, lights = _core.schedule(handle, homes)
+            steps, n_forward, cheap_values = _core.schedule(handle, policy)
             made = [
                 Step(_OPS[op], _GRAPHS[graph], self.runs[first : first + n], values, others)
                 for op, graph, first, n, values, others in steps
             ]
-            freed = {value: Light(*light) for value, light in lights.items()}
-            found = self._schedules[homes] = Schedule(made, n_forward, freed)
+            freed = {value: Cheap(*cheap) for value, cheap in cheap_values.items()}
+            found = self._schedules[policy] = Schedule(made, n_forward, freed)
         return found
 
 

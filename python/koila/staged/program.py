@@ -323,7 +323,7 @@ class Program:
             way: how memory is saved beside chunks.
             n_chunks: the number of chunks; 0: not known yet.
         """
-        return self.known.schedule(self.handle, way.homes(is_graph, n_chunks=n_chunks))
+        return self.known.schedule(self.handle, way.as_tuple(is_graph, n_chunks=n_chunks))
 
     @staticmethod
     def left_by(runs: Sequence[Run]) -> list[int]:
@@ -418,12 +418,12 @@ class Program:
         return values + [last] * (self.info(last).storage == storage)
 
     def gradient_part(self, run: Run, made: Iterable[int]) -> Run:
-        """Return, as a run, the calls of a joint that gradients go through.
+        """Return, as a run, the calls of a barrier that gradients go through.
 
         Args:
-            run: the joint.
-            made: the values that exist already. Of the reductions that the joint combines, the new
-                run has those whose first result is among these.
+            run: the barrier.
+            made: the values that exist already. Of the reductions that the barrier combines, the
+                new run has those whose first result is among these.
         """
         found = _core.gradient_part(self.handle, run.index, list(made))
         index, nodes, imports, exports, combined = found

@@ -12,8 +12,8 @@ from koila.staged.facts import Run
 class Op(enum.IntEnum):
     """The kinds of instructions, in the order of schedule.def, which explains each."""
 
-    JOINT = 0
-    HOME = 1
+    BARRIER = 0
+    STORE = 1
     REMAKE = 2
     LOOP = 3
     END = 4
@@ -26,7 +26,7 @@ class Op(enum.IntEnum):
     EMPTY = 11
     WATCH = 12
     CHECK = 13
-    JOINT_BACK = 14
+    BARRIER_BACK = 14
     SEED = 15
 
 
@@ -36,11 +36,11 @@ class Graph(enum.IntEnum):
     NONE = 0
     NOW = 1
     FIRST = 2
-    WAIT = 3
+    RETAIN = 3
     ACROSS = 4
 
 
-Homes = tuple[bool, int, int, int, int, int, bool, int]
+Arguments = tuple[bool, int, int, int, int, int, bool, int]
 
 
 class Way(NamedTuple):
@@ -58,7 +58,7 @@ class Way(NamedTuple):
         n_pieces: if above 1, the last body is cut before its head (a model's scores and their
             loss). The head then runs forward and backward in this many pieces of each chunk, while
             the graph of the calls before it is kept.
-        n_light: activations that bodies leave for each other are freed if cheap calls can recompute
+        n_cheap: activations that bodies leave for each other are freed if cheap calls can recompute
             them; this is the longest chain of such values (0: none is freed).
         n_across: pieces are parts of a second axis, with this many entries a row; the calls before
             the head may then be cut into segments too. 0: pieces are rows.
@@ -69,12 +69,12 @@ class Way(NamedTuple):
     keep_every: int = 1
     offload_every: int = 0
     n_pieces: int = 1
-    n_light: int = 0
+    n_cheap: int = 0
     n_across: int = 0
     across: int = 0
 
-    def homes(self, is_graph: bool, is_live: bool = False, n_chunks: int = 0) -> Homes:
-        """Return the fields of the core's KlHomes.
+    def as_tuple(self, is_graph: bool, is_live: bool = False, n_chunks: int = 0) -> Arguments:
+        """Return the fields of the core's KlPolicy.
 
         Args:
             is_graph: the roots are differentiated.
@@ -82,7 +82,7 @@ class Way(NamedTuple):
             n_chunks: how many chunks there will be; 0: not known.
         """
         every = self.keep_every, self.offload_every
-        return is_graph, *every, self.n_pieces, self.n_light, self.n_across, is_live, n_chunks
+        return is_graph, *every, self.n_pieces, self.n_cheap, self.n_across, is_live, n_chunks
 
     @property
     def cuts(self) -> tuple[int, bool]:
@@ -108,7 +108,7 @@ class Step(NamedTuple):
     others: tuple[int, ...] = ()
 
 
-class Light(NamedTuple):
+class Cheap(NamedTuple):
     """How cheap calls recompute a value, chunk by chunk, after its storage was freed."""
 
     run: int  # the index of the run whose calls make it
@@ -120,7 +120,7 @@ class Schedule(NamedTuple):
 
     steps: list[Step]
     n_forward: int  # how many of them are the forward pass; the others are the backward pass
-    lights: dict[int, Light]  # by value: how it is recomputed after EMPTY freed its storage
+    cheap_values: dict[int, Cheap]  # by value: how it is recomputed after EMPTY freed its storage
 
     def values_of(self, *ops: Op) -> set[int]:
         """Return the union of `values` over all instructions of these kinds."""

@@ -65,7 +65,7 @@ class _Refusing(engine.Function):
         raise NotImplementedError
 
 
-class _Spent(_Refusing):
+class _OfFreedGraph(_Refusing):
     """A number whose graph was freed by a backward."""
 
     @staticmethod
@@ -102,7 +102,7 @@ def _hung_on(function: Any, number: torch.Tensor, before: Iterable[torch.Tensor]
     return hung
 
 
-def spent(number: torch.Tensor, before: Iterable[torch.Tensor]) -> torch.Tensor:
+def of_freed_graph(number: torch.Tensor, before: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return `number`, in the same memory, with a graph behind it that raises as one that a
     backward freed. As in eager, the graph does not keep the memory.
 
@@ -112,15 +112,15 @@ def spent(number: torch.Tensor, before: Iterable[torch.Tensor]) -> torch.Tensor:
 
     Examples:
         >>> import torch
-        >>> from koila.running.spent import spent
-        >>> spent(torch.ones(()), []).requires_grad
+        >>> from koila.running.freed_graphs import of_freed_graph
+        >>> of_freed_graph(torch.ones(()), []).requires_grad
         True
     """
-    return _hung_on(_Spent, number, before)
+    return _hung_on(_OfFreedGraph, number, before)
 
 
 def outdated(number: torch.Tensor, before: Iterable[torch.Tensor]) -> torch.Tensor:
-    """As `spent`, but the graph raises that a tensor it was computed with has changed."""
+    """As `of_freed_graph`, but the graph raises that a tensor it was computed with has changed."""
     return _hung_on(_Outdated, number, before)
 
 
@@ -128,7 +128,7 @@ def check_program(program: object) -> None:
     """Raise if an earlier backward went through calls of a program (its handle) without
     retain_graph, also if no lazy refers to their values any more."""
     if _core.spend(program, True) is not None:
-        _Spent.refuse()
+        _OfFreedGraph.refuse()
 
 
 def is_failed(lazy: _core.LazyTensor) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free activations between bodies that cheap ("light") calls can recompute (KlLight).
+"""Free activations between bodies that cheap calls can recompute (KlCheap).
 
 After the last read in the forward pass the storage of such a value is freed; the tensor stays, in
 the graphs that saved it. Before the backward of a chunk the storage is allocated again and filled.
@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from koila.staged.facts import Run
 from koila.staged.program import Program
-from koila.staged.schedule import Light
+from koila.staged.schedule import Cheap
 
 if TYPE_CHECKING:
     from koila.running.stages import Stages
 
 
-def homes_of(program: Program, run: Run) -> list[int]:
+def stored_of(program: Program, run: Run) -> list[int]:
     """Return the outputs of a body that have rows and are no partials of reductions."""
     exports = (value for value in run.exports if value not in run.parts)
     return [value for value in exports if program.info(value).place is not None]
@@ -29,12 +29,12 @@ class Filled:
 
     Args:
         stages: the step.
-        lights: by value, how to recompute it.
+        cheap_values: by value, how to recompute it.
     """
 
-    def __init__(self, stages: Stages, lights: Mapping[int, Light]) -> None:
+    def __init__(self, stages: Stages, cheap_values: Mapping[int, Cheap]) -> None:
         self.stages = stages
-        self.lights = lights
+        self.cheap_values = cheap_values
         self.values: set[int] = set()
 
     def fill(self, values: Iterable[int], chunk: int) -> None:
@@ -44,12 +44,12 @@ class Filled:
         for value in values:
             if not stages.cross[value].is_empty(chunk):
                 continue
-            number, needs = self.lights[value]
+            number, needs = self.cheap_values[value]
             run, before = stages.program.runs[number], set(self.values)
             self.fill(needs, chunk)
-            homes = {home: stages.cross[home] for home in homes_of(stages.program, run)}
-            there = (home for home, of in homes.items() if not of.is_empty(chunk))
-            known = {home: homes[home].of_rows(stages.grid_of(run), chunk) for home in there}
+            stored = {value: stages.cross[value] for value in stored_of(stages.program, run)}
+            there = (value for value, of in stored.items() if not of.is_empty(chunk))
+            known = {value: stored[value].of_rows(stages.grid_of(run), chunk) for value in there}
             env = stages.run_nodes(run, chunk, False, again={**known, value: None})
             stages.cross[value].fill(chunk, env[value])
             del env, known

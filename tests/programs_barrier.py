@@ -181,7 +181,7 @@ def shuffled_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 def reused_step(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    """One value read by a body, by a joint and by a later body."""
+    """One value read by a body, by a barrier and by a later body."""
     h = model.body(x)
     scale = torch.log(h.exp().mean())
     return F.cross_entropy(model.head(h * scale + h), y) * scale
@@ -324,60 +324,70 @@ def rooted_images(model: nn.Module, x: Tensor) -> Tensor:
 #: Why a part of a program runs whole.
 TWICE = "gradients of gradients run at once"
 
-JOINT_STEPS = [
-    Program("info_nce", Mlp, two_views, info_nce_step, joint="rows against rows"),
+BARRIER_STEPS = [
+    Program("info_nce", Mlp, two_views, info_nce_step, barrier="rows against rows"),
     Program(
         "info_nce_dropout",
         DropoutMlp,
         two_views,
         info_nce_step,
-        joint="rows against rows",
+        barrier="rows against rows",
         draws=IN_ORDER,
     ),
-    Program("clip", Clip, two_views, clip_step, joint="rows against rows"),
-    Program("sim_clr", Mlp, two_views, sim_clr_step, joint="cat of two batches"),
-    Program("nt_xent", Mlp, two_views, nt_xent_step, joint="cat of two batches"),
-    Program("sup_con", Mlp, two_views_and_labels, sup_con_step, joint="cat of two batches"),
-    Program("barlow", Mlp, two_views, barlow_step, joint="standardised over the batch"),
-    Program("hard_triplet", Mlp, vectors_and_labels, hard_triplet_step, joint="mined pairs"),
-    Program("pairwise", Mlp, vectors_and_labels, pairwise_step, joint="all pairs"),
-    Program("mixture", Mixture, vectors_and_labels, mixture_step, joint="product of means"),
-    Program("sparse_mixture", SparseMixture, vectors_and_labels, mixture_step, joint="routed rows"),
-    Program("standardised", Mlp, vectors_and_labels, standardised_step, joint="mean of the batch"),
+    Program("clip", Clip, two_views, clip_step, barrier="rows against rows"),
+    Program("sim_clr", Mlp, two_views, sim_clr_step, barrier="cat of two batches"),
+    Program("nt_xent", Mlp, two_views, nt_xent_step, barrier="cat of two batches"),
+    Program("sup_con", Mlp, two_views_and_labels, sup_con_step, barrier="cat of two batches"),
+    Program("barlow", Mlp, two_views, barlow_step, barrier="standardised over the batch"),
+    Program("hard_triplet", Mlp, vectors_and_labels, hard_triplet_step, barrier="mined pairs"),
+    Program("pairwise", Mlp, vectors_and_labels, pairwise_step, barrier="all pairs"),
+    Program("mixture", Mixture, vectors_and_labels, mixture_step, barrier="product of means"),
+    Program(
+        "sparse_mixture", SparseMixture, vectors_and_labels, mixture_step, barrier="routed rows"
+    ),
+    Program(
+        "standardised", Mlp, vectors_and_labels, standardised_step, barrier="mean of the batch"
+    ),
     Program(
         "attention_over_rows",
         Mlp,
         vectors_and_labels,
         attention_over_rows_step,
-        joint="rows",
+        barrier="rows",
     ),
-    Program("shuffled", Mlp, vectors_and_labels, shuffled_step, joint="roll and flip"),
-    Program("reused", Mlp, vectors_and_labels, reused_step, joint="log of a mean"),
-    Program("uncertain", scalars, vectors_and_labels, uncertain_step, joint="weights need losses"),
-    Program("flooding", Mlp, vectors_and_labels, flooding_step, joint="sign of the loss"),
-    Program("balanced", Mlp, vectors_and_labels, balanced_step, joint="detached mean"),
-    Program("fix_match", Mlp, two_views, fix_match_step, joint="number of confident rows"),
+    Program("shuffled", Mlp, vectors_and_labels, shuffled_step, barrier="roll and flip"),
+    Program("reused", Mlp, vectors_and_labels, reused_step, barrier="log of a mean"),
+    Program(
+        "uncertain", scalars, vectors_and_labels, uncertain_step, barrier="weights need losses"
+    ),
+    Program("flooding", Mlp, vectors_and_labels, flooding_step, barrier="sign of the loss"),
+    Program("balanced", Mlp, vectors_and_labels, balanced_step, barrier="detached mean"),
+    Program("fix_match", Mlp, two_views, fix_match_step, barrier="number of confident rows"),
     Program(
         "quantise",
         Mlp,
         vectors_and_labels,
         quantise_step,
-        joint="custom function",
+        barrier="custom function",
     ),
-    Program("critic", tanh_gan, vectors, critic_step, joint="create_graph", draws=IN_ORDER),
-    Program("maml", smooth_mlp, vectors_and_labels, maml_step, joint="create_graph", partly=TWICE),
+    Program("critic", tanh_gan, vectors, critic_step, barrier="create_graph", draws=IN_ORDER),
+    Program(
+        "maml", smooth_mlp, vectors_and_labels, maml_step, barrier="create_graph", partly=TWICE
+    ),
     Program(
         "slope",
         smooth_mlp,
         vectors_and_labels,
         slope_penalty_step,
-        joint="create_graph",
+        barrier="create_graph",
         whole=TWICE,
     ),
-    Program("resnet", ResNet, images_and_labels, classify, joint="BatchNorm"),
-    Program("norm_pool", norm_before_pool, images_and_labels, classify, joint="BatchNorm"),
-    Program("vector_norm", vector_norm, vectors_and_labels, classify, joint="BatchNorm"),
-    Program("norm_stateless", norm_without_memory, images_and_labels, classify, joint="BatchNorm"),
+    Program("resnet", ResNet, images_and_labels, classify, barrier="BatchNorm"),
+    Program("norm_pool", norm_before_pool, images_and_labels, classify, barrier="BatchNorm"),
+    Program("vector_norm", vector_norm, vectors_and_labels, classify, barrier="BatchNorm"),
+    Program(
+        "norm_stateless", norm_without_memory, images_and_labels, classify, barrier="BatchNorm"
+    ),
     Program("instance_norm", tracked_instance_norm, images_and_labels, classify),
-    Program("norm_root", ConvBatchNorm, images, rooted_images, joint="BatchNorm, root of a mean"),
+    Program("norm_root", ConvBatchNorm, images, rooted_images, barrier="BatchNorm, root of a mean"),
 ]

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* test_waiting.c - which graphs may wait for their backward, and what of them is made again. */
-#include "waiting.h"
+/* test_retained.c - which graphs may wait for their backward, and what of them is made again. */
+#include "retained.h"
 
 #include "record.h"
 
@@ -13,11 +13,11 @@ typedef struct Made {
     KlValueId square, mean; /* a layer; what the rows of its input meet in */
     KlValueId given;        /* to the body in the middle, by rows */
     KlProgram program;
-    bool can_wait;
+    bool retains;
     KlIds again;
-    KlIds needs;      /* of what is emptied */
-    KlLights lights;  /* which the runs leave */
-    uint32_t longest; /* chain of such values that may be; 0: none */
+    KlIds needs;          /* of what is emptied */
+    KlCheapSet cheap_set; /* which the runs leave */
+    uint32_t longest;     /* chain of such values that may be; 0: none */
     bool may_be[MAX_VALUES];
 } Made;
 
@@ -50,16 +50,16 @@ find(Made *made, KlValueId left)
                            .n_handles = nobody};
     CHECK(p->tape.n_values <= MAX_VALUES);
     CHECK(kl_program_build(&p->tape, &asked, &made->program, &p->error) == KL_OK);
-    made->lights.number = kl_alloc_zeroed(p->tape.n_values, sizeof(uint32_t));
-    const KlWaiting waiting = {.tape = &p->tape,
-                               .program = &made->program,
-                               .known = known,
-                               .lights = &made->lights,
-                               .error = &p->error};
+    made->cheap_set.number = kl_alloc_zeroed(p->tape.n_values, sizeof(uint32_t));
+    const KlRetained retained = {.tape = &p->tape,
+                                 .program = &made->program,
+                                 .known = known,
+                                 .cheap_set = &made->cheap_set,
+                                 .error = &p->error};
     KlStatus status = KL_OK;
     for (uint32_t r = 0; r < made->program.n_staged && status == KL_OK; r++) {
         if (kl_program_is_body(&made->program.runs[r])) {
-            status = kl_waiting_find_light(&waiting, r, made->may_be, made->longest);
+            status = kl_retained_find_cheap(&retained, r, made->may_be, made->longest);
         }
     }
     uint32_t stage = made->program.stages.node_stage[node_of(p, made->given)];
@@ -67,7 +67,7 @@ find(Made *made, KlValueId left)
         const KlRun *run = &made->program.runs[r];
         made->again.n = run->stage == stage ? 0 : made->again.n;
         if (run->stage == stage) {
-            status = kl_waiting_find(&waiting, run, &made->can_wait, &made->again, &made->needs);
+            status = kl_retained_find(&retained, run, &made->retains, &made->again, &made->needs);
         }
     }
     for (size_t v = 0; v < MAX_VALUES; v++) {
@@ -81,9 +81,9 @@ fini(Made *made)
 {
     kl_alloc_free(made->again.ids);
     kl_alloc_free(made->needs.ids);
-    kl_alloc_free(made->lights.lights);
-    kl_alloc_free(made->lights.ids.ids);
-    kl_alloc_free(made->lights.number);
+    kl_alloc_free(made->cheap_set.values);
+    kl_alloc_free(made->cheap_set.ids.ids);
+    kl_alloc_free(made->cheap_set.number);
     kl_program_fini(&made->program);
     program_fini(&made->p);
 }
@@ -105,22 +105,22 @@ is_again(const Made *made, KlValueId value)
     return is_in(&made->again, value);
 }
 
-/* What is saved is light: it is made again. */
+/* What is saved is cheap: it is made again. */
 static void
-test_light_before_heavy(void)
+test_cheap_before_heavy(void)
 {
     Made made;
     open(&made);
     KlValueId active = call1(&made.p, "relu", made.given);
     CHECK(find(&made, call2(&made.p, "linear", active, made.square)) == KL_OK);
-    CHECK(made.can_wait);
+    CHECK(made.retains);
     CHECK(made.again.n == 1 && is_again(&made, active));
     fini(&made);
 }
 
-/* What leaves the body is in its home, and light again from there. */
+/* What leaves the body is in its home, and cheap again from there. */
 static void
-test_light_after_heavy(void)
+test_cheap_after_heavy(void)
 {
     Made made;
     open(&made);
@@ -132,7 +132,7 @@ test_light_after_heavy(void)
     KlValueId meets = CALL1(&made.p, "mean", made_of, INTS(0)); /* so it leaves the body too */
     CHECK(find(&made, call2(&made.p, "add", call2(&made.p, "sub", made_of, meets), heavy)) ==
           KL_OK);
-    CHECK(made.can_wait);
+    CHECK(made.retains);
     CHECK(is_again(&made, active) && is_again(&made, other) && is_again(&made, both));
     CHECK(!is_again(&made, made_of));
     fini(&made);
@@ -147,18 +147,18 @@ test_heavy_inside(void)
     KlValueId inner = call2(&made.p, "linear", call1(&made.p, "relu", made.given), made.square);
     KlValueId active = call1(&made.p, "relu", inner);
     CHECK(find(&made, call2(&made.p, "linear", active, made.square)) == KL_OK);
-    CHECK(!made.can_wait);
+    CHECK(!made.retains);
     fini(&made);
 }
 
-/* To run light calls again costs no more than to wait. */
+/* To run cheap calls again costs no more than to wait. */
 static void
 test_nothing_heavy(void)
 {
     Made made;
     open(&made);
     CHECK(find(&made, call1(&made.p, "relu", made.given)) == KL_OK);
-    CHECK(!made.can_wait);
+    CHECK(!made.retains);
     fini(&made);
 }
 
@@ -172,7 +172,7 @@ test_draws(void)
     KlValueId drawn = record(&made.p, "dropout", 2, args, 1, IDS(made.given));
     CHECK(made.p.tape.nodes[node_of(&made.p, drawn)].is_random);
     CHECK(find(&made, call2(&made.p, "linear", drawn, made.square)) == KL_OK);
-    CHECK(!made.can_wait);
+    CHECK(!made.retains);
     fini(&made);
 }
 
@@ -184,7 +184,7 @@ test_writes(void)
     open(&made);
     KlValueId written = call1(&made.p, "relu_", made.given);
     CHECK(find(&made, call2(&made.p, "linear", written, made.square)) == KL_OK);
-    CHECK(made.can_wait && is_again(&made, written));
+    CHECK(made.retains && is_again(&made, written));
     fini(&made);
 }
 
@@ -197,7 +197,7 @@ test_saves_what_it_writes(void)
     KlValueId before = call2(&made.p, "mul", made.given, made.given);
     KlValueId written = call1(&made.p, "silu_", before);
     CHECK(find(&made, call2(&made.p, "linear", written, made.square)) == KL_OK);
-    CHECK(made.can_wait && is_again(&made, before) && is_again(&made, written));
+    CHECK(made.retains && is_again(&made, before) && is_again(&made, written));
     fini(&made);
 }
 
@@ -210,7 +210,7 @@ test_saved_and_written(void)
     KlValueId before = call1(&made.p, "exp", made.given);
     KlValueId written = call1(&made.p, "relu_", before);
     CHECK(find(&made, call2(&made.p, "linear", written, made.square)) == KL_OK);
-    CHECK(!made.can_wait);
+    CHECK(!made.retains);
     fini(&made);
 }
 
@@ -227,12 +227,12 @@ test_copies(void)
         KlValueId weights = leaf(&made.p, meta);
         KlValueId weighed = call2(&made.p, "mul", made.given, weights);
         CHECK(find(&made, call2(&made.p, "linear", weighed, made.square)) == KL_OK);
-        CHECK(made.can_wait == !is_apart);
+        CHECK(made.retains == !is_apart);
         fini(&made);
     }
 }
 
-/* What leaves the body and is saved, and is light: a sum goes around the rows' meeting. */
+/* What leaves the body and is saved, and is cheap: a sum goes around the rows' meeting. */
 static void
 test_emptied(void)
 {
@@ -247,15 +247,15 @@ test_emptied(void)
         KlValueId meets = CALL1(&made.p, "mean", heavy, INTS(0));
         KlValueId later = call2(&made.p, "add", call2(&made.p, "sub", heavy, meets), active);
         CHECK(find(&made, call2(&made.p, "linear", later, made.square)) == KL_OK);
-        CHECK(made.can_wait && !is_again(&made, active));
+        CHECK(made.retains && !is_again(&made, active));
         CHECK(is_in(&made.needs, active) == (longest > 0));
         if (longest > 0) {
-            const KlLight *light = &made.lights.lights[made.lights.number[active] - 1];
-            CHECK(light->value == active && light->length == 1 && light->needs.n == 0);
-            const uint32_t *nodes = &made.lights.ids.ids[light->nodes.first];
-            CHECK(light->nodes.n == 3 && nodes[1] == node_of(&made.p, sum) &&
+            const KlCheap *cheap = &made.cheap_set.values[made.cheap_set.number[active] - 1];
+            CHECK(cheap->value == active && cheap->length == 1 && cheap->needs.n == 0);
+            const uint32_t *nodes = &made.cheap_set.ids.ids[cheap->nodes.first];
+            CHECK(cheap->nodes.n == 3 && nodes[1] == node_of(&made.p, sum) &&
                   nodes[2] == node_of(&made.p, active));
-            CHECK(made.lights.number[heavy] == 0);
+            CHECK(made.cheap_set.number[heavy] == 0);
         }
         fini(&made);
     }
@@ -278,7 +278,7 @@ test_order_of_needs(void)
     KlValueId later = call2(&made.p, "add", call2(&made.p, "sub", heavy, meets), first);
     later = call2(&made.p, "add", later, second);
     CHECK(find(&made, call2(&made.p, "linear", later, made.square)) == KL_OK);
-    CHECK(made.lights.number[first] == 1 && made.lights.number[second] == 2);
+    CHECK(made.cheap_set.number[first] == 1 && made.cheap_set.number[second] == 2);
     CHECK(made.needs.n == 2 && made.needs.ids[0] == first && made.needs.ids[1] == second);
     fini(&made);
 }
@@ -302,11 +302,11 @@ test_chains(void)
         CHECK(find(&made, call2(&made.p, "linear", h, made.square)) == KL_OK);
         uint32_t n_kept = 0;
         for (int i = 0; i < 4; i++) {
-            uint32_t number = made.lights.number[sums[i]];
+            uint32_t number = made.cheap_set.number[sums[i]];
             n_kept += number == 0;
-            if (number > 0 && made.lights.lights[number - 1].length > 1) {
-                KlSlice needs = made.lights.lights[number - 1].needs;
-                CHECK(needs.n == 1 && made.lights.ids.ids[needs.first] == sums[i - 1]);
+            if (number > 0 && made.cheap_set.values[number - 1].length > 1) {
+                KlSlice needs = made.cheap_set.values[number - 1].needs;
+                CHECK(needs.n == 1 && made.cheap_set.ids.ids[needs.first] == sums[i - 1]);
             }
         }
         CHECK(n_kept == 1 + 3 / (longest + 1));
@@ -324,11 +324,11 @@ test_no_memory(void)
         open(&made);
         KlValueId active = call1(&made.p, "relu", made.given);
         CHECK(find(&made, call2(&made.p, "linear", active, made.square)) == KL_OK);
-        const KlWaiting waiting = {.tape = &made.p.tape,
-                                   .program = &made.program,
-                                   .known = known,
-                                   .lights = &made.lights,
-                                   .error = &made.p.error};
+        const KlRetained retained = {.tape = &made.p.tape,
+                                     .program = &made.program,
+                                     .known = known,
+                                     .cheap_set = &made.cheap_set,
+                                     .error = &made.p.error};
         KlIds again = {0}, needs = {0};
         uint32_t r = 0;
         while (made.program.runs[r].stage !=
@@ -336,7 +336,7 @@ test_no_memory(void)
             r++;
         }
         kl_alloc_fail_after(n);
-        status = kl_waiting_find(&waiting, &made.program.runs[r], &made.can_wait, &again, &needs);
+        status = kl_retained_find(&retained, &made.program.runs[r], &made.retains, &again, &needs);
         kl_alloc_fail_after(-1);
         CHECK(status == KL_OK || (status == KL_ERROR_MEMORY && again.ids == NULL && n == 0));
         kl_alloc_free(again.ids);
@@ -347,8 +347,8 @@ test_no_memory(void)
 int
 main(void)
 {
-    test_light_before_heavy();
-    test_light_after_heavy();
+    test_cheap_before_heavy();
+    test_cheap_after_heavy();
     test_heavy_inside();
     test_nothing_heavy();
     test_draws();

@@ -2,7 +2,7 @@
 """Retain the graphs of a body's chunks from forward to backward, without their saved tensors.
 
 Saved-tensor hooks see what autograd saves. The inputs of the body are kept anyway; its outputs are
-kept where the schedule puts them (`homes`); what cheap calls make of these is recomputed before the
+kept where the schedule puts them (STORE); what cheap calls make of these is recomputed before the
 backward of the chunk. So nothing but the graph of a chunk is kept for it.
 """
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from koila.running import light
-from koila.running.cross import Fresh
+from koila.running import cheap
+from koila.running.cross import Awaiting
 from koila.running.saved import Found, Look
 from koila.running.sending import Edges, edges_of, send_back
 from koila.staged.facts import Run
@@ -29,11 +29,11 @@ class Chunk(NamedTuple):
     enters its graph, and what the graph needs."""
 
     edges: dict[int, Edges]
-    given: Fresh  # the aliases that it read
+    given: Awaiting  # the aliases that it read
     found: Found
 
 
-class Waiting:
+class Retained:
     """The retained graphs of a body's chunks.
 
     Args:
@@ -45,13 +45,13 @@ class Waiting:
     def __init__(self, stages: Stages, run: Run, again: Sequence[int]) -> None:
         self.stages, self.run_ = stages, run
         self.again = frozenset(again)
-        self.homes = light.homes_of(stages.program, run)
+        self.stored = cheap.stored_of(stages.program, run)
         self.chunks: dict[int, Chunk] = {}
 
     def run(self, chunk: int) -> None:
         """Run a chunk forward with a graph; keep its outputs and the graph."""
         stages, run = self.stages, self.run_
-        look = Look(stages.program, self.again.union(self.homes), self.again)
+        look = Look(stages.program, self.again.union(self.stored), self.again)
         try:
             go = functools.partial(stages.run_nodes, run, chunk, True, look=look)
             env, given = stages.run_retained(go)
@@ -69,7 +69,7 @@ class Waiting:
         self._find(chunk, found)
         pairs = self.stages.seeds(self.run_, edges, chunk)
         del edges
-        send_back([edge for edge, _ in pairs], [seed for _, seed in pairs], self.stages.fresh)
+        send_back([edge for edge, _ in pairs], [seed for _, seed in pairs], self.stages.awaiting)
         del pairs
         found.tensors.clear()
 
@@ -78,7 +78,7 @@ class Waiting:
         stages, run = self.stages, self.run_
         grid = stages.grid_of(run)
         known: dict[int, torch.Tensor | None]
-        known = {value: stages.cross[value].of_rows(grid, chunk) for value in self.homes}
+        known = {value: stages.cross[value].of_rows(grid, chunk) for value in self.stored}
         again = [value for value in self.again if value in found.n_reads]
         env: Any = known
         if again:

@@ -25,7 +25,7 @@ from chunked import split
 from koila.basics.rows import largest
 from koila.memory import estimates
 from koila.planning import planner, plans, ways
-from koila.running import saved, waiting
+from koila.running import retained, saved
 from koila.staged.program import Program
 from koila.staged.schedule import Way
 from limits import there
@@ -166,7 +166,7 @@ def state(model: nn.Module) -> list[Tensor]:
 def test_numbers(name: str, chunks: int) -> None:
     model, x, y = make(name)
     other = copy.deepcopy(model)
-    with mock.patch.object(waiting, "Waiting", wraps=waiting.Waiting) as waited:
+    with mock.patch.object(retained, "Retained", wraps=retained.Retained) as waited:
         loss = step(other, x, y, chunks)
     assert torch.allclose(loss, step(model, x, y, None), rtol=1e-12)
     for got, want in zip(state(other), state(model), strict=True):
@@ -292,7 +292,7 @@ def test_graphs_do_not_wait_where_they_are_most_of_it(size: int, does_wait: bool
     """Many chunks, of few numbers or of many."""
     model = between(nn.ReLU())
     x, y = torch.randn(160, 3, size, size), torch.randint(0, 5, (160,))
-    with mock.patch.object(waiting, "Waiting", wraps=waiting.Waiting) as waited:
+    with mock.patch.object(retained, "Retained", wraps=retained.Retained) as waited:
         step(model, x, y, 160)
     assert waited.called == does_wait
 
@@ -425,7 +425,7 @@ class Pooled(nn.Module):
 
 
 #: Networks of which something may be emptied.
-LIGHT: dict[str, Callable[[], nn.Module]] = {
+CHEAP: dict[str, Callable[[], nn.Module]] = {
     "bottlenecks": bottlenecks,
     "blocks": lambda: norm_networks.resnet(False),
     "mobile": norm_networks.mobile,
@@ -434,16 +434,16 @@ LIGHT: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def emptied(monkeypatch: pytest.MonkeyPatch, n_light: int) -> list[tuple[float, int]]:
+def emptied(monkeypatch: pytest.MonkeyPatch, n_cheap: int) -> list[tuple[float, int]]:
     """Run every program in that way; what it is said to need then, and how much it empties."""
     original, seen = planner.plan, []
 
     def changed(program: Program, is_graph: bool, is_final: bool = True) -> plans.Plan:
         planned = original(program, is_graph, is_final)
-        way = Way(n_light=n_light)
+        way = Way(n_cheap=n_cheap)
         estimate = estimates.estimate(program, True, way)
         size = largest(estimate.rows, planned.n_chunks, planned.unit)
-        seen.append((estimate.peak(size)[0], len(program.schedule(True, way).lights)))
+        seen.append((estimate.peak(size)[0], len(program.schedule(True, way).cheap_values)))
         return dataclasses.replace(planned, way=way)
 
     monkeypatch.setattr(planner, "plan", changed)
@@ -451,18 +451,18 @@ def emptied(monkeypatch: pytest.MonkeyPatch, n_light: int) -> list[tuple[float, 
 
 
 @pytest.mark.parametrize("chunks", [2, 5, 12])
-@pytest.mark.parametrize("n_light", [1, 2, 5])
-@pytest.mark.parametrize("name", LIGHT)
+@pytest.mark.parametrize("n_cheap", [1, 2, 5])
+@pytest.mark.parametrize("name", CHEAP)
 def test_what_is_emptied(
-    name: str, n_light: int, chunks: int, monkeypatch: pytest.MonkeyPatch
+    name: str, n_cheap: int, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The numbers are eager's, and the bytes are what was said."""
     torch.manual_seed(0)
-    model = LIGHT[name]().double()
+    model = CHEAP[name]().double()
     other = copy.deepcopy(model)
     x, y = torch.randn(12, 3, 24, 24).double(), torch.randint(0, 5, (12,))
     loss = step(model, x, y, None)
-    seen = emptied(monkeypatch, n_light)
+    seen = emptied(monkeypatch, n_cheap)
     peak = peak_of(other, x, y, chunks)
     assert torch.allclose(step(other, x, y, None), loss, rtol=1e-12)
     step(model, x, y, None)
@@ -485,7 +485,7 @@ def peak_of(model: nn.Module, x: Tensor, y: Tensor, chunks: int | None) -> int:
 
 @pytest.mark.parametrize("chunks", [3, 6, 12])
 def test_chunks_that_are_asked_for_take_little(chunks: int) -> None:
-    """Of what is light as much is emptied as that takes."""
+    """Of what is cheap as much is emptied as that takes."""
     torch.manual_seed(0)
     model = bottlenecks().double()
     x, y = torch.randn(12, 3, 48, 48).double(), torch.randint(0, 5, (12,))

@@ -1,0 +1,55 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* retained.h - decides which graphs are retained from the forward to the backward of their chunk, and which saved
+ * tensors are recomputed then. "Cheap" means cheap to recompute: no product, convolution or attention (the cell CHEAP
+ * of ops.def).
+ *
+ * A body whose backward comes later usually runs twice: the graphs of all its chunks together would keep every
+ * activation. But if each tensor that autograd saves exists anyway (leaves, the body's inputs, its results with
+ * rows), or cheap calls recompute it from those, the graph is retained without the cheap tensors, which are
+ * recomputed before the chunk's backward. So heavy calls run once, and only inputs and results of bodies are kept.
+ *
+ * Likewise the storage of a result of a body can be freed between the passes, even if graphs saved it, and cheap
+ * calls recompute it chunk by chunk: for example a residual sum whose terms are kept anyway. The inputs of these
+ * calls may be such values themselves, in chains up to a given length. */
+#ifndef KL_RETAINED_H
+#define KL_RETAINED_H
+
+#include "program.h"
+
+/* A result of a body that cheap calls recompute. */
+typedef struct KlCheap {
+    KlValueId value;
+    uint32_t run;    /* the run that makes it */
+    uint32_t length; /* of the chain of such values that ends with it: 1 if it reads no other */
+    KlSlice needs;   /* of ids: other such values that the calls read, in the order they are made */
+    KlSlice nodes;   /* of ids: the calls that recompute it, in order */
+} KlCheap;
+
+typedef struct KlCheapSet {
+    KlCheap *values; /* [n] in the order they are made */
+    size_t n, n_max;
+    KlIds ids;
+    uint32_t *number; /* [n_values] 1 + the index in `values`; 0: it keeps its storage */
+} KlCheapSet;
+
+typedef struct KlRetained {
+    const KlTape *tape;
+    const KlProgram *program;
+    uint8_t *known; /* [n_values] scratch, all 0 between calls: bits about values of one run */
+    KlCheapSet *cheap_set;
+    KlError *error;
+} KlRetained;
+
+/* Add the results of a run that cheap calls recompute, out of the candidates `may_be`, with chains of at most
+ * `longest`, to the set. Call it for the runs in their order. */
+KlStatus kl_retained_find_cheap(const KlRetained *retained, uint32_t run, const bool *may_be,
+                                uint32_t longest);
+
+/* Set `*retains` to whether a run, a body of one segment, can retain the graphs of its chunks. If so, append to
+ * `again` the saved tensors to recompute (of a call that saves what it writes: the value before the write), and to
+ * `needs` the cheap values to fill for the graph or for recomputing these. If it fails, which only an allocation can,
+ * all results are invalid. */
+KlStatus kl_retained_find(const KlRetained *retained, const KlRun *run, bool *retains, KlIds *again,
+                          KlIds *needs);
+
+#endif
