@@ -91,11 +91,9 @@ kl_context_is_for_torch(void)
 int
 kl_context_runs_at_once(PyObject *func)
 {
-    bool is_known = around.saved_tensors != NULL && kl_py.n_dual_levels == 0;
-    if (is_known && !around.has_dispatch_modes(false) && !has_saved_tensors_hooks()) {
-        return 0;
-    }
-    return kl_py_truth(PyObject_CallOneArg(kl_py.runs_at_once, func));
+    bool is_plain = around.saved_tensors != NULL && kl_py.n_dual_levels == 0 &&
+                    !around.has_dispatch_modes(false) && !has_saved_tensors_hooks();
+    return is_plain ? 0 : kl_py_truth(PyObject_CallOneArg(kl_py.runs_at_once, func));
 }
 
 PyObject *
