@@ -6,6 +6,7 @@ import datetime
 import gc
 import os
 import random
+import signal
 import types
 import zlib
 from collections.abc import Iterator
@@ -49,6 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Let the processes that tests start import the same koila, and all workers of one run choose
     the tests of the same day."""
     torch.set_num_threads(config.option.threads)
+    # A command in the background is started deaf to interrupts, and Python then leaves it so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, config.getini("pythonpath")))
     if config.option.rotated == "today":
         config.option.rotated = datetime.date.today().isoformat()

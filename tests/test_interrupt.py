@@ -54,14 +54,6 @@ class Program:
 
 
 @pytest.fixture(autouse=True)
-def interrupts_are_heard() -> Iterator[None]:
-    """A command in the background is started deaf to them, and Python then leaves it so."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(autouse=True)
 def no_callback_of_the_collector_hears_them() -> Iterator[None]:
     """What is raised in one (hypothesis has one) Python reports and drops: no interrupt is left."""
     with collector_off():
