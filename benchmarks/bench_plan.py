@@ -31,8 +31,9 @@ from benchmarks.bench import parser, prepare, publish, table
 from benchmarks.programs import make
 from koila import _core
 from koila.memory import budget
-from koila.planning import fitting, left_graphs, planner, plans, ways
+from koila.planning import fitting, planner, plans, ways
 from koila.staged import program
+from koila.staged.known import _known as known_programs
 
 ROWS = 64
 WIDTH = 4
@@ -66,8 +67,8 @@ def record(layer: Layer, n_calls: int, device: str) -> torch.Tensor:
 
 def forget() -> None:
     """Forget all that was planned before."""
-    for known in (ways._seen, fitting._last_ways, planner._least_limits, left_graphs._further):
-        known.clear()
+    for kept in (ways._seen, fitting._last_ways, planner._least_limits, known_programs):
+        kept.clear()
     plans.lasting.clear()
 
 

@@ -20,6 +20,7 @@ from allocations import Allocations
 from chunked import split
 from koila.memory import estimates
 from koila.planning import ways
+from koila.staged import known
 from oracle import Lazy
 from oracle import eager as as_it_is
 
@@ -334,7 +335,7 @@ def test_hooks_take_what_is_predicted(
 
     find = koila.planning.planner._find_way_in
     monkeypatch.setattr(koila.planning.planner, "_find_way_in", find_way)
-    koila.planning.planner._ways_in.clear()
+    known._known.clear()
     with koila.config(chunks=chunks):
         took, ours = hooked_step(koila.lazy, hooked, HOOKS[name])
     torch.testing.assert_close(ours, theirs)

@@ -169,8 +169,7 @@ class Meter:
     """Measures the peak bytes of tensors on GPUs since its creation, beyond those at that time."""
 
     def __init__(self) -> None:
-        is_used = torch.cuda.is_initialized()
-        self._before = {index: _stats(index) for index in _used_gpus()} if is_used else {}
+        self._before = {index: _stats(index) for index in _used_gpus()}
 
     def bytes(self) -> int | None:
         """Return the peak bytes; None: allocators keep no count, or an earlier peak was higher."""

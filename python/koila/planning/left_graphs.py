@@ -18,29 +18,34 @@ from koila.staged.schedule import AS_IT_IS
 def estimate(program: Program, is_graph: bool) -> estimates.Estimate:
     """Predict the bytes that a program needs as it is, with the graphs that a whole run makes.
 
-    A graph that is freed meanwhile is counted up to the end of the forward pass.
+    A graph that is freed meanwhile is counted as if it was held.
     """
     found = Ways(program, is_graph).option(AS_IT_IS).estimate
     if not is_graph:
         return found
-    return dataclasses.replace(found, whole=found.whole + _further_of(program))
+    return dataclasses.replace(found, whole=found.whole + _further_of(program, found.whole))
 
 
-def _further_of(program: Program) -> float:
+def _further_of(program: Program, whole: float) -> float:
+    """Return the further bytes of a program that needs `whole` bytes without these graphs."""
     further, key = program.known.further, program.gets is None
     if key not in further:
         ends = ends_of(program if program.gets is None else Program(program.roots))
         more = 0.0
         if ends or program.gets is not None:
-            more = _forward(Program([*program.roots, *ends])) - _forward(program)
+            peak, left, _ = _course_of(Program([*program.roots, *ends]))
+            _, left_without, peak_back = _course_of(program)
+            more = max(peak, peak_back + left - left_without) - whole
         further[key] = max(0.0, more)
     return further[key]
 
 
-def _forward(program: Program) -> float:
-    """Return the peak bytes of a whole run before its backward."""
+def _course_of(program: Program) -> tuple[float, float, float]:
+    """Return the bytes of a whole run: at most before its backward, as that begins, and at most in
+    it."""
     moments = estimates.estimate(program, True, is_live=True).course(1)
-    return max((one.n_bytes for one in moments if not one.is_back), default=0.0)
+    before = [one.n_bytes for one in moments if not one.is_back] or [0.0]
+    return max(before), before[-1], max(one.n_bytes for one in moments if one.is_back)
 
 
 def ends_of(program: Program) -> list[int]:
