@@ -10,8 +10,8 @@ from koila.staged.facts import Import, Made, Node, Run, parts_in
 from koila.staged.schedule import Arguments, Cheap, Graph, Op, Schedule, Step, Way
 
 _OPS, _GRAPHS = tuple(Op), tuple(Graph)
-#: The programs that are kept have at most so many calls together.
-_N_KEPT = 2**12
+#: The programs that are kept have at most so many calls together: a call takes 2.4 KB.
+_N_KEPT = 2**9
 
 
 class Known:
