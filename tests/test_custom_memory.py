@@ -88,14 +88,15 @@ def test_what_does_not_fit_is_refused(where: str, monkeypatch: pytest.MonkeyPatc
     ran: list[int] = []
     enter = Counter.__enter__
     monkeypatch.setattr(Counter, "__enter__", lambda one: (ran.append(1), enter(one))[1])
+    limit = there() + plain + 8 * SIZE
     x, model = torch.randn(ROWS, WIDTH), Model()
     refused = pytest.raises(MemoryLimitError, match=rf"Wide.{name} .* runs on the whole batch")
-    with koila.config(memory_limit=plain + 8 * SIZE), refused:
+    with koila.config(memory_limit=limit), refused:
         model(koila.lazy(x)).square().mean().backward()
     with koila.config(memory_limit=2**40):
         model(koila.lazy(x)).square().mean().backward()
     n_counted = len(ran)
-    with koila.config(memory_limit=plain + 8 * SIZE), refused:
+    with koila.config(memory_limit=limit), refused:
         model(koila.lazy(x)).square().mean().backward()
     assert len(ran) == n_counted
 
