@@ -58,7 +58,7 @@ def resnet(is_bottleneck: bool) -> nn.Module:
 
 
 class Squeezed(nn.Module):
-    """A block whose sums no cheap work makes again: they are of what all pixels have to say."""
+    """A block whose sum no cheap calls can recompute: its gate is computed from all pixels."""
 
     def __init__(self, n: int) -> None:
         super().__init__()

@@ -21,13 +21,14 @@ N_ROWS = 12
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[known.Known]]:
-    """What was asked of the core. What is known again is compared with what it tells now."""
+    """The programs that were asked for and not known yet. What is kept of a program is compared
+    with what the core tells of it now, at each use."""
     found: list[known.Known] = []
     of, begin, schedule = known.known_of, known.Known.__init__, known.Known.schedule
     is_compared = False
 
     def told(one: known.Known) -> dict[str, Any]:
-        caches = "printed", "rows", "_schedules", "described"  # of what was asked for later
+        caches = "printed", "rows", "makers_of_calls", "_schedules", "described"  # filled later
         return {name: told for name, told in vars(one).items() if name not in caches}
 
     def asked_anew(handle: object) -> known.Known:

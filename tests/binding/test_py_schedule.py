@@ -35,7 +35,7 @@ def test_instructions_are_those_of_the_core() -> None:
 
 
 def test_forward_and_back() -> None:
-    """Runs without calls are barriers; what the body left goes before it goes back."""
+    """Runs without calls are barriers; a body's results are freed before its backward."""
     loss, program = staged()
     runs = program["runs"]
     steps, n_forward, _ = core.schedule(program["handle"], policy(True))
@@ -77,7 +77,7 @@ def test_segments_are_runs_of_one_loop() -> None:
 
 
 def sums(x: Any, w: torch.Tensor) -> Any:
-    """A sum that a later body reads: cheap, of what there is else."""
+    """A later body reads the sum `both`, which cheap calls can recompute from kept values."""
     h = x @ w
     both = (h - h.mean(0)) + h
     heavy = both @ w

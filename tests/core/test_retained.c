@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* test_retained.c - which graphs may wait for their backward, and what of them is made again. */
+/* test_retained.c - which graphs are retained until their backward, and which of their values are recomputed. */
 #include "retained.h"
 
 #include "record.h"
@@ -15,7 +15,7 @@ typedef struct Made {
     KlProgram program;
     bool retains;
     KlIds again;
-    KlIds needs;          /* of what is emptied */
+    KlIds needs;          /* the values to fill that EMPTY has freed */
     KlCheapSet cheap_set; /* which the runs leave */
     uint32_t longest;     /* chain of such values that may be; 0: none */
     bool may_be[MAX_VALUES];
@@ -105,7 +105,7 @@ is_again(const Made *made, KlValueId value)
     return is_in(&made->again, value);
 }
 
-/* What is saved is cheap: it is made again. */
+/* A saved value that cheap calls can recompute is recomputed. */
 static void
 test_cheap_before_heavy(void)
 {

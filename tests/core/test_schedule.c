@@ -13,14 +13,14 @@ typedef struct Made {
 } Made;
 
 static KlStatus
-try_to_build(Made *made, KlValueId wanted, uint32_t n_segments, const KlPolicy *homes)
+try_to_build(Made *made, KlValueId wanted, uint32_t n_segments, const KlPolicy *policy)
 {
     static const bool nothing[MAX_VALUES];
     static const uint32_t nobody[MAX_VALUES];
     const KlAsked asked = {.goal = {.wanted = &wanted,
                                     .n_wanted = 1,
                                     .roots = &wanted,
-                                    .n_roots = homes->is_graph ? 1 : 0},
+                                    .n_roots = policy->is_graph ? 1 : 0},
                            .n_segments = n_segments,
                            .reached = &wanted,
                            .n_reached = 1,
@@ -30,7 +30,7 @@ try_to_build(Made *made, KlValueId wanted, uint32_t n_segments, const KlPolicy *
     CHECK(made->p.tape.n_values <= MAX_VALUES);
     KlStatus status = kl_program_build(&made->p.tape, &asked, &made->program, &made->p.error);
     if (status == KL_OK) {
-        status = kl_schedule_build(&made->p.tape, &made->program, homes, &made->schedule,
+        status = kl_schedule_build(&made->p.tape, &made->program, policy, &made->schedule,
                                    &made->p.error);
         if (status != KL_OK) {
             kl_program_fini(&made->program);
@@ -42,8 +42,8 @@ try_to_build(Made *made, KlValueId wanted, uint32_t n_segments, const KlPolicy *
 static void
 build(Made *made, KlValueId wanted, uint32_t n_segments, bool is_graph, uint32_t keep_every)
 {
-    const KlPolicy homes = {.is_graph = is_graph, .keep_every = keep_every};
-    CHECK(try_to_build(made, wanted, n_segments, &homes) == KL_OK);
+    const KlPolicy policy = {.is_graph = is_graph, .keep_every = keep_every};
+    CHECK(try_to_build(made, wanted, n_segments, &policy) == KL_OK);
 }
 
 static void
@@ -232,7 +232,7 @@ test_what_is_made_again(void)
     program_fini(&made.p);
 }
 
-/* Offloaded: nothing is made again, and what the user gets, or a barrier reads whole, stays. */
+/* Offloaded results of bodies are not recomputed. Those that the user gets, or a barrier reads whole, stay. */
 static void
 test_what_is_offloaded(void)
 {
@@ -240,8 +240,8 @@ test_what_is_offloaded(void)
     Start s = start(&made.p);
     KlValueId crossing[3];
     KlValueId loss = layers(&made, s, crossing, 3);
-    const KlPolicy homes = {.is_graph = true, .offload_every = 1, .keep_every = 1};
-    CHECK(try_to_build(&made, loss, 1, &homes) == KL_OK);
+    const KlPolicy policy = {.is_graph = true, .offload_every = 1, .keep_every = 1};
+    CHECK(try_to_build(&made, loss, 1, &policy) == KL_OK);
     for (int i = 0; i < 3; i++) {
         CHECK(n_times(&made, KL_STEP_STORE, crossing[i]) == 1);
         CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == 0);
@@ -250,7 +250,7 @@ test_what_is_offloaded(void)
     fini(&made);
     KlValueId sorted = CALL1(&made.p, "sort", crossing[1], INT(0));
     loss = call2(&made.p, "mul", loss, call1(&made.p, "mean", sorted));
-    CHECK(try_to_build(&made, loss, 1, &homes) == KL_OK);
+    CHECK(try_to_build(&made, loss, 1, &policy) == KL_OK);
     CHECK(n_times(&made, KL_STEP_STORE, crossing[0]) == 1);
     CHECK(n_times(&made, KL_STEP_STORE, crossing[1]) == 0);
     fini(&made);
@@ -315,12 +315,12 @@ test_no_memory(void)
     Start s = start(&made.p);
     KlValueId crossing[4];
     KlValueId loss = layers(&made, s, crossing, 4);
-    const KlPolicy homes = {.is_graph = true, .keep_every = 2};
+    const KlPolicy policy = {.is_graph = true, .keep_every = 2};
     int64_t n_blocks = kl_alloc_n_blocks(), n_refused = 0;
     KlStatus status = KL_ERROR_MEMORY;
     while (status != KL_OK) {
         kl_alloc_fail_after(n_refused++);
-        status = try_to_build(&made, loss, 2, &homes);
+        status = try_to_build(&made, loss, 2, &policy);
         kl_alloc_fail_after(-1);
         CHECK(status == KL_OK || (status == KL_ERROR_MEMORY && kl_alloc_n_blocks() == n_blocks));
     }

@@ -180,7 +180,7 @@ def before_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def after_step(optimizer: torch.optim.Optimizer) -> None:
-    """Keep the copies of what the step of an optimizer has written."""
+    """Keep the copies of the parameters that an optimizer has written in its step."""
     after = _state.after_step.pop(id(optimizer), None)
     if after is not None:
         after()

@@ -60,13 +60,14 @@ def maker_of_calls(program: Program, node: Node) -> Callable[..., Call]:
     It takes the function to call, the function's positional arguments and its keyword arguments;
     `start`, the first row of the chunk; and `memo`, results shared by all runs of the chunk.
     """
-    made = program.makers_of_calls.get(node.id)
+    makers = program.known.makers_of_calls
+    made = makers.get(node.id)
     if made is None:
         _, row, _, _, n_rows, *_ = _core.node(node.id)
         assert row is not None  # only a row says that a call is a reduction
         signature, dtype = table.ROWS[row]["call"], program.info(node.first_out).dtype
         made = functools.partial(Call, signature=signature, dtype=dtype, n_rows=n_rows)
-        program.makers_of_calls[node.id] = made
+        makers[node.id] = made
     return made
 
 

@@ -290,7 +290,7 @@ class Cross:
     # -- gradients --------------------------------------------------------------------------------
 
     def _gradient_at(self, key: Key) -> torch.Tensor | None:
-        """Return the gradient of what was read under a key."""
+        """Return the gradient that graphs sent to what they read under `key`."""
         alias, seed = self.aliases.get(key), self.seeds.get(key)
         grad = None if alias is None else alias.grad
         return grad if seed is None else add(seed, grad)

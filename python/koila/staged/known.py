@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from koila import _core
@@ -41,6 +42,7 @@ class Known:
             for node in self.moving
         }
         self.rows: dict[int, str] = {}  # by call, once asked for: the name of its row
+        self.makers_of_calls: dict[int, Callable[..., Any]] = {}  # by reduction, of `calls.py`
         self._schedules: dict[Arguments, Schedule] = {}
         #: Caches of `planning`: descriptions of runs (`explain.py`) and ways in a number of chunks
         #: (`planner.py`) by all else that they depend on; the further bytes of `left_graphs.py`.
@@ -77,7 +79,8 @@ _known: list[Known] = []
 
 
 def known_of(handle: object) -> Known:
-    """Return what is known of the program with a handle.
+    """Return what the core tells of the program behind a handle, kept since an earlier step staged
+    the same one, or asked for now.
 
     Programs are the same if all is equal that the core stages, cuts and schedules them by: calls,
     shapes, dtypes, devices, gradients, hooks, what the user holds.

@@ -9,7 +9,6 @@ import copy
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -35,7 +34,6 @@ from koila.staged.schedule import AS_IT_IS, Schedule, Way
 _OF_CORE = "known", "nodes", "imports", "runs", "moving", "node", "made", "needs_gradient"
 _OF_CUTS = (*_OF_CORE, "unstageable", "cloned")
 _UNCUT = AS_IT_IS.cuts
-_GETTER = operator.attrgetter("__getitem__")
 _NO_ID = 2**32 - 1  # KL_ID_NONE of base.h
 
 
@@ -121,17 +119,16 @@ class Program:
         #: A cache of `planning/ways.py`: the measures of this program, with and without backward.
         self.measured: dict[bool, Any] = {}
         self._cut_before: dict[tuple[int, bool], Program] = {}  # by `Way.cuts`
-        #: A cache of `reductions/calls.py`: by reduction, what makes its calls.
-        self.makers_of_calls: dict[int, Callable[..., Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
         """Ask the core what it tells of the program, when some of that is read first."""
         if name not in _OF_CORE:
             raise AttributeError(name)
-        known = known_of(self.handle)
-        lists = known.nodes, known.imports, known.runs, known.moving
-        of_number = map(_GETTER, (known.nodes, known.made, known.needs_gradient))
-        self.__dict__.update(zip(_OF_CORE, (known, *lists, *of_number), strict=True))
+        known = self.known = known_of(self.handle)
+        self.nodes, self.imports, self.runs = known.nodes, known.imports, known.runs
+        self.moving = known.moving
+        self.node, self.made = known.nodes.__getitem__, known.made.__getitem__
+        self.needs_gradient = known.needs_gradient.__getitem__
         return self.__dict__[name]
 
     @functools.cached_property
