@@ -14,7 +14,9 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import koila
 from chunked import split
-from koila.running import watched
+from koila.reductions.losses import CrossEntropy
+from koila.running import tail, watched
+from koila.staged import known
 from koila.staged.program import Program
 from koila.staged.schedule import Graph, Op, Schedule, Step
 from oracle import assert_same, eager
@@ -181,6 +183,7 @@ def test_what_torch_keeps_spares_the_second_look(
         # What is made of the body's values beside the gradient's way could be kept unseen.
         assert bool(seen_by) == (name == "beside numbers")
         seen_by.clear()
+        known._known.clear()  # what was seen is kept for the next step
         with monkeypatch.context() as patch:
             patch.setattr(torch.autograd.graph, "saved_tensors_hooks", refuse)
             seen = gradient_of(koila.lazy, LINEAR[name])
@@ -220,3 +223,104 @@ def test_counted_before_and_made_after(chunks: int) -> None:
     with split(chunks):
         got = gradient(koila.lazy)
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-14)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Gets an entry each time a tail is differentiated."""
+    found: list[None] = []
+    differentiate = tail._differentiate
+
+    def count(*given: Any) -> Any:
+        found.append(None)
+        return differentiate(*given)
+
+    monkeypatch.setattr(tail, "_differentiate", count)
+    monkeypatch.setattr(known, "_known", [])
+    return found
+
+
+def losses(x: Tensor, y: Tensor, w: Tensor, scale: Any, sent: Tensor | None = None) -> None:
+    (cross_entropy(torch.tanh(x @ w), y) * scale).backward(sent)
+
+
+DIFFERENT: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
+    "constant": lambda x, y, w: losses(x, y, w, 0.25),
+    "sign of a zero": lambda x, y, w: losses(x, y, w, -0.0),
+    "type of a constant": lambda x, y, w: losses(x, y, w, 1),
+    "a tensor": lambda x, y, w: losses(x, y, w, SCALE),
+    "gradient": lambda x, y, w: losses(x, y, w, 0.5, SCALE * 2),
+    "labels that count": lambda x, y, w: losses(x, y, w, 0.5),
+    "no label": lambda x, y, w: losses(x, y, w, 0.5),
+    "rows": lambda x, y, w: losses(x[:5], y[:5], w, 0.5),
+}
+N_IGNORED = {"labels that count": 2, "no label": N_ROWS}
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 7])
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_gradients_are_kept_while_all_is_the_same(
+    name: str, chunks: int, computed: list[None]
+) -> None:
+    def as_before(x: Tensor, y: Tensor, w: Tensor) -> None:
+        losses(x, y, w, 0.5)
+
+    n_computed = []
+    for step in (as_before, as_before, DIFFERENT[name], as_before, as_before):
+        x = torch.rand(N_ROWS, 4, dtype=torch.float64)
+        w = torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
+        y = torch.randint(3, (N_ROWS,))
+        if step is not as_before:
+            y[: N_IGNORED.get(name, 0)] = -100
+        step(x, y, w)
+        wanted, w.grad = w.grad, None
+        computed.clear()
+        with split(chunks):
+            step(*koila.lazy(x, y), w)
+        torch.testing.assert_close(w.grad, wanted, rtol=1e-10, atol=1e-14, equal_nan=True)
+        n_computed.append(len(computed))
+    assert n_computed[1] == 0 and n_computed[4] == 0
+    assert n_computed[0] == 1 and n_computed[2] == 1
+
+
+def test_kept_gradients_are_no_ones_elses(computed: list[None]) -> None:
+    """A gradient that the caller passes and writes later is not what was kept."""
+    w = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
+    found = []
+    for _ in range(2):
+        sent, w.grad = torch.ones(N_ROWS, dtype=torch.float64), None
+        with split(3):
+            (koila.lazy(torch.ones(N_ROWS, 4, dtype=torch.float64)) @ w).sum(1).backward(sent)
+        found.append(w.grad)
+        sent.zero_()
+    assert len(computed) == 1
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 7])
+def test_labels_are_counted_at_once(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    n_rows = []
+    weights = CrossEntropy.weights
+
+    def count(self: CrossEntropy, call: Any, weight: Tensor) -> Tensor:
+        n_rows.append(len(call.word("target")))
+        return weights(self, call, weight)
+
+    monkeypatch.setattr(CrossEntropy, "weights", count)
+    wanted = gradient_of(lambda x: x, LINEAR["labels with weights"])
+    n_rows.clear()
+    with split(chunks):
+        seen = gradient_of(koila.lazy, LINEAR["labels with weights"])
+    assert n_rows == [N_ROWS]
+    torch.testing.assert_close(seen, wanted, rtol=1e-10, atol=1e-14)
+
+
+def test_many_labels_are_counted_by_chunks() -> None:
+    """Where that takes more than the gradients, chunks of it may lower the peak."""
+    y = torch.zeros(2**12, dtype=torch.long)
+    w = torch.rand(1, 2, dtype=torch.float64, requires_grad=True)
+    x = torch.rand(len(y), 1, dtype=torch.float64)
+    with split(4):
+        rows, labels = koila.lazy(x, y)
+        cross_entropy(rows @ w, labels).backward()
+    assert [stage.n_chunks for stage in koila.report().main.stages] == [4, 4, 1]

@@ -34,6 +34,12 @@ def is_of_chunks(node: Node) -> bool:
     return _core.node(node.id)[0] in OF_CALLS
 
 
+def is_of_parts(program: Program, value: int) -> bool:
+    """Tell whether a reduction makes a value whose rows no chunk reads."""
+    node = program.node_of(value)
+    return node is not None and node.mode == REDUCE and not reduction_of(node).is_by_chunk
+
+
 def dim_of_chunks(program: Program, node: Node) -> int | None:
     """Return the dim along which the value of a reduction has a slice for each chunk; None: all
     chunks read the whole value."""

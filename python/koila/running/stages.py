@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from koila.basics.rows import grid
 from koila.planning import plans
+from koila.reductions import calls
 from koila.running import saved
 from koila.running.cross import Awaiting, Cross
 from koila.running.prepared import Prepared
@@ -26,6 +27,31 @@ from koila.staged.program import Program
 from koila.staged.schedule import DATA, Schedule
 
 _T = TypeVar("_T")
+
+
+#: A call takes at most so many times the bytes that it reads and makes.
+_MOST_HELD = 8
+_FEW_BYTES = 2**12
+
+
+def _counted_at_once(program: Program) -> list[int]:
+    """Return the axes over which the first stage (`DATA`) runs on all rows at once.
+
+    It leaves only parts of reductions, such as numbers of labels, and takes fewer bytes than the
+    gradients that are there at the end of the step. So chunks of it would not lower the peak.
+    """
+    known = program.known
+    if known.at_once is None:
+        leaves = {value for value, *_ in program.imports if program.is_leaf(value)}
+        gradients = sum(map(program.bytes_of, filter(program.needs_gradient, leaves)))
+        known.at_once = []
+        for run in (run for run in program.runs if run.stage == DATA):
+            read = sum(program.bytes_of(program.imports[i].value) for i in run.imports)
+            made = sum(program.bytes_made(program.node(i)) for i in run.nodes)
+            is_small = _MOST_HELD * (read + made) <= max(gradients, _FEW_BYTES)
+            if is_small and all(calls.is_of_parts(program, v) for v in run.exports):
+                known.at_once.append(run.axis)
+    return known.at_once
 
 
 class Stages(Store):
@@ -46,13 +72,16 @@ class Stages(Store):
         head = schedule.head()
         if head is not None and not self.planned.way.n_across:
             self._cut_in_pieces(head)
+        if not self.is_forward and n_chunks > 1:
+            for axis in _counted_at_once(self.program):
+                self.pieces[DATA, axis, 0] = [(0, self.program.axes[axis])]
         return schedule
 
     def _cut_in_pieces(self, head: Run) -> None:
         """Split each chunk into pieces for the head of the last body.
 
-        The stage that counts the labels (`DATA`) gets the same grid, since the head combines its
-        counts with partials of the same pieces. No stage reads these counts by rows.
+        The stage that counts the labels (`DATA`) gets the same grid, since it may leave results for
+        them.
         """
         found = [
             (start + first, start + last)

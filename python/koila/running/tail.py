@@ -10,6 +10,9 @@ too: saved-tensor hooks see each tensor that the run on stand-ins saves. If all 
 before the body, or are numbers of terms (`counts` of a reduction), then no gradient depends on a
 value of the body. If not, the tail runs once more on the real outputs of the body, and its
 gradients must equal those that were sent. If they do not, the op table is wrong: that is an error.
+
+The gradients of a tail that only combines reductions follow from a few numbers: the gradients of
+the roots, and the numbers of terms. They are kept for the next step with the same numbers.
 """
 
 from __future__ import annotations
@@ -37,6 +40,74 @@ if TYPE_CHECKING:
 #: kernels that add in no fixed order differ in the last bits.
 _PRECISIONS = 256
 _FAR = 0.1  # the largest difference in any dtype, as a share of the largest gradient
+
+
+#: Numbers are kept for the next step if each tensor of them has at most so many.
+_FEW = 64
+_CONSTANTS = bool, int, float, str, type(None), torch.dtype
+
+_Found = list[tuple[int, Key, "torch.Tensor | None"]]  # value, key of its `Cross.seeds`, gradient
+
+
+class Sent:
+    """The gradients that `seed` found last, of a tail that only combines reductions and calculates
+    with constants. They are computed again if a number differs that they are computed from: the
+    gradients of the roots, numbers of terms, constants.
+
+    Args:
+        program: the program.
+        runs: the segments of its last body.
+    """
+
+    def __init__(self, program: Program, runs: Sequence[Run]) -> None:
+        tail = list(_tail(program))
+        made = {value for run in runs for value in run.parts}
+        self.nodes = [
+            node for run in tail for node in (*run.combined, *map(program.node, run.nodes))
+        ]
+        self.is_closed = (
+            not any(run.imports for run in tail)
+            and made.issuperset(node.first_out for run in tail for node in run.combined)
+            and all(map(program.row_of, self.nodes))
+        )
+        #: What the last gradients were computed from, these, and whether `seed` was certain; one
+        #: tuple, since other threads run this program too.
+        self.last: tuple[tuple[Any, ...] | None, _Found, bool] = None, [], False
+
+    def computed_from(
+        self, stages: Stages, runs: Sequence[Run], left: Mapping[int, Any]
+    ) -> tuple[Any, ...] | None:
+        """Return what the gradients are computed from in this step; None: too much, or not only
+        numbers on the CPU."""
+        if not self.is_closed or torch.is_anomaly_enabled():  # it raises if one is not finite
+            return None
+        terms = [*stages.gradients]
+        for run in runs:
+            for value, numbers in run.parts.items():
+                if stages.program.needs_gradient(value):
+                    terms += (part for part in left[value] if not part.requires_grad)
+                for parts in stages.cross[value].parts.values():
+                    terms += (term for part, term in parts.items() if part not in numbers)
+        if any(term.numel() > _FEW or term.device.type != "cpu" for term in terms):
+            return None
+        words: list[Any] = []
+        for node in self.nodes:
+            func, args, kwargs = _core.call(node.id)
+            if not all(isinstance(word, _CONSTANTS) for word in (*args, *kwargs.values())):
+                return None
+            words.append((func, repr(args), repr(kwargs)))
+        return (
+            [stages.grid_of(run) for run in runs],
+            [(term.dtype, repr(term.tolist())) for term in terms],
+            words,
+        )
+
+    def keep(self, of: tuple[Any, ...] | None, found: _Found, is_certain: bool) -> None:
+        """Keep copies of gradients that were computed from `of`: some may be the caller's."""
+        if of is None or any(grad is not None and grad.numel() > _FEW for *_, grad in found):
+            return
+        own = [(v, key, None if grad is None else grad.clone()) for v, key, grad in found]
+        self.last = of, own, is_certain
 
 
 class _Kept:
@@ -93,9 +164,25 @@ def seed(
         Whether it is certain that no gradient depends on a value of the body. Otherwise `check` has
         to compare.
     """
+    known = stages.program.known
+    sent = known.sent = known.sent or Sent(stages.program, runs)
+    of = sent.computed_from(stages, runs, left)
+    before, found, is_certain = sent.last
+    if of is None or of != before:
+        found, is_certain = _differentiate(stages, runs, left, gradients)
+        sent.keep(of, found, is_certain)
+    for value, key, gradient in found:
+        stages.cross[value].seeds[key] = gradient
+    return is_certain
+
+
+def _differentiate(
+    stages: Stages, runs: Sequence[Run], left: Mapping[int, Any], gradients: list[torch.Tensor]
+) -> tuple[_Found, bool]:
+    """Run the tail on zeros and differentiate it; see `seed`."""
     program = stages.program
     stand_ins: dict[int, Cross] = {}
-    leaves: list[tuple[Cross, Any, torch.Tensor]] = []
+    leaves: list[tuple[int, Any, torch.Tensor]] = []
     parts = {value: (numbers, run) for run in runs for value, numbers in run.parts.items()}
     read = _read_by_tail(program)
     for value in filter(read.union(program.roots).__contains__, program.left_by(runs)):
@@ -105,16 +192,17 @@ def seed(
         if value in parts:
             early = stages.cross[value].parts
             numbers, run = parts[value]
-            leaves += cross.zero_parts(numbers, left[value], stages.grid_of(run), early)
+            made = cross.zero_parts(numbers, left[value], stages.grid_of(run), early)
         else:
-            leaves += cross.zero_whole(value in read)
+            made = cross.zero_whole(value in read)
+        leaves += ((value, key, leaf) for _, key, leaf in made)
         stand_ins[value] = cross
     of_body = {value: numbers for value, (numbers, _) in parts.items()}
     with reduction.counting(_counts(program, stand_ins, of_body)) as counts:
         kept = _Kept(lambda: _storages(stages, counts.values()))
         with kept.look():
             outputs = _run(stages, stand_ins, kept)
-    inputs = [leaf for _, _, leaf in leaves if leaf.requires_grad]
+    inputs = [leaf for *_, leaf in leaves if leaf.requires_grad]
     pairs = [
         (output, gradient)
         for output, gradient in zip(outputs, gradients, strict=True)
@@ -126,11 +214,7 @@ def seed(
             [output for output, _ in pairs], inputs, [gradient for _, gradient in pairs]
         )
     grads = dict(zip(map(id, inputs), found, strict=bool(found)))
-    for cross, key, leaf in leaves:
-        cross.seeds[key] = grads.get(id(leaf))
-    for value, cross in stand_ins.items():
-        stages.cross[value].seeds.update(cross.seeds)
-    return not kept.is_from_them
+    return [(value, key, grads.get(id(leaf))) for value, key, leaf in leaves], not kept.is_from_them
 
 
 def _tail(program: Program) -> Iterator[Run]:

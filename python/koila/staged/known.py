@@ -49,6 +49,10 @@ class Known:
         self.described: dict[tuple[Any, ...], Any] = {}
         self.ways_in: dict[tuple[int, ...], Way | None] = {}
         self.further: dict[bool, float] = {}
+        #: The axes over which the first stage runs on all rows at once, once `running/stages.py`
+        #: has found out.
+        self.at_once: list[int] | None = None
+        self.sent: Any = None  # of `running/tail.py`: the gradients that it sent last
 
     def _run(self, index: int, told: tuple[Any, ...]) -> Run:
         stage, axis, segment, nodes, parts, imports, exports, inner, combined, *rest = told
