@@ -54,6 +54,11 @@ def _write_data(h: Any) -> None:
     h.exp().sum().backward()
 
 
+def _write_an_item(h: Tensor) -> None:
+    outputs = [torch.zeros(2048, 64)]  # what an item holds is not replaced by a lazy tensor
+    outputs[0][:, :4] = h[:, :4]
+
+
 CALLS: list[tuple[int, Callable[[Any], Any], str]] = [
     (0, empty_labels, "empty; leave empty batches out"),
     (0, lambda h: F.group_norm(h, 4), "empty; leave empty batches out"),
@@ -64,6 +69,7 @@ CUT = [
     (lambda h: Doubles.apply(h), "custom autograd.Function gets real tensors; write it with"),
     (_write_data, "write it without .data, under torch.no_grad()"),
     (lambda h: torch.nonzero(h), "size of its result depends on numbers"),
+    (_write_an_item, "it writes into a plain tensor; make that with h.new_zeros"),
 ]
 
 

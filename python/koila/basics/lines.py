@@ -23,20 +23,23 @@ INSIDE = (
     copy.__file__,
     functools.__file__,
 )
+#: The folder of installed packages, in paths of files that pip installs.
+_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 
 
 def name_of_file(path: str) -> str:
-    """Return the name by which a user knows a file: of a notebook's cell its number, else its
-    path."""
+    """Return the name by which a user knows a file: of a notebook's cell its number, of an
+    installed package's file its path in the folder of packages, else its path."""
+    installed = _INSTALLED.split(path, 1)[-1]
     ipython = sys.modules.get("IPython")
     if ipython is None:
-        return path
+        return installed
     shell = ipython.get_ipython()
     try:
         named = shell.compile.format_code_name(path)
     except AttributeError:  # not in a notebook, or in one whose cells have no names
-        return path
-    return " ".join(named) if named is not None else path
+        return installed
+    return " ".join(named) if named is not None else installed
 
 
 def user_frames() -> Iterator[FrameType]:
@@ -67,8 +70,9 @@ def user_line() -> str:
     return _line_of(user_frame())
 
 
-#: Parts of the paths of files that pip installs, and of Python's own runner of modules.
-_INSTALLED = re.compile(r"[/\\](site|dist)-packages[/\\]|<frozen runpy>")
+def _is_installed(path: str) -> bool:
+    """Tell whether a file is a library's, or Python's own runner of modules."""
+    return _INSTALLED.match(path) is not None or path == "<frozen runpy>"
 
 
 def script_line() -> str:
@@ -77,7 +81,7 @@ def script_line() -> str:
     frame = innermost = user_frame()
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(INSIDE) and not _INSTALLED.search(path):
+        if not path.startswith(INSIDE) and not _is_installed(path):
             return _line_of(frame)
         frame = frame.f_back
     return _line_of(innermost)

@@ -40,8 +40,13 @@ def why(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] 
         return "compiled code gets real tensors; call the function that it was compiled from"
     if name.endswith("="):
         return "both tensors then share memory; write the values instead, with copy_()"
+    if name == "setitem":
+        return (
+            "it writes into a plain tensor; make that with h.new_zeros(...) of a lazy h, or join "
+            "the values with torch.stack"
+        )
     if not _schemas(name):
-        return "it needs real tensors on autograd's graph; call it outside of what takes memory"
+        return "koila cannot look into it, so it gets real tensors; call it where these are small"
     return _why_op(name, args, kwargs or {})
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -157,7 +158,7 @@ class ProgramReport:
         if self.bytes_predicted is None or self.bytes_allowed is None:
             why = "config(chunks=) sets the number of chunks, so no memory was predicted"
             took = f"; measured: {measured}" if self.bytes_measured is not None else ""
-            return why + took if self.stages else ""
+            return why + took if self.n_rows is not None else ""
         predicted, left = sizes(self.bytes_predicted, self.bytes_allowed)
         whole = f"whole needs {size(self.bytes_whole)}; " if self.bytes_whole is not None else ""
         text = f"{whole}predicted {predicted} of {left} left, measured: {measured}"
@@ -173,7 +174,7 @@ class ProgramReport:
         results = f" with {size(self.n_bytes)} of results" if self.n_bytes else ""
         calls = count(self.n_calls, "call") + results
         if self.n_chunks == 1 and self.n_rows is None:
-            is_unknown = self.n_bytes > 0 and self.bytes_predicted is None and not self.stages
+            is_unknown = self.n_bytes > 0 and self.bytes_predicted is None
             return f"{calls}, whole: {self.why}" + ("; no memory was predicted" * is_unknown)
         tries = f", at try {self.n_tries}" if self.n_tries > 1 else ""
         samples = count(self.n_rows or 0, "sample")
@@ -264,9 +265,11 @@ class Report:
             lines = [NOTHING_RAN]
         else:
             lines = [f"the last step ran {count(len(self.programs), 'pass')}"]
-        if len(self.programs) > _MOST_PRINTED:
-            lines[0] += f"; the last {_MOST_PRINTED}:"
-        lines += map(str, self.programs[-_MOST_PRINTED:])
+        alike = [(text, len(list(ran))) for text, ran in itertools.groupby(map(str, self.programs))]
+        if len(alike) > _MOST_PRINTED:
+            alike = alike[-_MOST_PRINTED:]
+            lines[0] += f"; the last {sum(times for _, times in alike)}:"
+        lines += [text if times == 1 else f"{times} times: {text}" for text, times in alike]
         before = self.training.main if self.training is not None else None
         if self.programs and not self.is_training and before is not None:
             lines.append(f"the last training step before it: {before}")
