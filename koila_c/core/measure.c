@@ -68,26 +68,6 @@ note_end(Step *step, double more)
     }
 }
 
-/* Count the gathered inputs of a body: their chunks are copied into one tensor of all rows and are views of it from then
- * on. Chunks that share their storage with other values stay beside it. */
-static void
-put_together(Step *step, const KlRun *run)
-{
-    for (uint32_t i = 0; i < run->imports.n; i++) {
-        KlValueId id = kl_program_import(step->program, run, i)->value;
-        KlMeasureValue *value = &step->values[id];
-        if (value->is_whole || step->sweep.sizes[id].is_put_together || !value->is_held ||
-            !is_gathered(step, run, i)) {
-            continue;
-        }
-        KlNodeId node = step->program->nodes.ids[run->nodes.first];
-        note(step, (KlMoment){.fixed = whole(step, id), .node = node});
-        value->is_whole = true;
-        value->is_beside = step->storages[storage_of(step, id)].n_held > 1;
-        step->held += value->is_beside ? whole(step, id) : 0;
-    }
-}
-
 /* Sweep the forward pass of a span and append its moments; NULL: only the sweep's state and peak are needed. */
 static void
 sweep_span(Step *step, KlSpan span, KlMoments *moments)
@@ -103,7 +83,6 @@ sweep_span(Step *step, KlSpan span, KlMoments *moments)
 static void
 sweep_forward(Step *step, const KlRun *run, bool is_graph)
 {
-    put_together(step, run);
     sweep_span(step, kl_sweep_span(step->program, run, is_graph), step->moments);
 }
 
@@ -226,8 +205,6 @@ free_value(Step *step, KlValueId value)
     }
     const KlParts *parts = parts_of(step, value);
     step->values[value].is_held = step->values[value].is_counted = false;
-    step->held -= step->values[value].is_beside ? whole(step, value) : 0;
-    step->values[value].is_beside = false;
     if (parts != NULL) {
         hold_parts(step, value, parts, -parts->left);
     } else if (has_own_memory(step, value)) {
@@ -276,7 +253,7 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body, bool are_copies)
         KlValueId value = kl_program_import(step->program, run, i)->value;
         KlMeasureValue *known = &step->values[value];
         KlSize *size = &step->sweep.sizes[value];
-        bool is_cut = is_made_by_rows(step, value) && !size->is_put_together;
+        bool is_cut = size->is_by_rows && !size->is_put_together;
         if (are_copies && !is_cut && gradient(step, value) == whole(step, value)) {
             continue;
         }
@@ -289,8 +266,7 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body, bool are_copies)
         } else if (!known->is_gathering && needs_gradient(step, value) && known->body != body) {
             known->is_gathering = true;
             hold_gradients(step, gradient(step, value), 0);
-            by_chunks +=
-                kl_program_is_body(run) && is_made_by_rows(step, value) ? gradient(step, value) : 0;
+            by_chunks += kl_program_is_body(run) && size->is_by_rows ? gradient(step, value) : 0;
         }
         bool is_sum = known->is_root || (known->is_gathering && known->is_gathering_whole);
         size->is_summed |= known->is_gathering;
@@ -442,12 +418,13 @@ hold_chunk(Step *step, const KlStep *put)
     }
 }
 
-/* Set whether a run's sweep counts its results as there. */
+/* Set whether a run's sweep counts its results as there, except those of which each chunk reads a copy. */
 static void
 set_there(Step *step, const KlRun *run, bool is_there)
 {
     for (uint32_t i = 0; i < run->exports.n; i++) {
-        step->sweep.sizes[kl_program_export(step->program, run, i)].is_there = is_there;
+        KlSize *size = &step->sweep.sizes[kl_program_export(step->program, run, i)];
+        size->is_there = is_there && !size->is_copied;
     }
 }
 
@@ -496,8 +473,10 @@ hold_left(Step *step, const KlStep *of)
     for (uint32_t k = 0; k < of->others.n; k++) {
         KlValueId value = step->schedule.values.ids[of->others.first + k];
         KlMeasureValue *known = &step->values[value];
+        const KlMeta *meta = &step->tape->values[value].meta;
         bool is_awaited = !is_fused || known->is_read_by_tail || known->is_root;
         step->sweep.sizes[value].is_put_together = true;
+        step->sweep.sizes[value].is_copied = !kl_meta_is_cut_in_place(meta, &meta->place);
         known->is_one_gradient = needs_gradient(step, value) && known->is_read_whole;
         step->sweep.sizes[value].is_let_go = !(needs_gradient(step, value) && is_awaited);
     }
@@ -795,22 +774,6 @@ deliver(Step *step)
     note_end(step, more);
 }
 
-/* Count the commit: it copies values that the user holds from chunks into tensors of all rows, one after the other. */
-static void
-commit(Step *step)
-{
-    double more = 0, worst = 0;
-    for (size_t i = 0; i < step->program->reached.n; i++) {
-        KlValueId value = step->program->reached.ids[i];
-        bool is_there = step->sweep.sizes[value].is_put_together;
-        if (kl_place_is_rows(&step->tape->values[value].meta.place) && !is_there) {
-            worst = fmax(worst, more + 2 * whole(step, value));
-            more += whole(step, value) * (needs_gradient(step, value) ? 2 : 1);
-        }
-    }
-    note_end(step, fmax(more, worst));
-}
-
 /* -- the whole ---------------------------------------------------------------------------------------- */
 
 static KlStatus
@@ -893,7 +856,6 @@ kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *o
         if (policy->is_graph) {
             deliver(&step);
         }
-        commit(&step);
     }
     if (step.status == KL_OK) {
         KlMoments *moments = policy->is_live ? &measured->moments : NULL;

@@ -12,8 +12,6 @@ typedef struct KlMeasureValue {
     bool is_read_by_tail, is_read_whole, is_root;
     bool is_for_segments; /* a later segment of the body that makes it reads it */
     bool is_one_gradient; /* all readers add to one gradient of all rows */
-    bool is_whole;        /* its chunks have been copied into one tensor, for bodies */
-    bool is_beside;       /* likewise, and the chunks exist beside that tensor */
     bool is_inner;        /* only segments of one body read it */
     bool is_handed;       /* a chunk of it is held for later segments of its body */
     bool is_coming;       /* a chunk of its gradient is held, made by these */
@@ -147,15 +145,6 @@ is_gathered(const Step *step, const KlRun *run, uint32_t i)
     const KlImport *import = kl_program_import(step->program, run, i);
     return kl_program_is_body(run) && !kl_place_is_rows(&import->place) &&
            kl_place_is_rows(&step->tape->values[import->value].meta.place);
-}
-
-/* Whether a body makes a value chunk by chunk. */
-static inline bool
-is_made_by_rows(const Step *step, KlValueId value)
-{
-    const KlValue *v = &step->tape->values[value];
-    return !step->stages->is_leaf[value] && kl_place_is_rows(&v->meta.place) &&
-           kl_stage_is_body(step->stages->node_stage[v->node]);
 }
 
 /* Whether a segment of the same body as `run` makes a value. */

@@ -107,16 +107,14 @@ is_made_for_segments(const KlBuild *build, KlValueId value)
     return facts->is_handed && (facts->is_inner || facts->is_freed);
 }
 
-/* Whether a result of a body is written into one tensor of all rows, because something reads it whole. If others read
- * it by rows, this needs a layout in which each chunk is a view of that tensor. */
+/* Whether a result of a body is written into one tensor of all rows, because something reads it whole. */
 static bool
 is_put_together(const KlBuild *build, KlValueId value)
 {
     const KlMeta *meta = &build->tape->values[value].meta;
     const KlFacts *facts = &build->facts[value];
     return (facts->is_read_whole || build->program->is_kept[value]) &&
-           kl_place_is_rows(&meta->place) && !kl_units_is_parts(build, value) &&
-           (!facts->is_read_by_rows || kl_meta_is_cut_in_place(meta, &meta->place));
+           kl_place_is_rows(&meta->place) && !kl_units_is_parts(build, value);
 }
 
 /* -- forward ------------------------------------------------------------------------------------------- */

@@ -86,11 +86,9 @@ find_readers(KlBuild *build, uint32_t u, uint32_t r)
         const KlImport *import = kl_program_import(program, run, i);
         KlFacts *facts = &build->facts[import->value];
         bool is_crossing = facts->unit != KL_NOWHERE && facts->unit != u;
-        bool is_by_rows = kl_place_is_rows(&import->place);
         facts->is_handed |= facts->unit == u;
         facts->last_read = is_crossing ? u : facts->last_read;
-        facts->is_read_whole |= is_crossing && !is_by_rows;
-        facts->is_read_by_rows |= is_crossing && is_by_rows;
+        facts->is_read_whole |= is_crossing && !kl_place_is_rows(&import->place);
         facts->is_used_back |= goes_back(&build->units[u]);
     }
     for (uint32_t i = 0; i < run->combined.n; i++) {

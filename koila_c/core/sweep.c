@@ -92,6 +92,16 @@ state_of(const KlSweep *sweep, KlValueId value)
 
 /* -- sizes -------------------------------------------------------------------------------------------- */
 
+/* Return the bytes of a chunk's rows of an import. */
+static KlBytes
+size_of_rows(const KlSweep *sweep, KlValueId value)
+{
+    const KlSize *size = &sweep->sizes[value];
+    double whole = (double)(size->n_elements * size->itemsize);
+    bool has_rows = size->cut_in != sweep->serial && size->per_row > 0;
+    return (KlBytes){0, has_rows ? size->per_row : whole / (double)sweep->rows};
+}
+
 /* Return the bytes of a value in the run: per row, if chunks have only their rows of it. */
 static KlBytes
 size_of(const KlSweep *sweep, KlValueId value)
@@ -101,11 +111,9 @@ size_of(const KlSweep *sweep, KlValueId value)
     if (!sweep->span.is_body) {
         return (KlBytes){whole, 0};
     }
-    if (size->cut_in == sweep->serial) {
-        return (KlBytes){0, whole / (double)sweep->rows};
-    }
     bool has_rows = size->per_row > 0 && size->gathered_in != sweep->serial;
-    return has_rows ? (KlBytes){0, size->per_row} : (KlBytes){whole, 0};
+    return has_rows || size->cut_in == sweep->serial ? size_of_rows(sweep, value)
+                                                     : (KlBytes){whole, 0};
 }
 
 static const KlSweepNode *
@@ -381,23 +389,18 @@ drop(KlSweep *sweep, KlSweepStorage *storage)
     }
 }
 
-/* Whether import `number` exists as a tensor or as a view of one; if not, the run makes a copy of it. */
+/* Whether the rows of import `number` exist as a tensor or as a view of one; if not, each chunk copies them. */
 static bool
 is_given(const KlSweep *sweep, uint32_t number)
 {
-    const KlStages *stages = &sweep->program->stages;
-    const KlImport *import = &stages->imports[number];
-    if (sweep->span.is_body) {
-        return !kl_place_is_rows(&import->place) || sweep->known.is_cut_in_place[number];
-    }
-    const KlValue *value = &sweep->tape->values[import->value];
-    bool is_made = !stages->is_leaf[import->value] && value->node != KL_ID_NONE &&
-                   stages->node_stage[value->node] != KL_STAGE_NONE;
-    return !is_made || !kl_stage_is_body(stages->node_stage[value->node]) ||
-           !kl_place_is_rows(&value->meta.place) || sweep->sizes[import->value].is_put_together;
+    const KlImport *import = &sweep->program->stages.imports[number];
+    const KlSize *size = &sweep->sizes[import->value];
+    return !sweep->span.is_body || !kl_place_is_rows(&import->place) ||
+           sweep->known.is_cut_in_place[number] || (size->is_by_rows && !size->is_copied);
 }
 
-/* Allocate the inputs of the run: copies of imports, and combined reductions. Copies live to the end of forward. */
+/* Allocate the inputs of the run: copies of imports, and combined reductions. Copies live to the end of forward, and to
+ * the end of backward if they get a gradient. */
 static void
 enter(KlSweep *sweep)
 {
@@ -405,7 +408,7 @@ enter(KlSweep *sweep)
     for (uint32_t i = 0; i < span->n_imports; i++) {
         KlValueId value = sweep->program->stages.imports[span->imports[i]].value;
         bool is_copy = !is_given(sweep, span->imports[i]);
-        hold(sweep, value, is_copy ? size_of(sweep, value) : zero);
+        hold(sweep, value, is_copy ? size_of_rows(sweep, value) : zero);
         storage_of(sweep, value)->is_copy |= is_copy;
     }
     for (uint32_t i = 0; i < span->n_combined; i++) {
@@ -451,7 +454,7 @@ drop_rest(KlSweep *sweep)
     }
     for (uint32_t i = 0; i < sweep->span.n_imports; i++) {
         KlValueId value = sweep->program->stages.imports[sweep->span.imports[i]].value;
-        storage_of(sweep, value)->is_copy = false;
+        storage_of(sweep, value)->is_copy &= sweep->span.has_graph && is_wanted(sweep, value);
         drop_if_free(sweep, value);
     }
 }
@@ -714,11 +717,8 @@ make_gradient(KlSweep *sweep, const KlSweepNode *node, uint32_t k)
 {
     KlValueId value = inputs_of(sweep, node)[k], shared = KL_ID_NONE;
     KlSweepValue *state = state_of(sweep, value);
-    /* A barrier may read a copy that was gathered from chunks; its gradient is cut into chunks at the end. */
-    bool is_gathered = !sweep->span.is_body &&
-                       !is_given(sweep, sweep->program->stages.import_of[node->first_input + k]);
-    bool is_last = !state->is_inside && !is_gathered && --state->n_coming == 0;
-    if (!state->is_inside && !is_gathered && sweep->span.is_body && node->accruing == k) {
+    bool is_last = !state->is_inside && --state->n_coming == 0;
+    if (!state->is_inside && sweep->span.is_body && node->accruing == k) {
         return zero; /* the call adds it directly to the accumulated gradient */
     }
     const KlHeld *held = held_by(sweep, node);
@@ -789,8 +789,9 @@ static void
 free_saved(KlSweep *sweep, KlValueId value, uint32_t at)
 {
     KlSweepStorage *storage = value != KL_ID_NONE ? storage_of(sweep, value) : NULL;
-    if (storage != NULL && storage->saved_by == at && !storage->is_held && !storage->is_result) {
-        drop(sweep, storage);
+    if (storage != NULL && storage->saved_by == at) {
+        storage->saved_by = KL_ID_NONE;
+        drop_if_free(sweep, value);
     }
 }
 

@@ -68,8 +68,10 @@ typedef struct KlSize {
     uint32_t cut_in;      /* the last run whose chunks read rows of it where it has none */
     uint8_t itemsize;
     bool needs_gradient;
-    /* measure.c sets these six. */
-    bool is_put_together; /* its chunks are views of one tensor of all rows */
+    bool is_by_rows; /* a body makes it chunk by chunk */
+    /* measure.c sets these seven. */
+    bool is_put_together; /* its chunks are written into one tensor of all rows */
+    bool is_copied;       /* likewise, and its readers copy their rows, which are no view of it */
     bool is_there;        /* it exists already: the run that makes it allocates nothing */
     bool is_let_go;       /* likewise, but no gradient is sent to it: it is freed before backward */
     bool is_freed;        /* a barrier made it, and the schedule has freed it */

@@ -16,6 +16,8 @@ kl_sweep_known_sizes(KlSweep *sweep)
         size->itemsize = (uint8_t)kl_meta_dtype_bytes(value->meta.dtype);
         size->storage = value->storage;
         size->needs_gradient = stages->needs_gradient[i] && value->meta.requires_grad;
+        size->is_by_rows = !stages->is_leaf[i] && kl_place_is_rows(&value->meta.place) &&
+                           kl_stage_is_body(stages->node_stage[value->node]);
         if (rows > 0) {
             size->per_row = (double)(size->n_elements * size->itemsize) / (double)rows;
         }

@@ -195,7 +195,7 @@ class Cross:
         return {**found, **dict(zip(keys, watched, strict=True))}
 
     def read_whole(self, is_graph: bool) -> torch.Tensor:
-        """Return all rows for a barrier: an alias of the value, or of each chunk, gathered."""
+        """Return all rows, as an alias. It accumulates the gradients of all that read it."""
         if self.is_graph and self.whole is not None:
             return self.whole
         if self.whole is not None and self.watch is None:
@@ -204,28 +204,8 @@ class Cross:
             return self._alias_all({("whole",): self.whole}, is_graph)["whole",]
         if self.gathered is not None:
             return self._alias_all({GATHERED: self.gathered}, is_graph)[GATHERED]
-        assert self.info.place is not None
-        chunks: dict[Key, torch.Tensor] = {
-            ("chunk", c): self.chunks[c] for c in sorted(self.chunks)
-        }
-        parts = list(self._alias_all(chunks, is_graph).values())
-        with torch.set_grad_enabled(is_graph):
-            return rows.gather(parts, self.info.place, self.info.strides)
-
-    def gather(self, is_graph: bool) -> torch.Tensor:
-        """Return all rows, gathered once, for a chunk of a later body. The alias accumulates the
-        gradients of all chunks that read it."""
-        if self.whole is not None:
-            return self.read_whole(is_graph)
-        if self.gathered is None:
-            assert self.info.place is not None
-            numbers, place = sorted(self.chunks), self.info.place
-            chunks = [self.chunks[c] for c in numbers]
-            self.gathered = rows.gather(chunks, place, self.info.strides)
-            if len(chunks) > 1 and rows.is_cut_in_place(self.gathered, place):
-                sizes = [chunk.shape[place[1]] for chunk in chunks]
-                self.chunks = dict(zip(numbers, self.gathered.split(sizes, place[1]), strict=True))
-        return self._alias(GATHERED, self.gathered, is_graph)
+        (chunk,) = self.chunks.values()
+        return self._alias_all({("chunk", 0): chunk}, is_graph)["chunk", 0]
 
     def read_rows(
         self, place: Place, grid: Sequence[Bounds], chunk: int, is_graph: bool

@@ -85,20 +85,18 @@ class Prepared:
 
     def _read_once(self, import_id: int, value: int) -> None:
         """Read all rows of an input for all chunks."""
-        tensor = self.common[import_id] = self.store.cross_of(value).gather(self.is_graph)
+        tensor = self.common[import_id] = self.store.cross_of(value).read_whole(self.is_graph)
         if id(tensor) in self.store.awaiting:
             self.common_awaiting[id(tensor)] = self.store.awaiting[id(tensor)]
 
     def _reader(self, import_id: int) -> _Reader:
         """Return what reads an input for one chunk."""
         is_graph, (_, place, is_range) = self.is_graph, self.program.imports[import_id]
-        if not self.run_.is_body:
-            return lambda cross, _: cross.read_whole(is_graph)
-        if is_range and place is not None:
+        if self.run_.is_body and is_range and place is not None:
             return functools.partial(_first_entries, place, self.grid)
-        rows = self.store.rows_of(import_id, self.run_)
+        rows = self.store.rows_of(import_id, self.run_) if self.run_.is_body else None
         if rows is None:
-            return lambda cross, _: cross.gather(is_graph)
+            return lambda cross, _: cross.read_whole(is_graph)
         place, grid = rows
         return lambda cross, chunk: cross.read_rows(place, grid, chunk, is_graph)
 
