@@ -114,9 +114,9 @@ MUTANTS = [
     Mutant(
         "measure: a gradient of all rows is not held",
         "koila_c/core/measure.c",
-        "hold_gradients(step, known->is_gathering ? 0 : gradient(step, value), 0);",
-        "hold_gradients(step, known->is_gathering ? 0 : 0 * gradient(step, value), 0);",
-        MEASURE,
+        "by_chunks += is_by_chunks ? gradient(step, value) : 0;",
+        "by_chunks += gradient(step, value);",
+        "tests/test_read_whole.py -k bytes",
     ),
     Mutant(
         "measure: gradients of all chunks come with the first",

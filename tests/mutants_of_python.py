@@ -320,9 +320,9 @@ MUTANTS = [
     Mutant(
         "cross: gradients of rows are lost beside those of the whole",
         "python/koila/running/cross.py",
-        "            total = add(total, of_rows)",
-        "            total = add(of_rows, None) if total is None else total",
-        "tests/test_cross.py",
+        "        return add(total, of_rows)",
+        "        return of_rows if total is None else total",
+        "tests/test_read_whole.py -k leaves",
     ),
     Mutant(
         "cross: each chunk has as many terms as the first",

@@ -253,24 +253,18 @@ gather_gradients(Step *step, const KlRun *run, uint32_t body, bool are_copies)
         KlValueId value = kl_program_import(step->program, run, i)->value;
         KlMeasureValue *known = &step->values[value];
         KlSize *size = &step->sweep.sizes[value];
-        bool is_cut = size->is_by_rows && !size->is_put_together;
-        if (are_copies && !is_cut && gradient(step, value) == whole(step, value)) {
+        if (are_copies && gradient(step, value) == whole(step, value)) {
             continue;
         }
-        if (known->is_one_gradient) {
-            hold_gradients(step, known->is_gathering ? 0 : gradient(step, value), 0);
-            known->is_gathering = known->is_gathering_whole = true;
-        } else if (is_gathered(step, run, i) && needs_gradient(step, value)) {
-            hold_gradients(step, known->is_gathering_whole ? 0 : gradient(step, value), 0);
-            known->is_gathering_whole = true;
-        } else if (!known->is_gathering && needs_gradient(step, value) && known->body != body) {
+        if (!known->is_gathering && needs_gradient(step, value) && known->body != body) {
+            bool is_by_chunks =
+                kl_program_is_body(run) && size->is_by_rows && !known->is_one_gradient;
             known->is_gathering = true;
             hold_gradients(step, gradient(step, value), 0);
-            by_chunks += kl_program_is_body(run) && size->is_by_rows ? gradient(step, value) : 0;
+            by_chunks += is_by_chunks ? gradient(step, value) : 0;
         }
-        bool is_sum = known->is_root || (known->is_gathering && known->is_gathering_whole);
         size->is_summed |= known->is_gathering;
-        size->is_remade |= is_sum || gradient(step, value) > whole(step, value);
+        size->is_remade |= known->is_root || gradient(step, value) > whole(step, value);
     }
     return by_chunks;
 }
@@ -321,7 +315,7 @@ hold_handed_gradients(Step *step, const KlRun *run)
         bool is_first = known->body == step->loop->run + 1 && !known->is_coming;
         if (is_first && needs_gradient(step, value)) {
             known->is_coming = true;
-            step->sweep.sizes[value].is_remade |= known->is_gathering || known->is_gathering_whole;
+            step->sweep.sizes[value].is_remade |= known->is_gathering;
             hold_gradients(step, 0, step->sweep.sizes[value].per_row);
         }
     }
@@ -473,11 +467,9 @@ hold_left(Step *step, const KlStep *of)
     for (uint32_t k = 0; k < of->others.n; k++) {
         KlValueId value = step->schedule.values.ids[of->others.first + k];
         KlMeasureValue *known = &step->values[value];
-        const KlMeta *meta = &step->tape->values[value].meta;
         bool is_awaited = !is_fused || known->is_read_by_tail || known->is_root;
         step->sweep.sizes[value].is_put_together = true;
-        step->sweep.sizes[value].is_copied = !kl_meta_is_cut_in_place(meta, &meta->place);
-        known->is_one_gradient = needs_gradient(step, value) && known->is_read_whole;
+        step->sweep.sizes[value].is_copied = !is_cut_in_place(step, value);
         step->sweep.sizes[value].is_let_go = !(needs_gradient(step, value) && is_awaited);
     }
     for (uint32_t r = 0; r < of->n_runs; r++) {
@@ -486,12 +478,20 @@ hold_left(Step *step, const KlStep *of)
             KlValueId value = kl_program_export(step->program, run, i);
             KlMeasureValue *known = &step->values[value];
             bool is_gone = is_alone && step->program->is_unread[value];
-            bool is_hooked = kl_tape_is_looked_at(step->tape, value);
-            known->is_one_gradient |= is_hooked && needs_gradient(step, value);
             if (!known->is_inner && !known->is_offloaded && !is_gone) {
                 hold(step, value);
             }
         }
+    }
+}
+
+static void
+sum_gradients(Step *step, const KlStep *of)
+{
+    for (uint32_t k = 0; k < of->values.n; k++) {
+        KlValueId value = value_of(step, of, k);
+        step->values[value].is_one_gradient = true;
+        step->sweep.sizes[value].is_remade |= !is_cut_in_place(step, value);
     }
 }
 
@@ -559,7 +559,7 @@ go_back_barrier(Step *step, const KlStep *of)
     combine(step, run, true);
 }
 
-/* Return the bytes of gradients accumulated for a body's results: by chunk, or (`is_whole`) of those read whole. */
+/* Return the bytes of gradients accumulated for a body's results: by chunk, or (`is_whole`) those of all rows. */
 static double
 left_gradients(const Step *step, const KlStep *of, bool is_whole)
 {
@@ -569,10 +569,8 @@ left_gradients(const Step *step, const KlStep *of, bool is_whole)
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = kl_program_export(step->program, run, i);
             const KlMeasureValue *known = &step->values[value];
-            bool is_left = is_whole ? known->is_gathering_whole && needs_gradient(step, value)
-                                    : known->is_gathering && !known->is_one_gradient &&
-                                          parts_of(step, value) == NULL;
-            left += is_left ? gradient(step, value) : 0;
+            bool is_left = known->is_gathering && known->is_one_gradient == is_whole;
+            left += is_left && parts_of(step, value) == NULL ? gradient(step, value) : 0;
         }
     }
     return left;
@@ -818,7 +816,6 @@ look_up(Step *step, KlMeasured *measured)
             value->is_read_by_tail |= is_barrier_after(step, run);
             value->is_for_segments |=
                 is_made_in(step, run, kl_program_import(step->program, run, k)->value);
-            value->is_read_whole |= !kl_program_is_body(run) || is_gathered(step, run, k);
         }
         KlAxisId axis = kl_tape_axis_find(step->tape, run->axis);
         if (axis != KL_ID_NONE && step->tape->axis_rows[axis] > measured->rows) {

@@ -8,8 +8,7 @@
 typedef struct KlMeasureValue {
     uint32_t body;     /* the first segment, plus one, of the body in whose loop it was made last */
     bool is_gathering; /* its gradient is being accumulated and is held */
-    bool is_gathering_whole; /* likewise the gradient of all rows, from readers that gather it */
-    bool is_read_by_tail, is_read_whole, is_root;
+    bool is_read_by_tail, is_root;
     bool is_for_segments; /* a later segment of the body that makes it reads it */
     bool is_one_gradient; /* all readers add to one gradient of all rows */
     bool is_inner;        /* only segments of one body read it */
@@ -94,6 +93,14 @@ gradient(const Step *step, KlValueId value)
     return whole(step, value) * (is_half ? 2 : 1);
 }
 
+/* Whether chunks of one tensor of all rows are views of it. */
+static inline bool
+is_cut_in_place(const Step *step, KlValueId value)
+{
+    const KlMeta *meta = &step->tape->values[value].meta;
+    return kl_meta_is_cut_in_place(meta, &meta->place);
+}
+
 /* Return what a reduction holds in chunks, if `value` represents the partial results of one; else NULL. */
 static inline const KlParts *
 parts_of(const Step *step, KlValueId value)
@@ -136,15 +143,6 @@ static inline KlValueId
 value_of(const Step *step, const KlStep *of, uint32_t i)
 {
     return step->schedule.values.ids[of->values.first + i];
-}
-
-/* Whether a body reads import `i` whole although it has rows. */
-static inline bool
-is_gathered(const Step *step, const KlRun *run, uint32_t i)
-{
-    const KlImport *import = kl_program_import(step->program, run, i);
-    return kl_program_is_body(run) && !kl_place_is_rows(&import->place) &&
-           kl_place_is_rows(&step->tape->values[import->value].meta.place);
 }
 
 /* Whether a segment of the same body as `run` makes a value. */

@@ -117,6 +117,17 @@ is_put_together(const KlBuild *build, KlValueId value)
            kl_place_is_rows(&meta->place) && !kl_units_is_parts(build, value);
 }
 
+/* Whether all readers of a body's result add their gradients into one tensor of all rows: one of them reads the result
+ * whole, or a hook or retain_grad reads its gradient. */
+static bool
+is_gradient_whole(const KlBuild *build, KlValueId value)
+{
+    return build->policy->is_graph && build->program->stages.needs_gradient[value] &&
+           !kl_units_is_parts(build, value) &&
+           kl_place_is_rows(&build->tape->values[value].meta.place) &&
+           (build->facts[value].is_read_whole || kl_tape_is_looked_at(build->tape, value));
+}
+
 /* -- forward ------------------------------------------------------------------------------------------- */
 
 /* Return the `i`-th input of a run: its imports, then the reductions whose partial results it combines. */
@@ -247,6 +258,7 @@ add_body_forward(KlBuild *build, const KlUnit *unit)
     KlSlice whole = exports_of(build, unit->runs, is_put_together);
     add(build, KL_STEP_STORE, graph, unit->runs, offloaded)->others = whole;
     if (!unit->is_fused) {
+        add_about(build, KL_STEP_SUM, exports_of(build, unit->runs, is_gradient_whole));
         add_forward(build, unit);
         return;
     }

@@ -19,6 +19,7 @@ from koila.basics import rows
 from koila.basics.holders import is_part, owned
 from koila.basics.rows import Bounds, Place, alias_of
 from koila.memory import offload
+from koila.running.sparse_gradients import is_sparse
 from koila.running.watched import GATHERED, Key
 from koila.staged.facts import Info
 
@@ -45,7 +46,7 @@ def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor |
     """Return the sum of two gradients, of which None is zero."""
     if left is None or right is None:
         return right if left is None else left
-    return left + right
+    return right + left if is_sparse(left) else left + right
 
 
 class Cross:
@@ -79,12 +80,11 @@ class Cross:
         self.results: tuple[torch.Tensor, ...] | None = None  # of a reduction over one chunk
         self.aliases: dict[Key, torch.Tensor] = {}  # leaves that accumulate gradients
         self.seeds: dict[Key, torch.Tensor | None] = {}  # gradients without an alias
-        #: By place: the gradient of the whole value, added up from the rows that chunks read.
-        self.totals: dict[Place, torch.Tensor] = {}
+        self.total: torch.Tensor | None = None  # gradient of all rows, added up from chunks' rows
         self.bounds: Bounds | None = None  # the rows that `whole` has, if not all
         self.gathered: torch.Tensor | None = None  # all chunks in one tensor
         self.is_put_together = False  # chunks are copied into `gathered` as they are made
-        self.is_one_gradient = False  # chunks add to the gradient of all rows, which a hook reads
+        self.is_one_gradient = False  # chunks add theirs to the gradient of all rows
         self.is_offloaded = False  # chunks are kept off its device
         self.is_inference = False  # it was recorded in inference mode, and needs no gradient
         self.emptied: dict[int, int] = {}  # chunk -> bytes of its storage, which was freed
@@ -157,6 +157,11 @@ class Cross:
 
     # -- inputs of the stages that read it --------------------------------------------------------
 
+    @property
+    def _all_rows(self) -> Key:
+        """The key of all rows, read as one tensor."""
+        return GATHERED if self.whole is None else ("whole",)
+
     def _is_differentiated(self, tensor: torch.Tensor, is_graph: bool) -> bool:
         """Return whether a tensor of this value is read on a graph and gets a gradient."""
         if not (is_graph and self.needs_gradient):
@@ -175,7 +180,10 @@ class Cross:
             # and a value that is computed in two programs must have the same bits in both.
             return tensor.detach() if is_graph and tensor.requires_grad else tensor
         alias = self.aliases[key] = alias_of(tensor)
-        self.awaiting[id(alias)] = self, key, alias
+        if key == self._all_rows:
+            alias.grad, self.total = self.total, None
+        if alias.grad is None:
+            self.awaiting[id(alias)] = self, key, alias
         return alias
 
     def _known_alias(self, key: Key, is_graph: bool) -> torch.Tensor | None:
@@ -278,7 +286,7 @@ class Cross:
     def seed(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor | None:
         """Return the gradient of one chunk of a body's output: the sum over all that read it."""
         grad = self._gradient_at(("chunk", chunk))
-        for whole in (self.seeds.get(("whole",)), self._gradient_at(GATHERED)):
+        for whole in (self.seeds.get(("whole",)), self._gradient_at(GATHERED), self.total):
             if whole is not None and self.info.place is not None:
                 part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
                 grad = add(grad, part)
@@ -289,31 +297,40 @@ class Cross:
         self.seeds.pop(("chunk", chunk), None)
         if is_last:
             self.seeds.pop(GATHERED, None)
+            self.total = None
         if is_last and self.is_one_gradient:  # else `tail.check` compares what the user gave
             self.seeds.pop(("whole",), None)
 
     def take_rows(self, place: Place, grid: Sequence[Bounds], chunk: int) -> list[torch.Tensor]:
         """After a chunk's backward, add the gradient of the rows that it read to the gradient of
         the whole value, if there is one. Return the alias of the rows, as a list."""
-        together = self.aliases.get(GATHERED)
-        is_one = self.whole is not None or together is not None or self.is_one_gradient
-        is_cut = len(grid) > 1 and is_one
+        is_cut = len(grid) > 1 and (self.whole is not None or self.is_one_gradient)
         key = ("rows", place, grid[chunk]) if self.whole is not None else ("chunk", chunk)
         alias = self.aliases.pop(key, None) if is_cut else None
         if alias is None:
             return []
         if alias.grad is not None:
-            total = self.totals.get(place) if together is None else together.grad
-            if total is None:
-                shape = self.info.shape if self.whole is None else self.whole.shape
-                total = rows.zeros(shape, self._strides(), alias.grad.dtype, alias.grad.device)
-                if together is None:
-                    self.totals[place] = total
-                else:
-                    together.grad = total
+            total = self._total_for(alias.grad)
             rows.put(total, place, *self._within(grid, chunk), alias.grad, True)
             alias.grad = None  # a retained graph may refer to the alias, and add to it later
         return [alias]
+
+    def _total_for(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of all rows to which the gradient `part` of some is added: that of
+        the alias of all rows, if there is one and its gradient is not sparse."""
+        of_all = self.aliases.get(self._all_rows)
+        grad = self.total if of_all is None else of_all.grad
+        if grad is not None and is_sparse(grad):
+            of_all, grad = None, self.total
+        if grad is None:
+            shape = self.info.shape if self.whole is None else self.whole.shape
+            grad = rows.zeros(shape, self._strides(), part.dtype, part.device)
+            if of_all is None:
+                self.total = grad
+            else:
+                of_all.grad = grad
+                self.awaiting.pop(id(of_all), None)
+        return grad
 
     def settle(self, chunk: int) -> list[torch.Tensor]:
         """Drop the alias of a chunk and keep its gradient. Return the alias, as a list."""
@@ -346,25 +363,17 @@ class Cross:
     def gather_gradient(self, grid: Sequence[Bounds]) -> torch.Tensor | None:
         """Return the gradient of all rows of a body's output, put together from its chunks, and
         clear it there. None: the output got no gradient."""
-        total = self._take_totals()
         grads = [self.seed(grid, chunk) for chunk in range(len(grid))]
         for alias in self.aliases.values():
             alias.grad = None
+        self.total = None
         if self.info.place is None or all(grad is None for grad in grads):
-            return total
+            return None
         filled = [
             torch.zeros_like(self.of_rows(grid, chunk)) if grad is None else grad
             for chunk, grad in enumerate(grads)
         ]
-        return add(total, rows.gather(filled, self.info.place, self._strides()))
-
-    def _take_totals(self) -> torch.Tensor | None:
-        """Return the gradient of the whole value from the rows that chunks read, and let it go."""
-        total = None
-        for of_rows in self.totals.values():
-            total = add(total, of_rows)
-        self.totals.clear()
-        return total
+        return rows.gather(filled, self.info.place, self._strides())
 
     def part_seeds(
         self, chunk: int, part_ids: Sequence[int], left: Sequence[Any]
@@ -384,7 +393,8 @@ class Cross:
                 total = add(total, alias.grad)
         for key, seed in self.seeds.items():
             total = add(total, seed) if key[0] == "rows" else total
-        return add(total, self._take_totals()) if self.totals else total
+        of_rows, self.total = self.total, None
+        return add(total, of_rows)
 
     def _strides(self) -> Sequence[int] | None:
         """Return the strides of the whole value; None if they are not known."""

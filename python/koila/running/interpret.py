@@ -119,8 +119,12 @@ class Interpreter:
             cross = Cross(info, stages.program.needs_gradient(value), stages.awaiting)
             cross.is_offloaded = value in step.values
             cross.is_put_together = not cross.is_offloaded
-            cross.is_one_gradient = stages.program.is_hooked(value)
             stages.cross[value] = cross
+
+    def _sum(self, step: Step) -> None:
+        self.stages.begin_outputs(step.values)
+        for value in step.values:
+            self.stages.cross[value].is_one_gradient = True
 
     def _run(self, step: Step) -> None:
         stages, (run,), chunk = self.stages, step.runs, self.chunk
@@ -289,6 +293,7 @@ class Interpreter:
     _DO: ClassVar[dict[Op, Callable[[Interpreter, Step], None]]] = {
         Op.BARRIER: _barrier,
         Op.STORE: _store,
+        Op.SUM: _sum,
         Op.REMAKE: _remake,
         Op.FILL: _fill,
         Op.RUN: _run,

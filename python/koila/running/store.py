@@ -127,8 +127,7 @@ class Store:
             if value not in self.cross:
                 info, needs_gradient = self.program.info(value), self.program.needs_gradient(value)
                 added = calls.added_by_maker(self.program, value)
-                cross = self.cross[value] = Cross(info, needs_gradient, self.awaiting, added=added)
-                cross.is_one_gradient = self.program.is_hooked(value)
+                self.cross[value] = Cross(info, needs_gradient, self.awaiting, added=added)
 
     def collect(
         self, run: Run, env: Mapping[int, Any] | Sequence[Any], chunk: int, values: Iterable[int]

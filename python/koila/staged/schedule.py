@@ -14,20 +14,21 @@ class Op(enum.IntEnum):
 
     BARRIER = 0
     STORE = 1
-    REMAKE = 2
-    LOOP = 3
-    END = 4
-    FILL = 5
-    RUN = 6
-    TAIL = 7
-    BACK = 8
-    TAKE = 9
-    FREE = 10
-    EMPTY = 11
-    WATCH = 12
-    CHECK = 13
-    BARRIER_BACK = 14
-    SEED = 15
+    SUM = 2
+    REMAKE = 3
+    LOOP = 4
+    END = 5
+    FILL = 6
+    RUN = 7
+    TAIL = 8
+    BACK = 9
+    TAKE = 10
+    FREE = 11
+    EMPTY = 12
+    WATCH = 13
+    CHECK = 14
+    BARRIER_BACK = 15
+    SEED = 16
 
 
 class Graph(enum.IntEnum):
