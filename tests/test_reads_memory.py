@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -333,3 +334,33 @@ def test_what_waits_besides_a_loss_is_counted(share: float) -> None:
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     assert took <= share * peak, f"{took / peak:.2f} of eager's {peak / 2**20:.1f} MiB"
+
+
+def test_a_refused_read_tells_what_its_backward_needs() -> None:
+    """The limit of the error's first line is enough for the read alone; that of its note is enough
+    for all steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 512), nn.GELU(), nn.Linear(512, CLASSES))
+    optimizer = torch.optim.Adam(model.parameters())
+    batch = torch.randn(ROWS, WIDTH), torch.randint(0, CLASSES, (ROWS,))
+
+    def step(limit: int, is_backward: bool = True) -> None:
+        with koila.config(memory_limit=limit):
+            x, y = koila.lazy(*batch)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.item()
+            if is_backward:
+                loss.backward()
+                optimizer.step()
+
+    with pytest.raises(koila.MemoryLimitError) as raised:
+        step(there())
+    assert raised.value.least_limit is not None
+    (note,) = raised.value.__notes__
+    limits = [float(text) for text in re.findall(r"'([\d.]+)MiB'", note)]
+    step(int(raised.value.least_limit), is_backward=False)
+    with pytest.raises(koila.MemoryLimitError):
+        step(int(raised.value.least_limit))
+    for _ in range(2):
+        step(math.ceil(min(limits) * 2**20))

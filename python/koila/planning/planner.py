@@ -209,6 +209,15 @@ def plan_read(program: Program, is_known_only: bool) -> Plan | None:
     Raises:
         MemoryLimitError: one row does not fit, even without a graph.
     """
+    try:
+        return _plan_read(program, is_known_only)
+    except MemoryLimitError as error:
+        refusals.note_backward(error, program)
+        raise
+
+
+def _plan_read(program: Program, is_known_only: bool) -> Plan | None:
+    """Do the work of `plan_read`."""
     # Numbers read before would be computed again by a live run, which builds their graph.
     is_read = _core.has_numbers()
     is_apart = is_known_only or is_read

@@ -150,6 +150,26 @@ def refusal(needs: Needs, program: Program, said: str = "") -> MemoryLimitError:
     return error
 
 
+def note_backward(error: MemoryLimitError, program: Program) -> None:
+    """Add to the error of a read the memory_limit under which a backward after it runs too, if that
+    is higher.
+
+    Args:
+        error: the error.
+        program: what was to be read.
+    """
+    ends, least = program.ends(), error.least_limit
+    if not ends or least is None:
+        return
+    with contextlib.suppress(MemoryError):  # the error goes without it if memory is short
+        found = limits_of(Program(ends), True)
+        if _is_more_than_limit(found) and in_tenths(found.least) > least:
+            error.add_note(
+                f"with a backward() after this read, at least {_mib(found.least)} are needed: "
+                f"{found.settings()}"
+            )
+
+
 def _state_to_come(found: Limits) -> str:
     """Describe what optimizers will take beyond the bytes of an error's first line, or of them."""
     is_proposed = _is_more_than_limit(found)
