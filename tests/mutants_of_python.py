@@ -628,8 +628,8 @@ MUTANTS = [
     Mutant(
         "loaders: the next batch is fetched before the last one is read",
         "python/koila/loaders.py",
-        '    if _core.memo().get("watched"):',
-        '    if not _core.memo().get("watched"):',
+        '    if _core.notes().get("watched"):',
+        '    if not _core.notes().get("watched"):',
         "tests/test_foreign_memory.py",
     ),
     Mutant(

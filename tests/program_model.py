@@ -262,7 +262,7 @@ def compared() -> Iterator[list[int]]:
         model = Model(program)
         kept = {value for value in range(program.n_values) if program.made(value).is_kept}
         assert kept == model.kept
-        ends, dropped = _core.told(program.handle, "drops")
+        ends, dropped = _core.facts_of(program.handle, "drops")
         drops = (tuple(dropped[i:end]) for i, end in zip([0, *ends], ends, strict=False))
         told = (_told(run, list(itertools.islice(drops, len(run.nodes)))) for run in program.runs)
         assert list(told) == [_told(run, model.drops[id(run)]) for run in model.runs]

@@ -93,7 +93,7 @@ def test_an_alias_that_is_gone_costs_nothing() -> None:
     gc.collect()
     assert w.untyped_storage()._cdata not in aliases.by_storage
     total = (x * w).sum()
-    assert "watched" not in _core.memo()
+    assert "watched" not in _core.notes()
     alias = w.data
     assert aliases.is_shared(w)
     total += (x * w.clone().data).sum()

@@ -62,7 +62,7 @@ def test_all_is_shown() -> None:
         (ran(320, 384, (3,), error="killed"), "the koila run died: killed"),
     ],
 )
-def test_a_broken_promise_is_told(lazy: Any, said: str) -> None:
+def test_a_broken_promise_is_reported(lazy: Any, said: str) -> None:
     broken, missing, _ = demo.verdict(PLAIN, DIED, lazy)
     assert len(broken) == 1
     assert said in broken[0]

@@ -163,5 +163,5 @@ def test_memory_of_torch_is_not_read_again() -> None:
     """Checksums cost a pass over the memory."""
     x = torch.randn(N_ROWS, 6, dtype=torch.float64)
     loss = make()(koila.lazy(x)).sum()
-    assert not koila._core.memo().get("watched")
+    assert not koila._core.notes().get("watched")
     loss.backward()

@@ -189,7 +189,7 @@ def test_each_line_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert logged == [at >= WRITTEN_AT for at in range(N_EXITS)]
 
 
-def test_small_ones_are_not_told() -> None:
+def test_small_ones_are_not_reported() -> None:
     with koila.config(memory_limit="64MiB"):
         buffer = torch.zeros(4)
         buffer.mul_(0.9).add_(koila.lazy(torch.ones(8, 4)).mean(0))
@@ -201,7 +201,7 @@ def test_an_input_that_left_by_numpy(
     are_labels_lazy: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """However small: the model is computed from it. Labels that stay lazy do not hide that."""
-    left_plain._told.clear()
+    left_plain._reported.clear()
     model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 4))
     data, labels = torch.randn(512, 8), torch.randint(4, (512,))
 

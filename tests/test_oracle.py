@@ -169,7 +169,7 @@ def test_what_is_said_to_be_whole_must_be() -> None:
         step()
 
 
-def test_the_number_of_chunks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_chunks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer chunks than were asked for, and one that is left out."""
     with split(100):
         step()  # of fewer rows

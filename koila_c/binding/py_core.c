@@ -455,7 +455,7 @@ KL_DEFINE(hook, args)
     if (core->node == KL_ID_NONE || !core->meta.requires_grad) {
         return Py_NewRef(Py_None);
     }
-    tape->values[id].is_told |= is_live;
+    tape->values[id].is_seen_live |= is_live;
     core->is_hooked |= !is_live && !is_retained;
     if (is_retained) {
         kl_lazy_retain(value, true);
@@ -573,16 +573,16 @@ KL_DEFINE(pending_bytes, is_graph)
     return PyLong_FromLongLong(bytes);
 }
 
-KL_DEFINE(memo, ignored)
+KL_DEFINE(notes, ignored)
 {
     Tape *tape = kl_tape_open();
     if (tape == NULL) {
         return NULL;
     }
-    if (tape->memo == NULL) {
-        tape->memo = PyDict_New();
+    if (tape->notes == NULL) {
+        tape->notes = PyDict_New();
     }
-    return Py_XNewRef(tape->memo);
+    return Py_XNewRef(tape->notes);
 }
 
 static PyObject *

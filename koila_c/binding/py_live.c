@@ -73,7 +73,7 @@ bind(Tape *tape, KlNodeId id, KlValueId value, PyObject *real)
         return -1;
     }
     Py_XSETREF(tape->values[value].real, Py_NewRef(real)); /* left by an interrupted run */
-    return kl_tape_is_looked_at(&tape->core, value) || tape->values[value].is_told
+    return kl_tape_is_looked_at(&tape->core, value) || tape->values[value].is_seen_live
                ? kl_py_done(PyObject_CallFunction(kl_py.bind_hooks, "IO", value, real))
                : 0;
 }

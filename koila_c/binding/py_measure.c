@@ -85,7 +85,7 @@ bytes_of_graphs(PyObject *peak_of, PyObject *graphs)
 }
 
 static PyObject *
-told(const KlMeasured *measured)
+measured_object(const KlMeasured *measured)
 {
     const KlMoments *moments = &measured->moments;
     return Py_BuildValue("(y#Ld)", moments->n > 0 ? (const char *)moments->moments : "",
@@ -137,7 +137,7 @@ KL_DEFINE(measure, args)
         kl_measure_step(&tape->core, program, &outside, &policy, &measured, &error) != KL_OK) {
         (void)kl_py_raise(&error);
     }
-    result = PyErr_Occurred() ? NULL : told(&measured);
+    result = PyErr_Occurred() ? NULL : measured_object(&measured);
 error:
     kl_measure_fini(&measured);
     Py_XDECREF(found.graphs);

@@ -450,12 +450,12 @@ KL_DEFINE(spend, args)
     return stage_object(found);
 }
 
-KL_DEFINE(told, args)
+KL_DEFINE(facts_of, args)
 {
     const KlProgram *program = NULL;
     const char *what = NULL;
     const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O&s:told", kl_program_of, &program, &what)) {
+    if (tape == NULL || !PyArg_ParseTuple(args, "O&s:facts_of", kl_program_of, &program, &what)) {
         return NULL;
     }
     if (what[0] == 'd') {

@@ -73,13 +73,13 @@ shown(PyObject *name)
     (void)is_inside(name);
     size_t slot = ((size_t)name >> 4) % KL_N_FILES;
     if (files[slot].shown == NULL) {
-        PyObject *told = PyObject_CallOneArg(kl_py.name_of_file, name);
-        if (told == NULL || !PyUnicode_Check(told)) {
+        PyObject *path = PyObject_CallOneArg(kl_py.name_of_file, name);
+        if (path == NULL || !PyUnicode_Check(path)) {
             PyErr_Clear();
-            Py_XDECREF(told);
+            Py_XDECREF(path);
             return name;
         }
-        files[slot].shown = told;
+        files[slot].shown = path;
     }
     return files[slot].shown;
 }

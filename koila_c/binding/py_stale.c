@@ -109,7 +109,7 @@ fail_changed(Tape *tape, KlValueId leaf)
 static int
 is_rewritten(const Tape *tape, KlValueId leaf)
 {
-    PyObject *watched = tape->memo != NULL ? PyDict_GetItemString(tape->memo, "watched") : NULL;
+    PyObject *watched = tape->notes != NULL ? PyDict_GetItemString(tape->notes, "watched") : NULL;
     if (watched == NULL) {
         return 0;
     }

@@ -93,7 +93,7 @@ typedef struct KlPyValue {
     PyObject *result;   /* known: its number, without a graph; else NULL */
     PyObject *recorded; /* leaf whose requires_grad changed: an alias as recorded; else NULL */
     uint64_t looked_at; /* leaf: kl_py.n_looks when it was last found unchanged */
-    bool is_told;       /* a live run hands its tensor to hooks.bind */
+    bool is_seen_live;  /* a live run hands its tensor to hooks.bind */
 } KlPyValue;
 
 typedef struct KlExternal {
@@ -126,7 +126,7 @@ struct Tape {
     bool is_cut_off;     /* the bridge cut it off: no more calls, statistics already written */
     bool is_aside;       /* a run abandoned its calls, and the thread has left it */
     KlNodeId raised;     /* the call at which the last run in chunks raised, or KL_ID_NONE */
-    PyObject *memo;      /* dict of the replay in chunks (random grid); NULL until asked for */
+    PyObject *notes;     /* dict of what Python notes about the program; NULL until asked for */
 };
 
 /* How koila treats a torch callable that meets a LazyTensor. */

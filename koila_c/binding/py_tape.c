@@ -297,7 +297,7 @@ clear_tape(Tape *tape)
     tape->values = NULL;
     tape->slots = NULL;
     tape->n_nodes_max = tape->n_values_max = tape->n_slots = tape->n_slots_max = 0;
-    tape->memo = NULL; /* it may hold hooks, and they the last LazyTensors */
+    tape->notes = NULL; /* it may hold hooks, and they the last LazyTensors */
     tape->is_kept = false;
     kl_py.n_aside -= tape->is_aside ? 1 : 0;
     tape->is_aside = false;
@@ -306,7 +306,7 @@ clear_tape(Tape *tape)
         memset(tape->externals, 0, tape->n_externals_max * sizeof(*tape->externals));
     }
     kl_tape_clear(&tape->core);
-    Py_XDECREF(before.memo);
+    Py_XDECREF(before.notes);
     for (size_t i = 0; i < before.core.n_nodes; i++) {
         clear_node(&before.nodes[i]);
     }
@@ -332,8 +332,8 @@ int
 kl_tape_is_committed(const Tape *tape, KlNodeId id)
 {
     const KlNode *node = &tape->core.nodes[id];
-    PyObject *effects = node->leaf_writes != 0 && tape->memo != NULL
-                            ? PyDict_GetItemString(tape->memo, "effects")
+    PyObject *effects = node->leaf_writes != 0 && tape->notes != NULL
+                            ? PyDict_GetItemString(tape->notes, "effects")
                             : NULL;
     PyObject *key = effects != NULL ? PyLong_FromUnsignedLong(id) : NULL;
     int result = key != NULL ? PySet_Contains(effects, key) : node->is_drawn;
@@ -409,7 +409,7 @@ static int
 Tape_traverse(Tape *tape, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(tape));
-    Py_VISIT(tape->memo);
+    Py_VISIT(tape->notes);
     for (size_t i = 0; i < tape->n_nodes_max && i < tape->core.n_nodes; i++) {
         Py_VISIT(tape->nodes[i].func);
         Py_VISIT(tape->nodes[i].error);

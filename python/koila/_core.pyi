@@ -4,6 +4,7 @@
 A value or a node is an int: its id on the tape of the thread.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NotRequired, TypedDict, type_check_only
 
@@ -16,6 +17,37 @@ _Description = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, bool, int]
 _Ids = tuple[int, ...]
 # functions.Entry: (kind, name, handler, has_meta, returns_list, is_random, row, container)
 _Entry = tuple[int, str, Callable[..., Any] | None, bool, bool, bool, str | None, type | None]
+
+# What Python notes about the program of a thread. Each module that writes an entry explains it.
+class _Notes(TypedDict, total=False):
+    # draws.py: the chunks of an axis in which calls drew
+    grids: dict[int, list[tuple[int, int]]]
+    # by call and chunk: the generator's state, or a seed
+    cells: dict[tuple[int, int | None], torch.Tensor | int]
+    starts: dict[int, torch.Tensor]  # by call
+    ends: dict[tuple[int, tuple[int, int] | None], bytes]  # by call and rows
+    noises: dict[int, list[Any] | None]  # noise.py: the tensors that a call draws
+    effects: set[int]  # visible.py: the calls whose running statistics are written
+    versions: dict[int, tuple[int, int]]  # overwritten.py: of running statistics
+    watched: dict[int, Any]  # aliases.py: by leaf, a checksum of memory that others may write
+    arrays: dict[int, list[Any]]  # arrays.py: by storage
+    unwritten: dict[int, Any]  # unwritten.py: by call, its write
+    given_numbers: list[Any]  # given.py: numbers that the user has
+    hooks: dict[int, OrderedDict[int, Any]]  # hooks.py: by value
+    live_hooks: dict[int, list[Any]]  # by value
+    retained: dict[int, torch.Tensor]  # gradients, by a number of retained()
+    seen: Any  # the gradients of a backward that calls hooks now
+    has_leaves: bool  # leaves.py: there are leaves in mid-program
+    layouts: dict[int, Any]  # layouts.py: by value
+    lengths: dict[int, torch.Tensor]  # packed.py: of sequences, by id
+    recipes: list[Any]  # derived.py: how gradients within the program were made
+    around: dict[int, tuple[int, ...]]  # checkpoints.py: by region, those around it and itself
+    given: dict[int, tuple[list[int], set[int]]]  # what a region's function was given
+    modules: dict[int, list[Any]]  # by region, the states of modules
+    live: dict[int, Any]  # recomputed.py: by region, its body
+    read: dict[int, float]  # steps.py: by number of calls, the bytes they need whole
+    cut_off: tuple[int, float]  # the calls before, on other tapes, and their bytes
+
 # facts.Job: (is_grad_off, run_other, cut, cloned, clone, saved, settle, again, aside)
 _Job = tuple[
     bool,
@@ -234,7 +266,7 @@ def replace_leaves(lazy: LazyTensor, make: Callable[[torch.Tensor], torch.Tensor
 def replace_leaf(lazy: LazyTensor, leaf: int, tensor: torch.Tensor, /) -> None: ...
 def set_wanted(lazies: tuple[LazyTensor, ...], is_wanted: bool, /) -> None: ...
 def pending_bytes(is_graph: bool, /) -> int: ...
-def memo() -> dict[str, Any]: ...
+def notes() -> _Notes: ...
 def stage(
     roots: list[torch.Tensor | int],
     is_known_only: bool,
@@ -242,7 +274,7 @@ def stage(
     /,
 ) -> _Staged: ...
 def cut_program(program: object, n_segments: int, is_headed: bool, /) -> object: ...
-def told(program: object, what: str, /) -> list[Any]: ...
+def facts_of(program: object, what: str, /) -> list[Any]: ...
 def print_of(program: object, /) -> tuple[int, int, int, int, int, list[bytes | None]]: ...
 def overwritten(program: object, before: int, /) -> tuple[int, list[int]] | None: ...
 def writer_from(node: int, value: int, /) -> tuple[int, int] | None: ...

@@ -96,7 +96,7 @@ def last_batch() -> tuple[int, int]:
 def _run_what_is_watched() -> None:
     """Run pending calls that read memory of another library: fetching the next batch may fill it
     again."""
-    if _core.memo().get("watched"):
+    if _core.notes().get("watched"):
         flush_known("the next batch")
 
 

@@ -138,19 +138,19 @@ def verify(step: Callable[[], Any], *owners: Any, chunks: int = 4) -> Verificati
     whole, whole_outputs, _ = _run(step, modules, optimizers, 1)
     cut, cut_outputs, n_chunks = _run(step, modules, optimizers, chunks)
     left, outputs = _Pair(whole, cut), _Pair(whole_outputs, cut_outputs)
-    told = _told(n_chunks, left, outputs)
-    if told.is_equal:
-        return told
+    result = _verification(n_chunks, left, outputs)
+    if result.is_equal:
+        return result
     again, again_outputs, _ = _run(step, modules, optimizers, 1)
-    if not _told(1, _Pair(whole, again), _Pair(whole_outputs, again_outputs)).is_equal:
-        return told  # two whole runs differ too: the step is not deterministic
+    if not _verification(1, _Pair(whole, again), _Pair(whole_outputs, again_outputs)).is_equal:
+        return result  # two whole runs differ too: the step is not deterministic
     with _last_bits_changed(modules):
         changed, changed_outputs, _ = _run(step, modules, optimizers, 1)
     left, outputs = left._replace(changed=changed), outputs._replace(changed=changed_outputs)
-    small = {one.name for one in told.differences if one.is_rounding}
-    told = _told(n_chunks, left, outputs)
-    n_sensitive = sum(one.is_rounding and one.name not in small for one in told.differences)
-    return dataclasses.replace(told, n_sensitive=n_sensitive)
+    small = {one.name for one in result.differences if one.is_rounding}
+    result = _verification(n_chunks, left, outputs)
+    n_sensitive = sum(one.is_rounding and one.name not in small for one in result.differences)
+    return dataclasses.replace(result, n_sensitive=n_sensitive)
 
 
 class _Pair(NamedTuple):
@@ -169,7 +169,7 @@ class _Pair(NamedTuple):
         return _size(whole - changed) if whole.is_floating_point() else 0.0
 
 
-def _told(n_chunks: int, left: _Pair, outputs: _Pair) -> Verification:
+def _verification(n_chunks: int, left: _Pair, outputs: _Pair) -> Verification:
     """Compare the results of two runs (`left`), and the outputs of their modules."""
     sizes: dict[str, float] = {}
     for name, value in left.whole.items():

@@ -207,11 +207,11 @@ def test_pending_bytes() -> None:
 
 def test_memo_lives_as_long_as_the_program() -> None:
     lazy = pending()
-    core.memo()["mine"] = 1
-    assert core.memo() == {"mine": 1}
-    assert in_a_thread(core.memo) == {}
+    core.notes()["mine"] = 1
+    assert core.notes() == {"mine": 1}
+    assert in_a_thread(core.notes) == {}
     core.force(lazy)
-    assert core.memo() == {}
+    assert core.notes() == {}
 
 
 def test_draws() -> None:

@@ -74,7 +74,7 @@ ASKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def check_told(ask: Callable[[Any], Any], lazy: Any) -> None:
+def check_reported(ask: Callable[[Any], Any], lazy: Any) -> None:
     with pytest.raises(ValueError) as told:
         ask(lazy)
     assert told.value.args == ("in the", "middle")
@@ -84,7 +84,7 @@ def check_told(ask: Callable[[Any], Any], lazy: Any) -> None:
 
 @pytest.mark.parametrize("name", ASKS)
 @pytest.mark.parametrize("is_run_first", [True, False])
-def test_who_asks_is_told(name: str, is_run_first: bool, fail: Any) -> None:
+def test_who_asks_is_reported(name: str, is_run_first: bool, fail: Any) -> None:
     """The value itself, what reads it, and what reads that; again and again."""
     w = torch.ones(3, dtype=torch.float64, requires_grad=True)
     x = koila.lazy(batch()) * w
@@ -92,14 +92,14 @@ def test_who_asks_is_told(name: str, is_run_first: bool, fail: Any) -> None:
     reader = failed.exp()
     last = torch.cat([reader, x])
     if is_run_first:
-        check_told(_core.force, last)
+        check_reported(_core.force, last)
     elif name not in ("shape", "dtype", "requires_grad", "size", "numel", "another call"):
-        check_told(ASKS[name], last)
+        check_reported(ASKS[name], last)
     else:
         return
     for _ in range(2):
         for lazy in (failed, reader, last):
-            check_told(ASKS[name], lazy)
+            check_reported(ASKS[name], lazy)
 
 
 def test_what_does_not_read_it_has_its_number(fail: Any, failing: Failing) -> None:
@@ -113,7 +113,7 @@ def test_what_does_not_read_it_has_its_number(fail: Any, failing: Failing) -> No
     assert failing.n_runs == 1
 
 
-def test_the_first_of_two_failures_is_told(fail: Any, failing: Failing) -> None:
+def test_the_first_of_two_failures_is_reported(fail: Any, failing: Failing) -> None:
     x = koila.lazy(batch())
     errors = iter([ValueError("one"), ValueError("two")])
     failing.error = lambda: next(errors)

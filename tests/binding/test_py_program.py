@@ -59,7 +59,9 @@ def test_a_graph_that_leads_to_no_root_is_aside() -> None:
     h = koila.lazy(batch()) * weight()
     program = Program([(h.detach() * weight()).sum()])
     (aside,) = program.aside()
-    assert aside[:-1] == core.told(program.handle, "nodes")[0]  # without the values that it makes
+    assert (
+        aside[:-1] == core.facts_of(program.handle, "nodes")[0]
+    )  # without the values that it makes
     assert Program([(h * h.detach()).sum()]).aside() == []
 
 
@@ -70,11 +72,13 @@ def test_a_cut_shares_the_stages() -> None:
     whole = staged_as([loss], False)
     cut = core.cut_program(whole["handle"], 2, False)
     again = core.cut_program(cut, 1, False)
-    bodies = [len([run for run in core.told(one, "runs") if run[1] >= 0]) for one in (cut, again)]
+    bodies = [
+        len([run for run in core.facts_of(one, "runs") if run[1] >= 0]) for one in (cut, again)
+    ]
     assert bodies == [2, 1]
     told = {name: whole[name] for name in ("nodes", "imports", "runs", "drops")}
     del whole
-    assert {name: core.told(again, name) for name in told} == told
+    assert {name: core.facts_of(again, name) for name in told} == told
     with pytest.raises(TypeError, match="not a program"):
         core.cut_program(None, 2, False)
 

@@ -124,7 +124,7 @@ def estimate(
 
     arguments = program.handle, policy, _of_nodes(program), states, peak_of
     moments, rows, whole = _core.measure(*arguments)
-    lengths = list(_core.memo().get("lengths", {}).values())
+    lengths = list(_core.notes().get("lengths", {}).values())
     if not lengths or is_live:
         return Estimate(moments, rows, whole)
 

@@ -33,7 +33,7 @@ _MOST_NODES = 10_000
 _known: dict[str, tuple[int, str]] = {}
 #: By the line of a backward call: the lines that its warnings have named as a cause; "" stands for
 #: noise.
-_told: dict[str, set[str]] = {}
+_reported: dict[str, set[str]] = {}
 
 
 class _Left(threading.local):
@@ -97,7 +97,7 @@ def note_left(func: Callable[..., Any], tensor: torch.Tensor, is_written: bool |
     if not planner.is_whole():
         is_written = is_written and torch.is_grad_enabled()  # else there is no graph to lose
         level = logging.WARNING if is_written or tensor.requires_grad else logging.INFO
-        # It says what to do, also where the line was told that its pending calls ran whole.
+        # It says what to do, also where the log says of the line that its pending calls ran whole.
         logs.log_once(f"left {line}", "%s (%s) %s", name, line, made, level=level)
         logs.logged.add(line)
 
@@ -136,12 +136,12 @@ def _report(roots: Iterable[Any], line: str, n_rows: int, what: str) -> None:
         f"{_advice(drawn)}"
     )
     reports.note_left("backward()", line, why)
-    told, causes = _told.setdefault(line, set()), set(_calls())
+    reported, causes = _reported.setdefault(line, set()), set(_calls())
     if drawn or not causes:
         causes.add("")
-    if not causes <= told | logs.logged:
+    if not causes <= reported | logs.logged:
         _logger.warning("backward() (%s): %s", line, why)
-    told |= causes
+    reported |= causes
 
 
 def _advice(drawn: str) -> str:

@@ -22,7 +22,7 @@ _known: dict[int, float] = {}
 
 def _cut_off() -> tuple[int, float]:
     """Return how many calls of this step are on earlier tapes, and the bytes that they need."""
-    cut_off: tuple[int, float] = _core.memo().get("cut off", (0, 0.0))
+    cut_off: tuple[int, float] = _core.notes().get("cut_off", (0, 0.0))
     return cut_off
 
 
@@ -45,17 +45,17 @@ def note_read(program: Program, so_far: float) -> None:
     """Note that a number was read in the middle of a step, without keeping the graph."""
     n_before, before = _cut_off()
     n_calls = n_before + program.n_nodes
-    _core.memo().setdefault("read", {}).setdefault(n_calls, before + so_far)
+    _core.notes().setdefault("read", {}).setdefault(n_calls, before + so_far)
 
 
 @contextlib.contextmanager
 def cutting() -> Iterator[None]:
     """Wrap a block that cuts a program off. What this module knows of the step moves from the tape
     of that program to the new tape."""
-    read = _core.memo().pop("read", {})
+    read = _core.notes().pop("read", {})
     cut_off = max(read.items(), default=_cut_off())
     yield
-    _core.memo().update({"read": read, "cut off": cut_off})
+    _core.notes().update({"read": read, "cut_off": cut_off})
 
 
 def note_end(n_bytes: float | None) -> None:
@@ -66,7 +66,7 @@ def note_end(n_bytes: float | None) -> None:
             so a graph kept at a read costs nothing.
     """
     _, before = _cut_off()
-    for n_calls, so_far in _core.memo().pop("read", {}).items():
+    for n_calls, so_far in _core.notes().pop("read", {}).items():
         _known.pop(n_calls, None)
         whole = 0.0 if n_bytes is None else before + n_bytes
         _known[n_calls] = max(1.0, whole / max(so_far, 1.0))

@@ -44,7 +44,7 @@ Spot = tuple[int, torch.Tensor]  # a row of a call, and the generator state for 
 def pinned_grids() -> dict[int, list[Bounds]]:
     """Return, by axis, the chunks in which earlier runs of this program drew, if other chunks would
     draw other numbers."""
-    return dict(_core.memo().get("grids", {}))
+    return dict(_core.notes().get("grids", {}))
 
 
 def is_pinning(i: int, first_out: int) -> bool:
@@ -54,7 +54,7 @@ def is_pinning(i: int, first_out: int) -> bool:
 
 def bytes_kept() -> int:
     """Return the bytes of generator states that earlier runs of this program keep."""
-    cells = _core.memo().get("cells", {}).values()
+    cells = _core.notes().get("cells", {}).values()
     return sum(cell.nbytes for cell in cells if isinstance(cell, torch.Tensor))
 
 
@@ -86,9 +86,9 @@ def start_of(i: int, out: int) -> tuple[torch.Generator, torch.Tensor | None]:
         None for the state if the call drew from seeds (on CUDA).
     """
     generator = generators.generator_of(_core.value(out)[10])
-    memo = _core.memo()
-    cells: dict[Cell, torch.Tensor | int] = memo.get("cells", {})
-    known = cells.get((i, None), memo.get("starts", {}).get(i))
+    notes = _core.notes()
+    cells: dict[Cell, torch.Tensor | int] = notes.get("cells", {})
+    known = cells.get((i, None), notes.get("starts", {}).get(i))
     if isinstance(cells.get((i, 0)), int) or isinstance(known, int):
         return generator, None
     return generator, generator_state.get(generator) if known is None else known
@@ -119,13 +119,13 @@ def run_again(
     Returns:
         What the call returns.
     """
-    memo = _core.memo()
+    notes = _core.notes()
     outs = range(first_out, first_out + n_outs)
-    if i in memo.get("effects", ()):  # its statistics were written: run on copies of them
+    if i in notes.get("effects", ()):  # its statistics were written: run on copies of them
         env = one_call.run(i, -1, {value: tensor for value, _, tensor in inputs}, n_values, False)
         return env[first_out] if n_outs == 1 else tuple(env[out] for out in outs)
-    cells: dict[Cell, torch.Tensor | int] = memo.get("cells", {})
-    starts: dict[int, torch.Tensor] = memo.get("starts", {})
+    cells: dict[Cell, torch.Tensor | int] = notes.get("cells", {})
+    starts: dict[int, torch.Tensor] = notes.get("starts", {})
     generator = generators.generator_of(_core.value(first_out)[10])
     before = generator_state.get(generator)
 
@@ -139,7 +139,7 @@ def run_again(
             cell = cells[i, None] if (i, None) in cells else starts[i]
             results = run(cell, -1, {value: tensor for value, _, tensor in inputs})
             return results[0] if is_written or n_outs == 1 else tuple(results)
-        bounds: list[Bounds] = memo["grids"][axis]
+        bounds: list[Bounds] = notes["grids"][axis]
         parts = [
             run(cells[i, one[0]], one[1] - one[0], _cut_inputs(inputs, bounds, one, is_written))
             for one in bounds
@@ -197,16 +197,16 @@ class Draws:
         #: The states of the generators before the program's draws, and after them.
         self.before: dict[torch.device, torch.Tensor] = {}
         self.after: dict[torch.device, torch.Tensor] = {}
-        memo = _core.memo()
+        notes = _core.notes()
         #: By call: the state at which its draws start; kept over all runs of the tape.
-        self.starts: dict[int, torch.Tensor] = memo.setdefault("starts", {})
+        self.starts: dict[int, torch.Tensor] = notes.setdefault("starts", {})
         #: By call and chunk: its seed, or its state if that cannot be computed from `starts`. Those
         #: of the last committed run, and those of this run.
-        self.old_cells: dict[Cell, torch.Tensor | int] = memo.get("cells", {})
+        self.old_cells: dict[Cell, torch.Tensor | int] = notes.get("cells", {})
         self.cells: dict[Cell, torch.Tensor | int] = {}
         self.spots: dict[int, list[Spot]] = {}  # by call: where its last chunk started and ended
         #: By call and rows: a digest of the state after the first draw of these.
-        self.ends: dict[tuple[int, Bounds | None], bytes] = memo.setdefault("ends", {})
+        self.ends: dict[tuple[int, Bounds | None], bytes] = notes.setdefault("ends", {})
         self.new_starts: list[int] = []  # the calls that had not drawn before this run
         self.has_seeded = False
         self.run_of: dict[int, Run] = {}  # by random call: its run
@@ -400,13 +400,13 @@ class Draws:
             return
         for i in self.new_starts:
             _core.note_drawn(i)
-        memo = _core.memo()
+        notes = _core.notes()
         others = {cell: kept for cell, kept in self.old_cells.items() if cell[0] not in self.run_of}
-        memo["cells"] = {**others, **self.cells}
+        notes["cells"] = {**others, **self.cells}
         pinning = {
             run.axis for i, run in self.run_of.items() if run.is_body and i not in self.noises
         }
-        memo.setdefault("grids", {}).update({axis: self.grids[axis] for axis in pinning})
+        notes.setdefault("grids", {}).update({axis: self.grids[axis] for axis in pinning})
         if self.new_starts or self.has_seeded:
             generators.note_drawn()
         generators.let_go()

@@ -136,7 +136,7 @@ def move_on() -> None:
     waiting = _core.waiting_draws()
     if waiting:
         check_undisturbed()
-        starts: dict[int, torch.Tensor] = _core.memo().setdefault("starts", {})
+        starts: dict[int, torch.Tensor] = _core.notes().setdefault("starts", {})
         is_busy = _core.is_busy()
         _core.set_busy(True)
         try:

@@ -334,7 +334,7 @@ def watch(tensor: torch.Tensor) -> None:
 def watch_here(tensor: torch.Tensor) -> None:
     """As `watch`, for the leaves of this thread's current tape, and for the known numbers that
     pending calls read: after a write they are computed again."""
-    watched = _core.memo().setdefault("watched", {})
+    watched = _core.notes().setdefault("watched", {})
     for leaf in _core.leaves_of(tensor):
         real = Info.of(leaf).real
         assert real is not None
@@ -414,7 +414,7 @@ def _handed_out(cut: Cut, roots: dict[int, Root]) -> dict[int, torch.Tensor]:
     was computed from."""
     leaves: dict[int, torch.Tensor] = {}
     made_of: dict[int, list[int]] = defaultdict(list)  # id of a leaf -> values computed from it
-    has_derivatives = "recipes" in _core.memo()
+    has_derivatives = "recipes" in _core.notes()
     known = unsplit.leaves_behind(Program(list(roots)), roots) if has_derivatives else None
     for value in roots:
         behind = {id(leaf): leaf for leaf in reversed(_core.behind(value)[0])}

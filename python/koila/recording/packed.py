@@ -256,7 +256,7 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         kind = n_gates, num_layers, is_both, is_first, is_sorted
         needs = uneven.needs(x, states, lengths, *kind)
         made = call(own, (x,), x, _lengths_of(made_of), given, *words, is_sorted, needs)
-        _core.memo().setdefault("lengths", {})[id(lengths)] = lengths
+        _core.notes().setdefault("lengths", {})[id(lengths)] = lengths
     if type(made[0]) is not LazyTensor:
         return NotImplemented
     out = _Packed(made[0], None, None, made_of.lengths, made_of.order, is_first, True)

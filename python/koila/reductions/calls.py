@@ -64,7 +64,7 @@ def maker_of_calls(program: Program, node: Node) -> Callable[..., Call]:
     recorded, to combine them.
 
     It takes the function to call, the function's positional arguments and its keyword arguments;
-    `start`, the first row of the chunk; and `memo`, results shared by all runs of the chunk.
+    `start`, the first row of the chunk; and `shared`, results shared by all runs of the chunk.
     """
     makers = program.known.makers_of_calls
     made = makers.get(node.id)

@@ -79,16 +79,16 @@ class _Moments(engine.Function):
 _MANY = 256
 
 
-def moments(x: Tensor, memo: dict[str, Any]) -> Pair:
+def moments(x: Tensor, shared: dict[str, Any]) -> Pair:
     """Return the mean of each channel of a chunk, and the sum of squared deviations from it.
 
     Args:
         x: the input on a chunk.
-        memo: results shared by all runs of the chunk, here of these numbers.
+        shared: results shared by all runs of the chunk, here of these numbers.
     """
-    made: Pair = _Moments.apply(x, memo.get("moments"))
+    made: Pair = _Moments.apply(x, shared.get("moments"))
     if x.numel() >= _MANY * x.shape[1]:
-        memo["moments"] = made[0].detach(), made[1].detach()
+        shared["moments"] = made[0].detach(), made[1].detach()
     return made
 
 

@@ -46,7 +46,7 @@ class Call:
         dtype: torch.dtype,
         start: int = 0,
         n_rows: int = 0,
-        memo: dict[str, Any] | None = None,
+        shared: dict[str, Any] | None = None,
     ) -> None:
         self.func = func
         self.args = args
@@ -56,7 +56,7 @@ class Call:
         self.wide = _WIDENED.get(dtype, dtype)  # the dtype to accumulate in
         self.start = start  # the first row of the chunk
         self.n_rows = n_rows  # the rows of the batch
-        self.memo = {} if memo is None else memo  # results shared by all runs of this chunk
+        self.shared = {} if shared is None else shared  # results shared by all runs of this chunk
         #: The arguments, by their names in the signature.
         self.words = bind(signature, args, kwargs)
         #: Returns the argument of this name, or else its second argument, or None.

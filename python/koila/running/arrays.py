@@ -70,7 +70,7 @@ def compare_gone() -> None:
 
 def _known() -> dict[int, list[_Array]]:
     """Return the arrays of this thread's tape, by storage."""
-    known: dict[int, list[_Array]] = _core.memo().setdefault("arrays", {})
+    known: dict[int, list[_Array]] = _core.notes().setdefault("arrays", {})
     return known
 
 
@@ -94,7 +94,7 @@ def check(program: Program) -> None:
     Raises:
         StaleError: it does.
     """
-    if "arrays" not in _core.memo():
+    if "arrays" not in _core.notes():
         return
     written = {
         storage: one.where
@@ -116,7 +116,7 @@ def check(program: Program) -> None:
 
 def check_live() -> None:
     """As `check`, for all pending calls."""
-    if "arrays" in _core.memo() and any(
+    if "arrays" in _core.notes() and any(
         one.is_written() for noted in _known().values() for one in noted
     ):
         check(Program([]))

@@ -134,9 +134,9 @@ def _recording(
     _torch.batch_norm, unwritten.on_read = _batch_norm, _note_read
     try:
         with _region(is_reentrant) as region:
-            _core.memo().setdefault("modules", {})[region] = module_state.of(found.modules)
+            _core.notes().setdefault("modules", {})[region] = module_state.of(found.modules)
             _state.around = (*around, region)
-            _core.memo().setdefault("around", {})[region] = _state.around
+            _core.notes().setdefault("around", {})[region] = _state.around
             _state.has_reentrant |= is_reentrant
             lazies = [one for one in given if type(one) is _core.LazyTensor]
             before = [_core.id(one) for one in lazies]
@@ -146,7 +146,7 @@ def _recording(
             ids = (b if a is None else a for a, b in zip(before, after, strict=True))
             kept = [value for value in ids if value is not None]
             plain = {id(one) for one in given if isinstance(one, Tensor)} - set(map(id, lazies))
-            _core.memo().setdefault("given", {})[region] = kept, plain
+            _core.notes().setdefault("given", {})[region] = kept, plain
     finally:
         group.index = next(_ends)
         _state.groups, _state.around = outer, around
@@ -207,7 +207,7 @@ def write_what_is_moved() -> None:
 def around(region: int) -> tuple[int, ...]:
     """Return the regions around a region, the outermost first, and the region itself. If it began
     on another tape, return it alone."""
-    known: dict[int, tuple[int, ...]] = _core.memo().get("around", {})
+    known: dict[int, tuple[int, ...]] = _core.notes().get("around", {})
     return known.get(region, (region,) if region else ())
 
 
@@ -236,7 +236,7 @@ def check(program: Program, has_inputs: bool) -> None:
     if has_inputs and any(region % 2 for region in ended):
         recomputed.refuse_inputs()
     _check_hooks(passes(program))
-    known = _core.memo().get("modules", {}) if regions else {}
+    known = _core.notes().get("modules", {}) if regions else {}
     module_state.check(one for region in regions for one in known.get(region, ()))
 
 
@@ -359,7 +359,7 @@ def bodies(program: Program) -> Iterator[Body]:
 
 def _given(region: int) -> tuple[list[int], set[int]]:
     """Return the arguments of a body: value numbers of lazies, and ids of plain tensors."""
-    given: dict[int, tuple[list[int], set[int]]] = _core.memo().get("given", {})
+    given: dict[int, tuple[list[int], set[int]]] = _core.notes().get("given", {})
     return given.get(region, ([], set()))
 
 

@@ -202,7 +202,7 @@ def record(
         return "some gradient has no graph, or torch has no derivative of it"
     number = next(_numbers)
     _recipes[number] = recipe
-    _core.memo().setdefault("recipes", []).append(recipe)
+    _core.notes().setdefault("recipes", []).append(recipe)
     n_rows = program.info(ids[0]).rows
     ends_of = tuple(map(_core.lazy_of, recipe.outputs)), tuple(gradient for _, gradient in pairs)
     given = tuple(inputs), *ends_of, tuple(read.values())

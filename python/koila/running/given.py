@@ -54,13 +54,13 @@ class _Given:
 def note(value: int, number: torch.Tensor) -> None:
     """Note that the user has the number of a value of this thread's tape."""
     if number.numel() and not number.is_inference():
-        given: list[_Given] = _core.memo().setdefault("given numbers", [])
+        given: list[_Given] = _core.notes().setdefault("given_numbers", [])
         given.append(_Given(Info.of(value).storage, number))
 
 
 def watch(tensor: torch.Tensor) -> None:
     """Note that x.data, or an array, was taken of a tensor: torch counts no write to it."""
-    given: list[_Given] = _core.memo().get("given numbers", [])
+    given: list[_Given] = _core.notes().get("given_numbers", [])
     memory = aliases.memory_of(tensor) if given else None
     for one in given:
         if memory is not None and one.memory == memory:
@@ -74,7 +74,7 @@ def check(program: Program) -> None:
         RuntimeError: torch's error, after a write that torch counted.
         StaleError: after a write through .data.
     """
-    given: list[_Given] = _core.memo().get("given numbers", [])
+    given: list[_Given] = _core.notes().get("given_numbers", [])
     if written := list(filter(_Given.is_written, given)):
         storages = {one.storage for one in written if not one.is_counted()} | program.uncounted
         uncounted = overwritten.values_in(program, storages)

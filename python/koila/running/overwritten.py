@@ -188,14 +188,14 @@ def values_in(program: Program, storages: set[int]) -> set[int]:
 
 def note_moved(program: Program, values: Collection[int]) -> None:
     """Note the versions of running statistics that calls of a program have updated now."""
-    versions: dict[int, tuple[int, int]] = _core.memo().setdefault("versions", {})
+    versions: dict[int, tuple[int, int]] = _core.notes().setdefault("versions", {})
     versions.update((value, _version(program.info(value))) for value in values)
 
 
 def check_moved(roots: list[Any]) -> None:
     """Raise what eager's backward raises where running statistics were written after the call that
     updated them. A part that reads a copy of them checks the tensors itself (`cut.py`)."""
-    versions: dict[int, tuple[int, int]] = _core.memo().get("versions", {})
+    versions: dict[int, tuple[int, int]] = _core.notes().get("versions", {})
     found = [(value, noted, _version(Info.of(value))) for value, noted in versions.items()]
     if written := {v for v, noted, now in found if now[0] == noted[0] and now[1] != noted[1]}:
         check_leaves(Program(roots), written)
@@ -209,7 +209,7 @@ def _version(info: Info) -> tuple[int, int]:
 
 def _is_gone_through(program: Program, node: Node) -> bool:
     """Return whether torch's backward visits a call: a recorded derivative may end before it."""
-    known = unsplit.gone_through(program) if "recipes" in _core.memo() else None
+    known = unsplit.gone_through(program) if "recipes" in _core.notes() else None
     return known is None or node.id in known
 
 

@@ -310,9 +310,9 @@ class Prepared:
             args: _Args,
             kwargs: _Kwargs,
         ) -> tuple[torch.Tensor, ...]:
-            memo = of.store.memos.setdefault((node.id, chunk), {})
+            shared = of.store.shared.setdefault((node.id, chunk), {})
             start = of.grid[chunk][0] if of.grid else 0
-            return reduction.partials(parts, make(func, args, kwargs, start=start, memo=memo))
+            return reduction.partials(parts, make(func, args, kwargs, start=start, shared=shared))
 
         return reduce
 

@@ -249,7 +249,7 @@ class Body:
         self.leaves: list[Tensor] = []
         #: The modules that the function can call, as they were when it was recorded.
         self.modules: list[module_state.ModuleState] = (
-            _core.memo().get("modules", {}).get(region, [])
+            _core.notes().get("modules", {}).get(region, [])
         )
 
     def read(self, tensor: Tensor, name: str) -> Ref:
@@ -391,10 +391,10 @@ alive: weakref.WeakValueDictionary[int, Body] = weakref.WeakValueDictionary()
 def body_of(region: int) -> Body:
     body = alive.get(region)
     if body is None:
-        around = _core.memo().get("around", {}).get(region, ())  # regions that began on this tape
+        around = _core.notes().get("around", {}).get(region, ())  # regions that began on this tape
         outer = body_of(around[-2]) if len(around) > 1 else None
         body = alive[region] = Body(region, outer)
-    _core.memo().setdefault("live", {})[region] = body  # keep it: more calls of it may follow
+    _core.notes().setdefault("live", {})[region] = body  # keep it: more calls of it may follow
     return body
 
 

@@ -287,12 +287,12 @@ def read_all(is_known_only: bool) -> bool:
 
 def _has_leaves(program: Program) -> bool:
     """Return whether the user holds a leaf in mid-program that has no number yet."""
-    return "has_leaves" in _core.memo() and any(map(leaves.is_begun, program.wanted))
+    return "has_leaves" in _core.notes() and any(map(leaves.is_begun, program.wanted))
 
 
 def settle_leaves() -> None:
     """Compute the leaves in mid-program that the user holds and may ask for the gradient of."""
-    if "has_leaves" in _core.memo() and not _core.is_busy() and _core.has_known():
+    if "has_leaves" in _core.notes() and not _core.is_busy() and _core.has_known():
         _settle_leaves()
 
 
@@ -449,7 +449,7 @@ def _differentiate(
     if not {*all_such, *some}.isdisjoint(map(_core.id, roots)):
         _refuse_outdated(roots)
     settle_outdated()
-    if "versions" in _core.memo():
+    if "versions" in _core.notes():
         with unwritten.reading():
             overwritten.check_moved(roots)
     if all(map(_core.is_pending_here, roots)) and _is_whole():

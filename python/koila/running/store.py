@@ -49,7 +49,7 @@ class Store:
         self.taken: dict[int, list[tuple[int, Place, Sequence[Bounds]]]] = {}
         self.scratch = self._copy_statistics()
         self.tracked = Tracked(program)
-        self.memos: dict[tuple[int, int], dict[str, Any]] = {}  # of reductions, by node and chunk
+        self.shared: dict[tuple[int, int], dict[str, Any]] = {}  # of reductions, by node and chunk
         #: Value of a reduction that has one entry for each chunk -> the dim of these entries.
         self.by_chunk: dict[int, int] = {}
         self.draws = draws.Draws(program, self.grids, hooked.generators)

@@ -150,7 +150,7 @@ class Tracked:
 
     def _moved_before(self, node: Node) -> Iterator[int]:
         """Yield the leaves that earlier calls in training mode will write at the commit."""
-        done: set[int] = _core.memo().get("effects", set())
+        done: set[int] = _core.notes().get("effects", set())
         for other in self.program.nodes.values():
             if other.leaf_writes and other.id < node.id and other.id not in done:
                 _, args, kwargs = _core.call(other.id)

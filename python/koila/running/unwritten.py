@@ -25,8 +25,6 @@ import torch
 from koila import _core
 from koila.basics import holders
 
-#: The key of a tape's memo for its writes, by node.
-_KEY = "unwritten"
 _writes: weakref.WeakSet[Write] = weakref.WeakSet()  # of all tapes
 _n_writes: dict[int, int] = {}  # id of a tensor -> how many pending calls will write it
 _run: Callable[[str], None] | None = None  # runs what is pending on this thread
@@ -173,13 +171,13 @@ def watch(tape: object, node: int, tensors: list[torch.Tensor]) -> None:
     """Watch tensors that a call, recorded now on this thread's tape as `node`, will write."""
     if _run is None:
         return
-    writes: dict[int, Write] = _core.memo().setdefault(_KEY, {})
+    writes: dict[int, Write] = _core.notes().setdefault("unwritten", {})
     writes[node] = Write(tape, [*tensors, *_others_of(tensors)])
 
 
 def note_written(nodes: set[int] | None = None) -> None:
     """Stop watching for calls of this thread's tape that have run (None: all calls)."""
-    writes: dict[int, Write] = _core.memo().get(_KEY, {})
+    writes: dict[int, Write] = _core.notes().get("unwritten", {})
     for node in list(writes) if nodes is None else nodes & writes.keys():
         writes.pop(node).end()
 
@@ -194,7 +192,7 @@ def make_elsewhere(tensor: torch.Tensor) -> None:
     """Run the programs of other tapes, such as another thread's, that will write a tensor which a
     call on this tape is to read or write: theirs were called first."""
     if _run is not None and not _is_own():
-        own = list(map(id, _core.memo().get(_KEY, {}).values()))
+        own = list(map(id, _core.notes().get("unwritten", {}).values()))
         _make([write for write in _writes if id(write) not in own and write.writes({id(tensor)})])
 
 

@@ -111,7 +111,7 @@ def show(stages: Stages, numbers: Numbers) -> None:
 
 def _keep_leaves(stages: Stages) -> None:
     """Note the tensors that entered the step, to see whether a hook writes them."""
-    watched = _core.memo().get("watched", {})
+    watched = _core.notes().get("watched", {})
     for value in stages.program.read_until:
         real = Info.of(value).real if value not in stages.kept else None
         if real is not None and not real.is_inference():
@@ -220,7 +220,7 @@ def write_statistics(stages: Stages) -> None:
     program = stages.program
     if not (program.has_effects or stages.tracked.moves):
         return
-    done: set[int] = _core.memo().setdefault("effects", set())
+    done: set[int] = _core.notes().setdefault("effects", set())
     fresh = [n for n in program.moving if n.id not in done]
     written = set[int]().union(*map(program.moved_by, fresh))
     unwritten.note_written({n.id for n in fresh})
@@ -230,7 +230,7 @@ def write_statistics(stages: Stages) -> None:
             with torch.no_grad():
                 as_new(real).copy_(copy)
             _core.refresh_leaf(value)
-    watched = _core.memo().get("watched", {})
+    watched = _core.notes().get("watched", {})
     for value in written.intersection(watched):  # this write is not the user's
         leaf = program.info(value).real
         watched[value] = None if leaf is None else meta.checksum(leaf)

@@ -120,7 +120,7 @@ class Kept:
 def lose(leaves: Iterable[int]) -> None:
     """Note that leaves of this thread's tape no longer have the numbers that pending calls are to
     read: a backward through these raises."""
-    _core.memo().setdefault("watched", {}).update(dict.fromkeys(leaves))
+    _core.notes().setdefault("watched", {}).update(dict.fromkeys(leaves))
 
 
 def note_leaf(value: int, tensor: torch.Tensor) -> None:
@@ -129,6 +129,6 @@ def note_leaf(value: int, tensor: torch.Tensor) -> None:
     each parameter by that of a tensor that dies."""
     note_others(tensor)
     if is_shared(tensor):
-        _core.memo().setdefault("watched", {}).setdefault(value, meta.checksum(tensor))
+        _core.notes().setdefault("watched", {}).setdefault(value, meta.checksum(tensor))
     elif tensor.layout is torch.strided and tensor.device.type != "meta":
         by_storage.pop(tensor.untyped_storage()._cdata, None)

@@ -39,20 +39,20 @@ class Seen:
 
 def _of(value: int) -> OrderedDict[Any, Any] | None:
     """Return the hooks of a value, by the ids of their handles; None if it never had one."""
-    hooks: OrderedDict[Any, Any] | None = _core.memo().get("hooks", {}).get(value)
+    hooks: OrderedDict[Any, Any] | None = _core.notes().get("hooks", {}).get(value)
     return hooks
 
 
 def hooked() -> list[int]:
     """Return the values of this thread's tape that have hooks."""
-    every: dict[int, OrderedDict[Any, Any]] = _core.memo().get("hooks", {})
+    every: dict[int, OrderedDict[Any, Any]] = _core.notes().get("hooks", {})
     return [value for value, hooks in every.items() if hooks]
 
 
 def _made_for(value: int) -> OrderedDict[Any, Any]:
     """Return the hooks of a value, an empty dictionary if it has none yet."""
     made: OrderedDict[Any, Any] = (
-        _core.memo().setdefault("hooks", {}).setdefault(value, OrderedDict())
+        _core.notes().setdefault("hooks", {}).setdefault(value, OrderedDict())
     )
     return made
 
@@ -97,7 +97,7 @@ def register_live(lazy: Any, hook: Hook) -> None:
     """Register a hook that is called only if the value is computed by a live run, not in chunks."""
     value = _core.hook(lazy, False, True)
     if value is not None:
-        _core.memo().setdefault("live hooks", {}).setdefault(value, []).append(hook)
+        _core.notes().setdefault("live_hooks", {}).setdefault(value, []).append(hook)
     elif lazy.requires_grad and (real := _core.real(lazy)) is not None:
         real.register_hook(hook)
 
@@ -109,7 +109,7 @@ def retain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     if value is None:
         _on_tensor(func, args, kwargs)
     else:
-        _core.memo().setdefault("hooks", {})
+        _core.notes().setdefault("hooks", {})
 
 
 class PendingNode:
@@ -147,7 +147,7 @@ def bind(value: int, real: torch.Tensor, is_of_lazy: bool = False) -> None:
     if hooks is not None:
         _renew_node(real)
         real.register_hook(functools.partial(_call, hooks))
-    for hook in _core.memo().get("live hooks", {}).get(made_as, ()):
+    for hook in _core.notes().get("live_hooks", {}).get(made_as, ()):
         real.register_hook(hook)
     if _core.retained(value, is_of_lazy) is not None:
         real.retain_grad()
@@ -201,12 +201,12 @@ def is_on(value: int) -> bool:
 
 def is_any() -> bool:
     """Tell whether any value has or had a hook, or retains its gradient."""
-    return "hooks" in _core.memo()
+    return "hooks" in _core.notes()
 
 
 def commit(seen: Seen) -> None:
     """Add the gradients of this backward pass to those that values retain."""
-    kept: dict[int, torch.Tensor] = _core.memo().setdefault("retained", {})
+    kept: dict[int, torch.Tensor] = _core.notes().setdefault("retained", {})
     for value, gradient in seen.gradients.items():
         name = _core.retained(value)
         if name is not None:
@@ -215,8 +215,7 @@ def commit(seen: Seen) -> None:
 
 def _retained_as(name: int | None) -> torch.Tensor | None:
     """Return the gradient retained under a number of `_core.retained`; None: none so far."""
-    kept: dict[int | None, torch.Tensor] = _core.memo().get("retained", {})
-    return kept.get(name)
+    return None if name is None else _core.notes().get("retained", {}).get(name)
 
 
 def give(value: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -233,7 +232,7 @@ def retained(lazy: Any) -> torch.Tensor | None:
     if value is None:
         return None
     name = _core.retained(value, True)
-    kept, seen = _retained_as(name), _core.memo().get("seen")
+    kept, seen = _retained_as(name), _core.notes().get("seen")
     for other, gradient in seen.gradients.items() if seen is not None and name is not None else ():
         if _core.retained(other) == name:  # a hook of an earlier value asks, before the commit
             kept = gradient.detach() if kept is None else kept + gradient
@@ -243,9 +242,9 @@ def retained(lazy: Any) -> torch.Tensor | None:
 @contextlib.contextmanager
 def visible(seen: Seen) -> Iterator[None]:
     """Show the gradients of this backward pass that values retain, in a block that calls hooks."""
-    before = _core.memo().get("seen")
-    _core.memo()["seen"] = seen
+    before = _core.notes().get("seen")
+    _core.notes()["seen"] = seen
     try:
         yield
     finally:
-        _core.memo()["seen"] = before
+        _core.notes()["seen"] = before

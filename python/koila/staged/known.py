@@ -23,14 +23,15 @@ class Known:
         self.printed = printed  # what `_core.print_of` returns
         self.nodes: dict[int, Node] = {
             entry[0]: Node._make((*entry, range(entry[6], entry[6] + entry[7])))
-            for entry in _core.told(handle, "nodes")
+            for entry in _core.facts_of(handle, "nodes")
         }
-        self.imports = list(map(Import._make, _core.told(handle, "imports")))
+        self.imports = list(map(Import._make, _core.facts_of(handle, "imports")))
         self.made = [
-            Made(self.nodes.get(node), *traits) for node, *traits in _core.told(handle, "values")
+            Made(self.nodes.get(node), *traits)
+            for node, *traits in _core.facts_of(handle, "values")
         ]
         self.needs_gradient = [made.needs_gradient for made in self.made]
-        self.runs = [self._run(*entry) for entry in enumerate(_core.told(handle, "runs"))]
+        self.runs = [self._run(*entry) for entry in enumerate(_core.facts_of(handle, "runs"))]
         self.moving = [node for node in self.nodes.values() if node.leaf_writes]
         #: By call that writes leaves as a side effect, running statistics: the leaves.
         self.moved = {
@@ -54,8 +55,8 @@ class Known:
         self.at_once: list[int] | None = None
         self.sent: Any = None  # of `running/tail.py`: the gradients that it sent last
 
-    def _run(self, index: int, told: tuple[Any, ...]) -> Run:
-        stage, axis, segment, nodes, parts, imports, exports, inner, combined, *rest = told
+    def _run(self, index: int, described: tuple[Any, ...]) -> Run:
+        stage, axis, segment, nodes, parts, imports, exports, inner, combined, *rest = described
         numbers = {
             self.nodes[i].first_out: parts_in(bits)
             for i, bits in zip(nodes, parts, strict=True)

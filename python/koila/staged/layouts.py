@@ -32,7 +32,7 @@ def settled(value: int) -> Info:
     info = Info.of(value)
     if info.strides is not None or info.place is None or info.device.type != "cpu":
         return info
-    known: dict[int, _Layout] = _core.memo().setdefault("layouts", {})
+    known: dict[int, _Layout] = _core.notes().setdefault("layouts", {})
     try:
         # A value has a larger number than those that it is made of.
         for one in sorted(_needed(value, known)):

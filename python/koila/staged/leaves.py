@@ -58,7 +58,7 @@ def begin(lazy: Any) -> bool:
     is_recorded = type(leaf) is _core.LazyTensor and leaf.requires_grad
     if is_recorded:
         _core.swap(lazy, leaf)
-        _core.memo()["has_leaves"] = True
+        _core.notes()["has_leaves"] = True
     return is_recorded
 
 

@@ -110,7 +110,7 @@ class Program:
         self._data_write: int | None = staged[20]  # a call that writes memory through x.data
         self.n_recorded: int = staged[21]  # the calls of the tape, also those that are not staged
         #: Whether calls of its tape differentiate others (`derived.py`).
-        self.is_derived = "recipes" in _core.memo()
+        self.is_derived = "recipes" in _core.notes()
         self.is_known_only = is_known_only
         self._cuts = _UNCUT
         self._cloned: set[int] = set()
@@ -135,7 +135,7 @@ class Program:
     def regions(self) -> tuple[bytes, bytes]:
         """The checkpoint that each call is in, and the one around each checkpoint: indices, as
         arrays of uint32. Without checkpoints they are empty."""
-        around: dict[int, tuple[int, ...]] = _core.memo().get("around", {})
+        around: dict[int, tuple[int, ...]] = _core.notes().get("around", {})
         index, outer = {0: _NO_ID}, array.array("I")
         of_node = array.array("I", [_NO_ID] * self.n_recorded if self.has_checkpoints else [])
         for node in self.nodes.values() if self.has_checkpoints else ():
