@@ -60,6 +60,9 @@ TESTS = ROOT / "tests"
 # (test_opdb, test_opdb_chunks).
 # Files of the core that are tested with others.
 TESTS_OF_ROWS = {
+    "measure_gradients": ["core/test_measure.c", "test_read_whole.py", "test_bytes.py"],
+    "measure_runs": ["core/test_measure.c", "test_bytes.py", "test_segments.py"],
+    "measure_values": ["core/test_measure.c", "test_bytes.py", "test_retained.py"],
     "rules_*": [
         "test_brute.py",
         "test_infer.py",

@@ -141,6 +141,7 @@ def test_bytes(name: str, dim: int, chunks: int, monkeypatch: pytest.MonkeyPatch
     with split(chunks):
         _, peak = measure(program, 257 if dim else 1025, koila.lazy, memory, **kernels.single)
     off = found.off()
+    assert "SUM" in found.names[-1]
     assert min(off.values()) >= -max(0.01 * peak, SLACK), off
     rows = [n for step, n in off.items() if step.startswith("RUN")]
     assert max(rows) <= max(0.03 * peak, SLACK), off

@@ -112,7 +112,7 @@ def lie(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
         end = next(i for i in range(at, len(steps)) if steps[i].op == Op.END)
         fused = Op.LOOP, Op.RUN, Op.TAIL, Op.BACK, Op.TAKE, Op.END, Op.WATCH
         steps[at + 1 : end + 1] = [
-            Step(op, Graph.NOW, last, run.values if op == Op.RUN else ()) for op in fused
+            Step(op, Graph.NOW, last, run.values if op in (Op.RUN, Op.TAIL) else ()) for op in fused
         ]
         found.append(program)
         return made

@@ -120,4 +120,12 @@ kl_program_is_body(const KlRun *run)
     return kl_stage_is_body(run->stage);
 }
 
+/* Whether the run belongs to the tail, the barriers after the last body. */
+static inline bool
+kl_program_is_tail(const KlProgram *program, const KlRun *run)
+{
+    return !kl_program_is_body(run) && program->stages.last_body != KL_STAGE_NONE &&
+           run->stage > program->stages.last_body;
+}
+
 #endif

@@ -99,6 +99,20 @@ is_handed(const KlBuild *build, KlValueId value)
     return build->facts[value].is_handed;
 }
 
+/* Whether the tail reads a result of a fused body: nothing else comes after that. */
+static bool
+is_read_by_tail(const KlBuild *build, KlValueId value)
+{
+    return build->facts[value].last_read != KL_NOWHERE && !is_inner(build, value);
+}
+
+static bool
+is_other_root(const KlBuild *build, KlValueId value)
+{
+    const KlFacts *facts = &build->facts[value];
+    return facts->is_root && !facts->is_inner && facts->last_read == KL_NOWHERE;
+}
+
 /* Whether each chunk of a value exists only for later segments of the same body: no tensor holds all rows. */
 static bool
 is_made_for_segments(const KlBuild *build, KlValueId value)
@@ -115,6 +129,16 @@ is_put_together(const KlBuild *build, KlValueId value)
     const KlFacts *facts = &build->facts[value];
     return (facts->is_read_whole || build->program->is_kept[value]) &&
            kl_place_is_rows(&meta->place) && !kl_units_is_parts(build, value);
+}
+
+/* Whether all chunks of a body's result are kept in memory. Those of a fused body that nobody reads are not. */
+static bool
+is_kept(const KlBuild *build, KlValueId value)
+{
+    const KlUnit *unit = &build->units[build->facts[value].unit];
+    bool is_alone = unit->is_fused && build->policy->n_across == 0;
+    return !is_inner(build, value) && (!is_alone || is_read(build, value)) &&
+           !(unit->is_offloaded && kl_units_can_recompute(build, value));
 }
 
 /* Whether all readers of a body's result add their gradients into one tensor of all rows: one of them reads the result
@@ -200,7 +224,7 @@ static void
 add_forward(KlBuild *build, const KlUnit *unit)
 {
     KlGraph graph = unit->is_retained ? KL_GRAPH_RETAIN : KL_GRAPH_NONE;
-    add(build, KL_STEP_LOOP, KL_GRAPH_NONE, unit->runs, NONE);
+    add(build, KL_STEP_LOOP, KL_GRAPH_NONE, unit->runs, exports_of(build, unit->runs, is_kept));
     for (uint32_t r = unit->runs.first; r <= last_of(unit).first; r++) {
         KlSlice left = exports_of(build, one(r), NULL);
         add(build, KL_STEP_RUN, graph, one(r), left)->others = unit->to_recompute;
@@ -215,7 +239,9 @@ add_last(KlBuild *build, const KlUnit *unit)
 {
     KlGraph graph = build->policy->n_across > 0 ? KL_GRAPH_ACROSS : KL_GRAPH_NOW;
     add(build, KL_STEP_RUN, graph, last_of(unit), exports_of(build, last_of(unit), is_read));
-    add(build, KL_STEP_TAIL, graph, unit->runs, NONE);
+    KlSlice read = exports_of(build, unit->runs, is_read_by_tail);
+    KlSlice roots = exports_of(build, unit->runs, is_other_root);
+    add(build, KL_STEP_TAIL, graph, unit->runs, read)->others = roots;
     add(build, KL_STEP_BACK, graph, last_of(unit), NONE);
 }
 
@@ -263,7 +289,7 @@ add_body_forward(KlBuild *build, const KlUnit *unit)
         return;
     }
     bool is_in_pieces = unit->runs.n == 2 && build->policy->n_pieces > 1;
-    add(build, KL_STEP_LOOP, KL_GRAPH_NOW, unit->runs, NONE);
+    add(build, KL_STEP_LOOP, KL_GRAPH_NOW, unit->runs, exports_of(build, unit->runs, is_kept));
     (is_in_pieces ? add_in_pieces : add_at_once)(build, unit);
     add(build, KL_STEP_END, KL_GRAPH_NOW, unit->runs, NONE);
     add(build, KL_STEP_WATCH, KL_GRAPH_NONE, unit->runs, NONE);

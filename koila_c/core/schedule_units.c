@@ -262,6 +262,9 @@ kl_units_find(KlBuild *build)
     find_units(build);
     find_fused(build);
     find_crossing(build);
+    for (size_t i = 0; i < build->program->roots.n; i++) {
+        build->facts[build->program->roots.ids[i]].is_root = true;
+    }
     find_open(build);
     choose_storage(build);
     choose_retained(build);

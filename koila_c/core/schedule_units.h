@@ -30,7 +30,8 @@ typedef struct KlFacts {
     bool is_handed;     /* a later segment of the body that makes it reads it */
     bool is_freed;      /* the schedule has freed it at this point */
     bool is_read_whole; /* a unit reads all its rows as one tensor */
-    bool is_used_back;  /* a body whose backward runs later makes or reads it */
+    bool is_root;
+    bool is_used_back; /* a body whose backward runs later makes or reads it */
 } KlFacts;
 
 /* A schedule that is being built. The first failure stays in `status`, and nothing is added after it. */

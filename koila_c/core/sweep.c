@@ -525,7 +525,7 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     bool is_parts = parts_of(sweep, node) != NULL;
     KlBytes terms = is_parts || sweep->span.is_live ? terms_of(sweep, node) : zero;
     if (is_parts) {
-        /* With a graph, they live until its backward has run, and added up until the run ends; else see measure.c. */
+        /* With a graph, they live until its backward has run, and added up until the run ends; else see measure_values.c. */
         double left = sweep->span.has_graph || node->parts->added ? node->parts->left : 0;
         add(&sweep->made, plus(terms, times(left, size_of(sweep, node->first_out))));
     }

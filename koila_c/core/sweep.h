@@ -69,7 +69,7 @@ typedef struct KlSize {
     uint8_t itemsize;
     bool needs_gradient;
     bool is_by_rows; /* a body makes it chunk by chunk */
-    /* measure.c sets these seven. */
+    /* The fold over a schedule (measure_walk.h) sets these seven. */
     bool is_put_together; /* its chunks are written into one tensor of all rows */
     bool is_copied;       /* likewise, and its readers copy their rows, which are no view of it */
     bool is_there;        /* it exists already: the run that makes it allocates nothing */

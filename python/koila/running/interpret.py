@@ -163,7 +163,7 @@ class Interpreter:
         made = self.open[last.index]
         left = made.shapes() if isinstance(made, across.Recorded) else made
         self.parts.update((value, left[value]) for value in last.exports)
-        self.is_certain = tail.seed(self.stages, step.runs, self.parts, self.stages.gradients)
+        self.is_certain = tail.seed(self.stages, step, self.parts, self.stages.gradients)
         self.parts.clear()
 
     # -- and back ---------------------------------------------------------------------------------

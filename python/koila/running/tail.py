@@ -32,6 +32,7 @@ from koila.running.cross import Cross
 from koila.running.watched import GATHERED, Key
 from koila.staged.facts import REDUCE, Run
 from koila.staged.program import Program
+from koila.staged.schedule import Step
 
 if TYPE_CHECKING:
     from koila.running.stages import Stages
@@ -147,7 +148,7 @@ def parts_of(run: Run, env: Sequence[Any]) -> dict[int, tuple[torch.Tensor, ...]
 
 
 def seed(
-    stages: Stages, runs: Sequence[Run], left: Mapping[int, Any], gradients: list[torch.Tensor]
+    stages: Stages, step: Step, left: Mapping[int, Any], gradients: list[torch.Tensor]
 ) -> bool:
     """Compute the gradients of the last body's outputs after its first chunk went forward.
 
@@ -156,7 +157,7 @@ def seed(
 
     Args:
         stages: the step.
-        runs: the segments of the body.
+        step: the instruction: the segments of the body, and the outputs to replace.
         left: outputs of its first chunk, by value; the partials of its reductions are among them.
         gradients: of the roots.
 
@@ -165,11 +166,11 @@ def seed(
         to compare.
     """
     known = stages.program.known
-    sent = known.sent = known.sent or Sent(stages.program, runs)
-    of = sent.computed_from(stages, runs, left)
+    sent = known.sent = known.sent or Sent(stages.program, step.runs)
+    of = sent.computed_from(stages, step.runs, left)
     before, found, is_certain = sent.last
     if of is None or of != before:
-        found, is_certain = _differentiate(stages, runs, left, gradients)
+        found, is_certain = _differentiate(stages, step, left, gradients)
         sent.keep(of, found, is_certain)
     for value, key, gradient in found:
         stages.cross[value].seeds[key] = gradient
@@ -177,15 +178,14 @@ def seed(
 
 
 def _differentiate(
-    stages: Stages, runs: Sequence[Run], left: Mapping[int, Any], gradients: list[torch.Tensor]
+    stages: Stages, step: Step, left: Mapping[int, Any], gradients: list[torch.Tensor]
 ) -> tuple[_Found, bool]:
     """Run the tail on zeros and differentiate it; see `seed`."""
     program = stages.program
     stand_ins: dict[int, Cross] = {}
     leaves: list[tuple[int, Any, torch.Tensor]] = []
-    parts = {value: (numbers, run) for run in runs for value, numbers in run.parts.items()}
-    read = _read_by_tail(program)
-    for value in filter(read.union(program.roots).__contains__, program.left_by(runs)):
+    parts = {value: (numbers, run) for run in step.runs for value, numbers in run.parts.items()}
+    for value in (*step.values, *step.others):
         added = calls.added_by_maker(program, value)
         info, needs_gradient = program.info(value), program.needs_gradient(value)
         cross = Cross(info, needs_gradient, stages.awaiting, added=added)
@@ -194,7 +194,7 @@ def _differentiate(
             numbers, run = parts[value]
             made = cross.zero_parts(numbers, left[value], stages.grid_of(run), early)
         else:
-            made = cross.zero_whole(value in read)
+            made = cross.zero_whole(value in step.values)
         leaves += ((value, key, leaf) for _, key, leaf in made)
         stand_ins[value] = cross
     of_body = {value: numbers for value, (numbers, _) in parts.items()}
@@ -222,15 +222,6 @@ def _tail(program: Program) -> Iterator[Run]:
     for run in program.runs:
         if not run.is_body and run.stage >= program.last_body:
             yield run
-
-
-def _read_by_tail(program: Program) -> set[int]:
-    """Return the values that the barriers after the last body read."""
-    read: set[int] = set()
-    for run in _tail(program):
-        read.update(program.imports[import_id].value for import_id in run.imports)
-        read.update(node.first_out for node in run.combined)
-    return read
 
 
 def _counts(
