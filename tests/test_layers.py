@@ -146,6 +146,16 @@ def test_what_a_layers_functions_keep_is_the_layers() -> None:
     assert found["0"].per_sample == found["1"].per_sample == 4 * (8 + 8 + 6)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_a_part_of_the_model_is_traced() -> None:
+    """Its modules keep their parameters where no Python object does."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8))
+    model.append(torch.jit.trace(nn.Linear(8, 8), torch.ones(2, 8)))
+    out = model[:2](koila.lazy(torch.ones(7, 6))).exp()
+    found = {one.name for one in layers.of(Program([out]))}
+    assert {"0", "1"} <= found, found
+
+
 def test_two_models_are_told_apart() -> None:
     """Where a program reads several models, the name of a layer begins with its model's class."""
     first, second = Images(), nn.Linear(50, 3)

@@ -60,7 +60,7 @@ class _Modules:
         owners: dict[int, list[_Owner]] = {}
         for path, module in root.named_modules(remove_duplicate=False):
             paths[_Owner(number, path)] = module
-            for parameter in module.__dict__["_parameters"].values():
+            for parameter in module.__dict__.get("_parameters", {}).values():
                 if id(parameter) in wanted and id(parameter) not in self.owners:
                     owners.setdefault(id(parameter), []).append(_Owner(number, path))
         if owners:
