@@ -433,6 +433,19 @@ def test_copies_are_plain() -> None:
         assert torch.equal(value, known()), name
 
 
+@pytest.mark.parametrize("chunks", [None, 1, 3])
+def test_a_value_with_a_graph_has_no_deep_copy(chunks: int | None) -> None:
+    """As in torch: the gradient of its copy would be lost."""
+    weight = torch.ones(3, requires_grad=True)
+    with koila.config(chunks=chunks):
+        value = koila.lazy(torch.randn(7, 3)) * weight
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
+                copy.deepcopy([value])
+        value.sum().backward()
+    assert torch.equal(copy.deepcopy([value.detach()])[0], value.detach())
+
+
 def test_another_thread_reads() -> None:
     lazy = pending()
     read: list[Any] = []

@@ -50,7 +50,7 @@ OP, LIVE, READ, ENTER, HANDLER = range(5)
 READS = frozenset(
     """item tolist __bool__ __float__ __int__ __index__ __complex__ __long__
     __nonzero__ is_nonzero equal allclose _is_all_true _is_any_true data_ptr
-    untyped_storage storage _typed_storage storage_type __deepcopy__
+    untyped_storage storage _typed_storage storage_type
     __dlpack__ __dlpack_device__ __cuda_array_interface__ is_set_to is_shared
     __dir__ __array_wrap__ is_pinned has_names is_coalesced q_scale q_zero_point qscheme
     is_inference""".split()

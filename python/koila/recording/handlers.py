@@ -243,6 +243,13 @@ def reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return func(number, *args[1:], **kwargs)
 
 
+def deepcopy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run copy.deepcopy(), which torch refuses for a value that has a gradient function."""
+    if args[0].requires_grad and not args[0].is_leaf:
+        func(torch.empty(0, requires_grad=True).view_as(torch.empty(0)), *args[1:], **kwargs)
+    return reduce(func, args, kwargs)
+
+
 def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call that needs the real autograd graph, such as registering a hook, at once."""
     return _core.live_with_all(func, args, kwargs, True)
@@ -386,6 +393,7 @@ HANDLERS: dict[str, Handler] = {
     "__array__": to_numpy,
     "__reduce__": reduce,
     "__reduce_ex__": reduce,
+    "__deepcopy__": deepcopy,
     "register_hook": register_hook,
     "register_post_accumulate_grad_hook": register_post_hook,
     "retain_grad": retain_grad,
