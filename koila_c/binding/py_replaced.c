@@ -43,9 +43,10 @@ may_be_read(PyObject *self, PyObject *args, PyObject *kwargs)
 {
     const Tape *tape = kl_tape_open_or_null();
     bool is_pending = tape != NULL && tape->core.n_done < tape->core.n_nodes;
-    return !kl_tape_is_busy(tape) && kl_py.n_transforms == 0 &&
-           (is_pending || kl_py.n_cut_off > 0) && !kl_lazy_check(self) &&
-           (args == NULL || !kl_call_holds_lazy(args)) &&
+    int64_t context = kl_context_now(NULL); /* autocast may keep a cast: kept_casts.py */
+    return !kl_tape_is_busy(tape) && kl_py.n_transforms == 0 && context >= 0 &&
+           (is_pending || kl_py.n_cut_off > 0 || kl_context_is_autocast((uint32_t)context)) &&
+           !kl_lazy_check(self) && (args == NULL || !kl_call_holds_lazy(args)) &&
            (kwargs == NULL || !kl_call_holds_lazy(kwargs));
 }
 

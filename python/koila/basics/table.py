@@ -60,3 +60,8 @@ def is_stepwise(name: str) -> bool:
 def hands_on(name: str, operand: int) -> bool:
     """Tell whether the gradient of an op's operand is that of its result, if they have one size."""
     return name in ROWS and bool(ROWS[name]["held"][_HELD_HANDED_ON] >> operand & 1)
+
+
+def is_cast(name: str, device_type: str) -> bool:
+    """Tell whether autocast may cast what an op reads; False for what is no op of the table."""
+    return name in ROWS and bool(ROWS[name]["is_cast"][device_type == "cuda"])

@@ -18,7 +18,7 @@ from koila.patches import patching, writes
 from koila.planning import left_plain
 from koila.recording import bridge
 from koila.reporting import reports
-from koila.running import given, recomputed
+from koila.running import given, kept_casts, recomputed
 from koila.staged import aliases
 
 
@@ -42,6 +42,7 @@ def _patch_data() -> None:
                 share(real)
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
         share(self)
+        kept_casts.note_written((self,))  # most who ask for it write it
         return aliases.noted(original.__get__(self))
 
     def numpy(self: torch.Tensor, args: tuple[Any, ...], words: dict[str, Any] | None) -> Any:

@@ -27,7 +27,7 @@ from koila.planning import left_plain
 from koila.random import generators, plain
 from koila.recording import bridge, flush, handed_out, handlers, replicated, sharded
 from koila.reporting import reports
-from koila.running import checkpoints, custom_functions, numbers, unwritten
+from koila.running import checkpoints, custom_functions, kept_casts, numbers, unwritten
 
 
 def _patch_function_apply() -> None:
@@ -202,6 +202,8 @@ def _patch_switches() -> None:
             for verb in ("enable", "disable"):
                 full = f"{verb}_{name}"
                 patching.replace(native, full, patching.flush_first(getattr(native, full)))
+    name = "clear_autocast_cache"
+    patching.replace(torch, name, kept_casts.ending(getattr(torch, name)))
     switches.note()
 
 
@@ -303,6 +305,7 @@ def _noting_optimizer(original: Callable[..., None]) -> Callable[..., None]:
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Let pending calls read the parameters that an optimizer changes."""
+    kept_casts.forget(bridge.written_by(optimizer))
     budget.note_optimizer(optimizer)
     bridge.before_step(optimizer)
     reports.note_step(optimizer)
@@ -310,6 +313,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     bridge.after_step(optimizer)
+    kept_casts.note_written(bridge.written_by(optimizer))
     sharded.free_gathered()
     numbers.settle_outdated(is_over=True)
 

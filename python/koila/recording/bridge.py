@@ -38,7 +38,7 @@ from koila.recording import flush, freed, reasons
 from koila.recording.cut import Copy, Cut
 from koila.recording.handed_out import Group, HandedOut, Memory, OfLeaves, Root, apply, note_view
 from koila.reporting import reports
-from koila.running import arrays, checkpoints, replay, unwritten, views, visible
+from koila.running import arrays, checkpoints, kept_casts, replay, unwritten, views, visible
 from koila.staged import aliases, hooks, meta
 from koila.staged.facts import Info, is_data
 from koila.staged.program import Program
@@ -166,7 +166,8 @@ def before_plain_write(func: Callable[..., Any], tensor: torch.Tensor) -> Callab
     """
     if _core.leaves_of(tensor):
         _make_way(func, "a write of plain torch")
-    return _keep_copies(func, (tensor,)) if _state.cuts else None
+    after = _keep_copies(func, (tensor,)) if _state.cuts else None
+    return kept_casts.after_write(tensor, after)
 
 
 def before_step(optimizer: torch.optim.Optimizer) -> None:
@@ -191,7 +192,7 @@ def _before_step(optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
     """Do the work of `before_step`. Return what to call after the step, or None."""
     func, what = type(optimizer).step, "an optimizer's step"
     if _core.is_busy():  # in a hook of the user's: nothing can run or be cut
-        before = [(one, aliases.version_of(one)) for one in _written_by(optimizer)]
+        before = [(one, aliases.version_of(one)) for one in written_by(optimizer)]
         for one, _ in before:
             visible.watch(one)
         return functools.partial(_note_unseen, before)
@@ -223,11 +224,11 @@ def _read_later(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:
     read = {key for tape in tapes for key in _core.held(tape, _memory_of_leaves, (), {})}
     if _core.pending_bytes(True):
         read |= _memory_of_leaves()
-    written = _written_by(optimizer) if read else ()
+    written = written_by(optimizer) if read else ()
     return tuple(one for one in written if aliases.memory_of(one) in read)
 
 
-def _written_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+def written_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters that the step of an optimizer writes."""
     for group in optimizer.param_groups:
         yield from (one for one in group["params"] if one.grad is not None)

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from koila.basics import surroundings, table
 from koila.reporting import reports
+from koila.running import kept_casts
 
 _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _COMPILED = torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod
@@ -58,6 +59,11 @@ def _why_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
     if any(one.layout is not torch.strided for one in tensors):
         return "it is given a sparse tensor; give it dense ones"
+    if any(map(kept_casts.is_written, tensors)):
+        return (
+            "a weight was written in a block of torch.autocast, which goes on with the old one; "
+            "write it after the block"
+        )
     if any(one.numel() == 0 for one in tensors):
         return "a tensor that it is given is empty; leave empty batches out"
     if _is_dynamic(name):

@@ -27,6 +27,7 @@ from koila.running import (
     freed_graphs,
     given,
     interpret,
+    kept_casts,
     overwritten,
     unwritten,
     visible,
@@ -168,6 +169,7 @@ def _attempt(
         if done is None:
             return None
         replay, result, ran = done
+        kept_casts.note_run(program.entered)
         replay.commit()
         del replay, done  # `keep` measures the memory that is left for the next step
         ran.keep(program)
