@@ -112,7 +112,7 @@ def ways(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> list[
         n_dims = min((len(info.shape) for info in handed), default=0)
         for dim in range(n_dims):
             n_pieces = 2 + (dim + n_segments) % 3
-            found.append(Way(n_segments, 1, 0, n_pieces, 0, handed[0].shape[dim], dim))
+            found.append(Way(n_segments, b"", n_pieces, handed[0].shape[dim], dim))
     _core.forget()
     return found
 

@@ -466,20 +466,21 @@ def test_a_refusal_names_what_was_compared() -> None:
 @pytest.mark.parametrize(
     ("share", "wanted"),
     [
-        (0.7, Way()),
-        (0.62, Way(n_cheap=2)),
-        (0.58, Way(n_cheap=4)),
-        (0.5, Way(keep_every=2)),
-        (0.3, Way(keep_every=2)),
+        (0.7, b""),
+        (0.62, b"2"),
+        (0.58, b"4"),
+        (0.5, b"remade 2"),
+        (0.3, b"remade 2"),
     ],
 )
 def test_chunks_that_are_asked_for_take_the_cheapest_way_that_is_enough(
-    share: float, wanted: Way, monkeypatch: pytest.MonkeyPatch
+    share: float, wanted: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or, where none is, the cheapest that takes little more than the least. What crosses is made
     again where to empty what is cheap is not enough."""
-    needs = {Way(): 700, **{Way(n_cheap=n): s for n, s in {1: 650, 2: 600, 4: 580, 8: 579}.items()}}
-    needs |= {Way(keep_every=n): s for n, s in {2: 490, 3: 520, 4: 480}.items()}
+    by_policies = {b"": 700, b"1": 650, b"2": 600, b"4": 580, b"8": 579}
+    by_policies |= {b"remade 2": 490, b"remade 3": 520, b"remade 4": 480}
+    needs = {Way(policies=policies): n_bytes for policies, n_bytes in by_policies.items()}
 
     class Needs:
         rows, whole = 8, 1000.0
@@ -498,7 +499,7 @@ def test_chunks_that_are_asked_for_take_the_cheapest_way_that_is_enough(
     )
     monkeypatch.setattr(planner, "_ASKED_SHARE", share)
     monkeypatch.setattr(planner, "Ways", lambda *_: some)
-    assert planner._find_way_in(4, program) == wanted
+    assert planner._find_way_in(4, program) == Way(policies=wanted)
 
 
 def rolled(lazy: Lazy, memory: Allocations) -> tuple[Tensor, int]:

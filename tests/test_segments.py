@@ -18,8 +18,9 @@ from koila.memory import estimates
 from koila.planning import planner, plans
 from koila.running import replay
 from koila.staged.program import Program
-from koila.staged.schedule import Op, Way
+from koila.staged.schedule import Op, Policy, Way
 from oracle import assert_close, assert_same
+from policies import Make, emptying, every, mixed
 from profiled import bytes_over_time
 from program_model import compared
 from programs import PROGRAMS
@@ -39,20 +40,21 @@ class Seen:
     n_pieces: int = 0
 
 
-Force = Callable[[Way], Seen]
+Force = Callable[[Way | Make], Seen]
 
 
 @pytest.fixture
 def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
-    """Run every program in so many segments, and keep every so manieth of what crosses."""
+    """Run every program in a way, or in the one that is made for it."""
     seen = Seen()
 
-    def force(way: Way) -> Seen:
+    def force(way: Way | Make) -> Seen:
         original, schedule = planner.plan, Program.schedule
 
-        def changed(*args: Any, **kwargs: Any) -> plans.Plan:
-            planned = original(*args, **kwargs)
-            return dataclasses.replace(planned, way=way)
+        def changed(program: Program, *args: Any, **kwargs: Any) -> plans.Plan:
+            planned = original(program, *args, **kwargs)
+            made = way if isinstance(way, Way) else way(program)
+            return dataclasses.replace(planned, way=made)
 
         def noted(*args: Any) -> Any:
             made = schedule(*args)
@@ -182,7 +184,7 @@ CROSSING = "cnn_bn residual_bn barlow reused resnet norm_root mlp-correlation".s
 )
 def test_made_again(program: Written, keep_every: int, n_segments: int, force: Force) -> None:
     """What crosses from body to body may be let go and made again."""
-    seen = force(Way(n_segments, keep_every))
+    seen = force(every(keep_every, Policy.REMAKE, n_segments, but=True))
     assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_again > 0
 
@@ -195,7 +197,7 @@ def test_made_again(program: Written, keep_every: int, n_segments: int, force: F
 )
 def test_emptied(program: Written, n_cheap: int, force: Force) -> None:
     """What cheap calls make of what crosses may be emptied, and filled chunk by chunk."""
-    seen = force(Way(n_cheap=n_cheap))
+    seen = force(emptying(n_cheap))
     assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_emptied > 0 or not program.name.startswith("resnet")
 
@@ -208,9 +210,37 @@ def test_emptied(program: Written, n_cheap: int, force: Force) -> None:
 )
 def test_offloaded(program: Written, n_segments: int, force: Force) -> None:
     """What crosses from body to body may be kept in files meanwhile."""
-    seen = force(Way(n_segments, 1, 1))
+    seen = force(every(1, Policy.OFFLOAD, n_segments))
     assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_offloaded > 0
+
+
+@pytest.mark.rotated
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "program",
+    [p for p in PROGRAMS if p.name.startswith(tuple(CROSSING))],
+    ids=lambda program: program.name,
+)
+def test_mixed(program: Written, seed: int, force: Force) -> None:
+    """What becomes of each value that crosses depends on no other."""
+    seen = force(mixed(seed, n_segments=(1, 1, 1, 3)[seed % 4]))
+    assert_same(program, program.rows(N_ROWS), chunks=(3, 11, 2)[seed % 3])
+    assert seen.n_again + seen.n_emptied + seen.n_offloaded > 0 or "resnet" not in program.name
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+def test_policies_hold_for_every_cut(program: Written, force: Force) -> None:
+    """The values that bodies leave for others are the same, in the same order, in any segments."""
+
+    def compare(of: Program) -> Way:
+        for way in (Way(0), Way(2), Way(5), Way(n_pieces=2)):
+            cut = of.cut_for(way)
+            assert cut.left_by([run for run in cut.runs if run.is_body]) == of.boundary
+        return Way()
+
+    force(compare)
+    assert_same(program, program.rows(N_ROWS), chunks=2)
 
 
 # Values that go several ways ---------------------------------------------------------------------
@@ -262,16 +292,26 @@ def held(x: Tensor, w: list[Tensor]) -> Tensor:
 
 
 KEPT: list[Tensor] = []
-WAYS = [Way(), Way(2), Way(2, 2), Way(4, 3), Way(1, 1, 1), Way(1, 1, 2), Way(2, 1, 1), Way(4, 1, 3)]
+WAYS: dict[str, Way | Make] = {
+    "as it is": Way(),
+    "segments": Way(2),
+    "recomputed": every(2, Policy.REMAKE, 2, but=True),
+    "most recomputed": every(3, Policy.REMAKE, 4, but=True),
+    "offloaded": every(1, Policy.OFFLOAD),
+    "half offloaded": every(2, Policy.OFFLOAD),
+    "offloaded in segments": every(1, Policy.OFFLOAD, 2),
+    "some offloaded in segments": every(3, Policy.OFFLOAD, 4),
+    **{f"mixed {seed}": mixed(seed, 1 + seed // 4) for seed in range(8)},
+}
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 @pytest.mark.parametrize("chunks", [2, 5])
 @pytest.mark.parametrize(
     "story", [cast_by_a_batch, handed_and_read_whole, left_without_a_gradient, held]
 )
 def test_values_that_go_several_ways(
-    story: Callable[..., Tensor], chunks: int, way: Way, force: Force
+    story: Callable[..., Tensor], chunks: int, way: Way | Make, force: Force
 ) -> None:
     x = torch.randn(11, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import itertools
 import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from koila import _core
+from koila.basics.rows import largest
 from koila.memory import estimates, offload
 from koila.planning import fitting, planner, ways
 from koila.planning.ways import Option, Ways
 from koila.staged import known
 from koila.staged.program import Program
-from koila.staged.schedule import Way
+from koila.staged.schedule import Graph, Op, Policy, Schedule, Way
 from limits import there
 from oracle import assert_close
 
@@ -332,16 +334,74 @@ def test_the_cheapest_way_is_found_without_measuring_all(
     for i in range(10):
         allowed = 1.3**i * least
         fits = [[one for one in some if one.rows(allowed) > 0] for some in (of_rows, along)]
-        prices = [[ways.cost(program, one, one.rows(allowed)) for one in some] for some in fits]
+        prices = [[every.cost(one, one.rows(allowed)) for one in some] for some in fits]
         forget()
         again = Program([loss])
         some = Ways(again, True)
         found = some.cheapest(some.all(), allowed) or some.cheapest(some.along(allowed), allowed)
-        price = None if found is None else ways.cost(again, *found)
+        price = None if found is None else some.cost(*found)
         assert price == min(prices[0] or prices[1], default=None)
     forget()
     assert Ways(Program([loss]), True).least().least == least
     _core.forget()
+
+
+# Policies of values -----------------------------------------------------------------------------
+
+
+def narrow() -> tuple[nn.Module, Tensor, Tensor, Loss]:
+    """The most is needed where its second wide layer runs backward, and what the first one left is
+    still there."""
+
+    def layer(n_in: int, n_out: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(n_in, n_out, bias=False), nn.BatchNorm1d(n_out), nn.ReLU())
+
+    widths = [8] * 3 + [320] + [8] * 3 + [320] + [8] * 3
+    layers = [layer(n_in, n_out) for n_in, n_out in itertools.pairwise(widths)]
+    model = nn.Sequential(*layers, nn.Linear(8, 5))
+    return model.double(), torch.randn(8192, 8).double(), torch.arange(8192) % 5, F.cross_entropy
+
+
+@pytest.mark.parametrize("is_offloading", [False, True])
+def test_one_narrow_place_frees_nothing_else(
+    is_offloading: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One large value is freed, and no more than is missing beside it; all others stay."""
+    monkeypatch.setattr(ways, "can_offload", lambda program: is_offloading)
+    torch.manual_seed(0)
+    made = narrow()
+    wanted, _ = step(made, None)
+    forget()
+    model, x, y, loss_of = made
+    with koila.config(memory_limit="100 GiB"):
+        lazy = koila.lazy(x, y)
+        loss = loss_of(copy.deepcopy(model)(lazy[0]), lazy[1])
+    program = Program([loss])
+    allowed = 0.85 * Ways(program, True).option(Way()).least
+    limit = int(there() + allowed)
+    with koila.config(memory_limit=limit):
+        planned = planner.plan(program, True)
+        schedule = program.schedule(True, planned.way)
+    freed = schedule.values_of(Op.REMAKE, Op.STORE)
+    assert sum(program.bytes_of(value) == 8 * 320 * len(x) for value in freed) == 1
+    # Without any of them it does not fit, and all others stay.
+    rows = largest(len(x), planned.n_chunks, planned.unit)
+    for value in freed:
+        others = bytearray(planned.way.policies)
+        others[program.boundary.index(value)] = Policy.KEEP
+        estimate = estimates.estimate(program, True, Way(policies=bytes(others)))
+        assert estimate.peak(rows)[0] > ways.CHUNK_SHARE * allowed
+
+    def n_graphs(schedule: Schedule) -> int:
+        return sum(step.graph == Graph.RETAIN and step.op == Op.RUN for step in schedule.steps)
+
+    # Only bodies that save them run again: the one that made it, for its variance, and a reader.
+    assert n_graphs(schedule) == n_graphs(program.schedule(True)) - 2 * len(freed) >= 6
+    _core.forget()
+    got, taken = step(made, limit)
+    assert taken <= allowed
+    for name, tensor in wanted.items():
+        assert_close(got[name], tensor, name)
 
 
 # Offloading --------------------------------------------------------------------------------------
@@ -377,15 +437,20 @@ def test_a_full_disk_is_memory_that_ran_out(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_accelerator_recomputes_before_it_offloads() -> None:
     """Its bus is slow beside its calls; the CPU's copy to mapped pages is fast beside its own."""
 
+    torch.manual_seed(0)
+    model, x, y, loss_of = resnet()
+
     def costs(device: str) -> tuple[float, float]:
-        amounts = SimpleNamespace(made=2**34, given=0)
-        program: Any = SimpleNamespace(
-            amounts=amounts, devices=[torch.device(device)], has_checkpoints=False
-        )
-        rows: Any = SimpleNamespace(rows=8)
-        found = (ways.Option(way, rows, 10) for way in (Way(keep_every=2), Way(1, 1, 1)))
-        recomputed, offloaded = (ways.cost(program, option, 4) for option in found)
-        return recomputed, offloaded
+        lazy = koila.lazy(x, y)
+        loss = loss_of(model(lazy[0]), lazy[1])
+        program = Program([loss])
+        program.devices = {torch.device(device)}
+        some, crossing, found = Ways(program, True), program.crossing(True), []
+        for policy in (Policy.REMAKE, Policy.OFFLOAD):
+            way = Way(policies=program.policies(dict.fromkeys(crossing, policy)))
+            found.append(some.cost(some.option(way), 4))
+        _core.forget()
+        return found[0], found[1]
 
     recomputed, offloaded = costs("cuda")
     assert recomputed < offloaded / 2

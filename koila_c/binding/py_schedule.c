@@ -17,15 +17,18 @@ int
 kl_schedule_policy(PyObject *object, void *policy)
 {
     int is_graph = 0, is_live = 0;
+    Py_ssize_t n_values = 0;
+    const char *values = NULL;
     KlPolicy *found = policy;
     if (!PyTuple_Check(object) ||
-        !PyArg_ParseTuple(object, "pIIIII|pI", &is_graph, &found->keep_every, &found->offload_every,
-                          &found->n_pieces, &found->n_cheap, &found->n_across, &is_live,
-                          &found->n_chunks)) {
-        PyErr_SetString(PyExc_TypeError, "policy must be (is_graph, keep_every, offload_every, "
-                                         "n_pieces, n_cheap, n_across[, is_live, n_chunks])");
+        !PyArg_ParseTuple(object, "py#II|pI", &is_graph, &values, &n_values, &found->n_pieces,
+                          &found->n_across, &is_live, &found->n_chunks)) {
+        PyErr_SetString(PyExc_TypeError, "policy must be (is_graph, values, n_pieces, n_across[, "
+                                         "is_live, n_chunks])");
         return 0;
     }
+    found->values = (const uint8_t *)values;
+    found->n_values = (size_t)n_values;
     found->is_graph = is_graph != 0;
     found->is_live = is_live != 0;
     return 1;

@@ -101,13 +101,13 @@ hold_chunk(KlWalk *walk, const KlStep *put)
     }
 }
 
-/* Return the bytes per row of a run's results of which all chunks are held: until a chunk makes its own, one is missing. */
+/* Return the bytes per row of what RUN keeps, if all chunks of it are held: until a chunk makes its own, one is missing. */
 static double
-missing(const KlWalk *walk, const KlRun *run)
+missing(const KlWalk *walk, const KlStep *step)
 {
     double bytes = 0;
-    for (uint32_t i = 0; i < run->exports.n; i++) {
-        KlValueId value = kl_program_export(walk->program, run, i);
+    for (uint32_t k = 0; k < step->values.n; k++) {
+        KlValueId value = value_of(walk, step, k);
         const KlSize *size = &walk->sweep.sizes[value];
         bytes += walk->values[value].is_counted && !size->is_put_together ? size->per_row : 0;
     }
@@ -151,7 +151,7 @@ kl_walk_run_chunk(KlWalk *walk, const KlStep *step)
         kl_walk_hold_handed_gradients(walk, run);
         walk->n_pieces = walk->policy->n_pieces;
     }
-    double bytes = is_graph ? 0 : missing(walk, run);
+    double bytes = is_graph ? 0 : missing(walk, step);
     walk->held_per_row -= bytes;
     kl_walk_sweep_forward(walk, run, is_graph, walk->moments);
     walk->held_per_row += bytes;

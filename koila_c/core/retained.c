@@ -8,11 +8,12 @@
 /* Bits about a value. No bit: the run reads it from outside. */
 enum {
     IS_MADE = 1,    /* the run makes it */
-    IS_STORED = 2,  /* the run leaves it, with rows, for other runs: it is kept in any case */
+    IS_STORED = 2,  /* the run leaves it, with rows, for other runs, and it is near */
     IS_CHEAP = 4,   /* cheap calls recompute it from values that are kept */
     IS_LISTED = 8,  /* it is in `again` */
     IS_WALKED = 16, /* walk() has still to find the calls that recompute it */
     IS_NEEDED = 32, /* it is in `needs` */
+    IS_LEFT = 64,   /* the run leaves it, with rows, for other runs */
 };
 
 static uint32_t
@@ -68,7 +69,7 @@ writes_its_own(const KlRetained *retained, const KlNode *node)
     KlValueId written =
         node->n_inputs > 0 ? kl_tape_inputs(retained->tape, node)[0].value : KL_ID_NONE;
     return node->writes == 0 || (node->n_outs == 1 && written != KL_ID_NONE &&
-                                 (retained->known[written] & (IS_MADE | IS_STORED)) == IS_MADE);
+                                 (retained->known[written] & (IS_MADE | IS_LEFT)) == IS_MADE);
 }
 
 /* Set the bits of a node's results. Return false if the node cannot be recomputed alone; then its graph cannot wait. */
@@ -178,16 +179,17 @@ forget_made(const KlRetained *retained, const KlRun *run)
     }
 }
 
-/* Mark the results of a run that have rows: other runs read them, so they are kept. */
+/* Mark the results of a run that have rows. */
 static void
-note_stored(const KlRetained *retained, const KlRun *run)
+note_left(const KlRetained *retained, const KlRun *run)
 {
     for (uint32_t i = 0; i < run->exports.n; i++) {
         KlValueId value = kl_program_export(retained->program, run, i);
         const KlValue *v = &retained->tape->values[value];
         bool is_parts = retained->tape->nodes[v->node].mode == KL_MODE_REDUCE;
         if (kl_place_is_rows(&v->meta.place) && !is_parts) {
-            retained->known[value] |= IS_STORED;
+            bool is_near = retained->policies[value] <= KL_POLICY_EMPTY;
+            retained->known[value] |= is_near ? IS_LEFT | IS_STORED : IS_LEFT;
         }
     }
 }
@@ -236,37 +238,31 @@ is_alone(const KlRetained *retained, const KlRun *run, KlValueId value)
     return is_found;
 }
 
-/* Add a value to the cheap values, unless its chain would be longer than `longest`. */
+/* Add a value to the cheap values. */
 static KlStatus
-add_cheap(const KlRetained *retained, uint32_t run, KlValueId value, uint32_t longest)
+add_cheap(const KlRetained *retained, uint32_t run, KlValueId value)
 {
     KlCheapSet *cheap_set = retained->cheap_set;
     KlIds needs = {0}, nodes = {0};
-    KlCheap cheap = {.value = value, .run = run, .length = 1};
+    KlCheap cheap = {.value = value, .run = run};
     retained->known[value] |= IS_WALKED;
     KlStatus status = walk(retained, &retained->program->runs[run], &needs, &nodes);
     settle_needs(retained, &needs, 0);
-    for (size_t i = 0; i < needs.n; i++) {
-        uint32_t before = cheap_set->values[cheap_number(retained, needs.ids[i]) - 1].length;
-        cheap.length = cheap.length > before ? cheap.length : before + 1;
+    cheap.needs = (KlSlice){.first = (uint32_t)cheap_set->ids.n, .n = (uint32_t)needs.n};
+    cheap.nodes = (KlSlice){.first = cheap.needs.first + cheap.needs.n, .n = (uint32_t)nodes.n};
+    for (size_t i = 0; i < needs.n && status == KL_OK; i++) {
+        status = kl_program_push(&cheap_set->ids, needs.ids[i], retained->error);
     }
-    if (status == KL_OK && cheap.length <= longest) {
-        cheap.needs = (KlSlice){.first = (uint32_t)cheap_set->ids.n, .n = (uint32_t)needs.n};
-        cheap.nodes = (KlSlice){.first = cheap.needs.first + cheap.needs.n, .n = (uint32_t)nodes.n};
-        for (size_t i = 0; i < needs.n && status == KL_OK; i++) {
-            status = kl_program_push(&cheap_set->ids, needs.ids[i], retained->error);
-        }
-        for (size_t i = nodes.n; i-- > 0 && status == KL_OK;) {
-            status = kl_program_push(&cheap_set->ids, nodes.ids[i], retained->error);
-        }
-        if (status == KL_OK) {
-            status = kl_alloc_reserve((void **)&cheap_set->values, &cheap_set->n_max,
-                                      cheap_set->n + 1, sizeof(KlCheap), retained->error);
-        }
-        if (status == KL_OK) {
-            cheap_set->values[cheap_set->n++] = cheap;
-            cheap_set->number[value] = (uint32_t)cheap_set->n;
-        }
+    for (size_t i = nodes.n; i-- > 0 && status == KL_OK;) {
+        status = kl_program_push(&cheap_set->ids, nodes.ids[i], retained->error);
+    }
+    if (status == KL_OK) {
+        status = kl_alloc_reserve((void **)&cheap_set->values, &cheap_set->n_max, cheap_set->n + 1,
+                                  sizeof(KlCheap), retained->error);
+    }
+    if (status == KL_OK) {
+        cheap_set->values[cheap_set->n++] = cheap;
+        cheap_set->number[value] = (uint32_t)cheap_set->n;
     }
     kl_alloc_free(nodes.ids);
     kl_alloc_free(needs.ids);
@@ -274,22 +270,22 @@ add_cheap(const KlRetained *retained, uint32_t run, KlValueId value, uint32_t lo
 }
 
 KlStatus
-kl_retained_find_cheap(const KlRetained *retained, uint32_t number, const bool *may_be,
-                       uint32_t longest)
+kl_retained_find_cheap(const KlRetained *retained, uint32_t number)
 {
     const KlRun *run = &retained->program->runs[number];
     KlStatus status = KL_OK;
-    note_stored(retained, run);
+    note_left(retained, run);
     for (uint32_t i = 0; i < run->nodes.n && status == KL_OK; i++) {
         const KlNode *node = node_at(retained, run, i);
         bool is_known = note_made(retained, node);
         for (uint32_t k = 0; k < node->n_outs && status == KL_OK; k++) {
             KlValueId value = node->first_out + k;
             retained->known[value] |= IS_MADE;
-            bool is_cheap = is_known && may_be[value] && (retained->known[value] & IS_CHEAP) != 0 &&
+            bool is_cheap = is_known && retained->policies[value] == KL_POLICY_EMPTY &&
+                            (retained->known[value] & IS_CHEAP) != 0 &&
                             is_alone(retained, run, value) &&
                             !kl_stage_is_overwritten(retained->tape, node, k, true);
-            status = is_cheap ? add_cheap(retained, number, value, longest) : KL_OK;
+            status = is_cheap ? add_cheap(retained, number, value) : KL_OK;
         }
     }
     forget_made(retained, run);
@@ -304,7 +300,7 @@ kl_retained_find(const KlRetained *retained, const KlRun *run, bool *retains, Kl
     bool has_heavy = false;
     size_t first = needs->n;
     *retains = true;
-    note_stored(retained, run);
+    note_left(retained, run);
     for (uint32_t i = 0; i < run->nodes.n && *retains; i++) {
         const KlNode *node = node_at(retained, run, i);
         *retains = note_made(retained, node);

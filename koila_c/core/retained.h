@@ -10,19 +10,27 @@
  *
  * Likewise the storage of a result of a body can be freed between the passes, even if graphs saved it, and cheap
  * calls recompute it chunk by chunk: for example a residual sum whose terms are kept anyway. The inputs of these
- * calls may be such values themselves, in chains up to a given length. */
+ * calls may be such values themselves, but must be in memory otherwise. */
 #ifndef KL_RETAINED_H
 #define KL_RETAINED_H
 
 #include "program.h"
 
+/* How the number of a boundary value, which a body leaves for others, is stored between the passes. Values up to EMPTY
+ * are near: in memory, or recomputed by cheap calls alone. */
+typedef enum KlValuePolicy {
+    KL_POLICY_KEEP,
+    KL_POLICY_EMPTY,   /* its storage is freed, and cheap calls recompute it */
+    KL_POLICY_REMAKE,  /* it is freed, and its run recomputes it */
+    KL_POLICY_OFFLOAD, /* it is in another memory */
+} KlValuePolicy;
+
 /* A result of a body that cheap calls recompute. */
 typedef struct KlCheap {
     KlValueId value;
-    uint32_t run;    /* the run that makes it */
-    uint32_t length; /* of the chain of such values that ends with it: 1 if it reads no other */
-    KlSlice needs;   /* of ids: other such values that the calls read, in the order they are made */
-    KlSlice nodes;   /* of ids: the calls that recompute it, in order */
+    uint32_t run;  /* the run that makes it */
+    KlSlice needs; /* of ids: other such values that the calls read, in the order they are made */
+    KlSlice nodes; /* of ids: the calls that recompute it, in order */
 } KlCheap;
 
 typedef struct KlCheapSet {
@@ -35,17 +43,17 @@ typedef struct KlCheapSet {
 typedef struct KlRetained {
     const KlTape *tape;
     const KlProgram *program;
+    const uint8_t *policies; /* [n_values] KlValuePolicy */
     uint8_t *known; /* [n_values] scratch, all 0 between calls: bits about values of one run */
     KlCheapSet *cheap_set;
     KlError *error;
 } KlRetained;
 
-/* Add the results of a run that cheap calls recompute, out of the candidates `may_be`, with chains of at most
- * `longest`, to the set. Call it for the runs in their order. */
-KlStatus kl_retained_find_cheap(const KlRetained *retained, uint32_t run, const bool *may_be,
-                                uint32_t longest);
+/* Of the results of a run that are to be EMPTY, add those that cheap calls can recompute to the set. Call it for the runs
+ * in their order, if all inputs of the run are near. */
+KlStatus kl_retained_find_cheap(const KlRetained *retained, uint32_t run);
 
-/* Set `*retains` to whether a run, a body of one segment, can retain the graphs of its chunks. If so, append to
+/* Set `*retains` to whether a run, a body of one segment with near inputs, can retain its chunks' graphs. If so, append to
  * `again` the saved tensors to recompute (of a call that saves what it writes: the value before the write), and to
  * `needs` the cheap values to fill for the graph or for recomputing these. If it fails, which only an allocation can,
  * all results are invalid. */

@@ -75,6 +75,12 @@ was_freed(const KlBuild *build, KlValueId value)
 }
 
 static bool
+is_offloaded(const KlBuild *build, KlValueId value)
+{
+    return build->policies[value] == KL_POLICY_OFFLOAD;
+}
+
+static bool
 is_inner(const KlBuild *build, KlValueId value)
 {
     return build->facts[value].is_inner;
@@ -191,9 +197,7 @@ release_read(KlBuild *build, uint32_t u)
                 bool is_done =
                     !build->policy->is_graph ||
                     (!build->program->stages.needs_gradient[value] && !facts->is_used_back);
-                bool is_freed =
-                    is_last &&
-                    (is_done || kl_units_is_recomputed(build, &build->units[facts->unit], value));
+                bool is_freed = is_last && (is_done || build->policies[value] == KL_POLICY_REMAKE);
                 bool is_cheap = build->schedule->cheap_set.number[value] != 0;
                 facts->is_freed |= is_freed && !is_emptying;
                 if (is_emptying ? is_last && is_cheap : is_freed) {
@@ -279,8 +283,7 @@ static void
 add_body_forward(KlBuild *build, const KlUnit *unit)
 {
     KlGraph graph = unit->is_fused ? KL_GRAPH_NOW : KL_GRAPH_NONE;
-    KlSlice offloaded =
-        unit->is_offloaded ? exports_of(build, unit->runs, kl_units_can_recompute) : NONE;
+    KlSlice offloaded = exports_of(build, unit->runs, is_offloaded);
     KlSlice whole = exports_of(build, unit->runs, is_put_together);
     add(build, KL_STEP_STORE, graph, unit->runs, offloaded)->others = whole;
     if (!unit->is_fused) {
@@ -326,13 +329,42 @@ mark_needed(KlBuild *build, uint32_t r)
     }
 }
 
+static bool
+reads(const KlProgram *program, KlSlice runs, KlValueId value)
+{
+    for (uint32_t r = runs.first; r < runs.first + runs.n; r++) {
+        for (uint32_t i = 0; i < program->runs[r].imports.n; i++) {
+            if (kl_program_import(program, &program->runs[r], i)->value == value) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* List the emptied values that runs read, to be filled before these run again, in the order they are made. */
+static KlSlice
+cheap_values_read_by(KlBuild *build, KlSlice runs)
+{
+    size_t first = build->schedule->values.n;
+    for (size_t i = 0; i < build->schedule->cheap_set.n; i++) {
+        KlValueId value = build->schedule->cheap_set.values[i].value;
+        if (reads(build->program, runs, value)) {
+            kl_units_add_value(build, value);
+        }
+    }
+    return kl_program_since(&build->schedule->values, first);
+}
+
 /* Append a loop that recomputes segments of a body. Their results for other units are kept from here on, since the
  * backward of these units comes next. */
 static void
 recompute_segments(KlBuild *build, KlSlice runs)
 {
+    KlSlice needs = cheap_values_read_by(build, runs);
     add(build, KL_STEP_REMAKE, KL_GRAPH_NONE, runs, exports_of(build, runs, was_freed));
     add(build, KL_STEP_LOOP, KL_GRAPH_NONE, runs, NONE);
+    add_about(build, KL_STEP_FILL, needs);
     for (uint32_t r = runs.first; r < runs.first + runs.n; r++) {
         const KlRun *run = &build->program->runs[r];
         size_t first = build->schedule->values.n;
@@ -348,6 +380,7 @@ recompute_segments(KlBuild *build, KlSlice runs)
             kl_program_since(&build->schedule->values, first));
     }
     add_about(build, KL_STEP_FREE, exports_of(build, runs, is_inner));
+    add_about(build, KL_STEP_EMPTY, needs);
     add(build, KL_STEP_END, KL_GRAPH_NONE, runs, NONE);
 }
 
@@ -429,28 +462,6 @@ exports_to_free(KlBuild *build, const KlUnit *unit)
     return kl_program_since(&build->schedule->values, first);
 }
 
-/* List the emptied values that a body reads, to be filled before it runs again, in the order they are made. */
-static KlSlice
-cheap_values_read_by(KlBuild *build, const KlUnit *unit)
-{
-    const KlCheapSet *cheap_set = &build->schedule->cheap_set;
-    size_t first = build->schedule->values.n;
-    for (size_t i = 0; i < cheap_set->n; i++) {
-        bool is_read = false;
-        for (uint32_t r = 0; r < unit->runs.n; r++) {
-            const KlRun *run = kl_units_run(build, unit, r);
-            for (uint32_t k = 0; k < run->imports.n && !is_read; k++) {
-                is_read =
-                    kl_program_import(build->program, run, k)->value == cheap_set->values[i].value;
-            }
-        }
-        if (is_read) {
-            kl_units_add_value(build, cheap_set->values[i].value);
-        }
-    }
-    return kl_program_since(&build->schedule->values, first);
-}
-
 /* Run each chunk of a body again, with its graph, and then its backward. */
 static void
 add_again_and_back(KlBuild *build, const KlUnit *unit)
@@ -471,7 +482,7 @@ add_body_back(KlBuild *build, const KlUnit *unit)
 {
     KlGraph graph = unit->is_retained ? KL_GRAPH_RETAIN : KL_GRAPH_NOW;
     KlSlice left = exports_to_free(build, unit);
-    KlSlice needs = unit->is_retained ? unit->needs : cheap_values_read_by(build, unit);
+    KlSlice needs = unit->is_retained ? unit->needs : cheap_values_read_by(build, unit->runs);
     KlSlice by_chunk = unit->is_retained ? left : NONE;
     add_about(build, KL_STEP_FREE, unit->is_retained ? NONE : left);
     add(build, KL_STEP_LOOP, graph, unit->runs, by_chunk);
@@ -520,7 +531,7 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlPolicy *
     build.facts = kl_alloc_scratch(&scratch, n_values, sizeof(KlFacts));
     build.is_needed = kl_alloc_scratch(&scratch, program->n_staged, sizeof(bool));
     build.known = kl_alloc_scratch(&scratch, n_values, sizeof(uint8_t));
-    build.may_be_cheap = kl_alloc_scratch(&scratch, n_values, sizeof(bool));
+    build.policies = kl_alloc_scratch(&scratch, n_values, sizeof(uint8_t));
     schedule->cheap_set.number = kl_alloc_zeroed(n_values, sizeof(uint32_t));
     if (scratch.is_short || schedule->cheap_set.number == NULL) {
         build.status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to schedule %zu runs",

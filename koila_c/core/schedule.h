@@ -4,11 +4,10 @@
  * A body runs in a loop over its chunks, and LOOP and END are instructions of the array. So one array states what
  * each chunk computes, keeps and frees; measure.c counts its bytes, replay.py runs it, koila.plan prints it.
  *
- * Each result of a body that has rows is stored in one of three ways: kept until its backward (by chunk,
- * or in one tensor of all rows if something reads it whole); offloaded to another memory; or freed after its last
- * reader of the forward pass and recomputed before its backward. If all results are kept, a body can retain the
- * graphs of its chunks until its backward, so that its forward runs once; and results that cheap calls recompute
- * can be emptied: their storage is freed between the passes. */
+ * Each boundary value, a result of a body that others read, has a storage policy of its own (KlValuePolicy). It is kept
+ * until its backward (by chunk, or in one tensor of all rows if something reads it whole); offloaded; or freed after
+ * its last reader of the forward pass and recomputed before its backward, by its run or by cheap calls. A body whose
+ * inputs are kept, or recomputed by cheap calls, can retain its chunks' graphs, so that its forward runs once. */
 #ifndef KL_SCHEDULE_H
 #define KL_SCHEDULE_H
 
@@ -45,14 +44,15 @@ typedef struct KlSchedule {
     KlCheapSet cheap_set; /* the values that are emptied */
 } KlSchedule;
 
-/* The memory policy of a step. "Every n-th body" counts bodies that leave values with rows for other bodies. */
+/* The memory policy of a step. */
 typedef struct KlPolicy {
-    bool is_graph;          /* the step has a backward pass, from the roots */
-    uint32_t offload_every; /* offload the results of every n-th body; 1: of all; 0: of none */
-    uint32_t keep_every;    /* keep the results of every n-th body, recompute others; 1: keep all */
+    bool is_graph; /* the step has a backward pass, from the roots */
+    /* [n_values] KlValuePolicy of the boundary values, in the order of the exports. A value that cannot be stored so is
+     * kept; so are all, if their number is another: then the policies are of another program. */
+    const uint8_t *values;
+    size_t n_values;
     uint32_t n_pieces; /* pieces of a chunk in the head, the last segment of the last body; 1: the
                           head is not cut into pieces */
-    uint32_t n_cheap;  /* the longest chain of emptied values; 0: empty none */
     uint32_t n_across; /* size of the second axis that pieces are cut of; 0: pieces are rows */
     uint32_t n_chunks; /* the number of chunks, if known: many small chunks retain no graphs */
     bool is_live;      /* build no schedule: measure a live run, in the order of the calls */

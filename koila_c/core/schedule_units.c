@@ -110,8 +110,10 @@ find_crossing(KlBuild *build)
     }
 }
 
-bool
-kl_units_can_recompute(const KlBuild *build, KlValueId value)
+/* Whether a result of a body can be freed and recomputed (or offloaded): other bodies read it, only by rows, and
+ * neither a hook nor retain_grad needs its whole gradient. */
+static bool
+can_be_freed(const KlBuild *build, KlValueId value)
 {
     const KlFacts *facts = &build->facts[value];
     return !kl_units_is_parts(build, value) && !facts->is_inner &&
@@ -139,69 +141,54 @@ find_open(KlBuild *build)
     }
 }
 
-bool
-kl_units_is_recomputed(const KlBuild *build, const KlUnit *unit, KlValueId value)
+/* Return the policy of a result of a body for which `asked` is asked. What the user's checkpoints cover is recomputed,
+ * unless it is offloaded. No fused body may be the last reader of an emptied value: nothing would be saved between its
+ * forward and its backward. */
+static uint8_t
+policy_of(const KlBuild *build, KlValueId value, uint8_t asked)
 {
-    KlNodeId maker = build->tape->values[value].node;
-    bool is_honoured = build->program->is_checkpointed && build->policy->offload_every == 0;
-    bool is_inside = is_honoured && unit->is_body && unit->has_gradient && maker != KL_ID_NONE &&
-                     build->tape->nodes[maker].region != 0 && !build->facts[value].is_open;
-    return (unit->is_recomputed || is_inside) && kl_units_can_recompute(build, value);
+    const KlFacts *facts = &build->facts[value];
+    bool has_gradient = build->units[facts->unit].has_gradient;
+    bool is_covered = build->program->is_checkpointed && has_gradient && !facts->is_open &&
+                      build->tape->nodes[build->tape->values[value].node].region != 0;
+    asked = is_covered && asked != KL_POLICY_OFFLOAD ? KL_POLICY_REMAKE : asked;
+    if (!can_be_freed(build, value) || (asked == KL_POLICY_REMAKE && !has_gradient) ||
+        (asked == KL_POLICY_EMPTY && build->units[facts->last_read].is_fused)) {
+        return KL_POLICY_KEEP;
+    }
+    return asked;
 }
 
-/* Choose for each body whether its results are kept, recomputed or offloaded until its backward. */
-static void
-choose_storage(KlBuild *build)
+/* Set the policies of the boundary values: those asked for, and KEEP beyond these. Return the number of values. */
+static size_t
+choose_policies(KlBuild *build, const uint8_t *asked, size_t n)
 {
-    const KlPolicy *policy = build->policy;
-    uint32_t n_found = 0;
-    for (uint32_t u = 0; u < build->n_units; u++) {
-        KlUnit *unit = &build->units[u];
-        unit->is_offloaded = policy->offload_every == 1 && unit->is_body;
-        bool leaves_rows = false;
-        for (uint32_t r = 0; r < unit->runs.n && unit->is_body; r++) {
-            const KlRun *run = kl_units_run(build, unit, r);
-            for (uint32_t i = 0; i < run->exports.n; i++) {
-                leaves_rows |=
-                    kl_units_can_recompute(build, kl_program_export(build->program, run, i));
+    size_t at = 0;
+    for (uint32_t r = 0; r < build->program->n_staged; r++) {
+        const KlRun *run = &build->program->runs[r];
+        for (uint32_t i = 0; i < run->exports.n && kl_program_is_body(run); i++) {
+            KlValueId value = kl_program_export(build->program, run, i);
+            if (!build->facts[value].is_inner) {
+                build->policies[value] = policy_of(build, value, at < n ? asked[at] : 0);
+                at++;
             }
         }
-        if (leaves_rows && unit->has_gradient) {
-            n_found++;
-            unit->is_recomputed = policy->keep_every > 1 && n_found % policy->keep_every != 0;
-            unit->is_offloaded |= policy->offload_every > 1 && n_found % policy->offload_every == 0;
-        }
     }
+    return at;
 }
 
-/* Whether a body has a later backward, and all its inputs and results are kept until then. */
+/* Whether a body has a later backward, and all its inputs are near until then. */
 static bool
-is_kept_to_its_backward(const KlBuild *build, const KlUnit *unit)
+is_near_to_its_backward(const KlBuild *build, const KlUnit *unit)
 {
-    const KlPolicy *policy = build->policy;
-    return !build->program->is_checkpointed && policy->is_graph && policy->keep_every <= 1 &&
-           policy->offload_every == 0 && goes_back(unit) && unit->runs.n == 1;
-}
-
-/* Choose the values to empty, among results of bodies. The last reader must not be a fused body: nothing would be saved
- * between its forward and its backward. */
-static void
-choose_cheap(KlBuild *build, const KlRetained *retained)
-{
-    for (uint32_t u = 0; u < build->n_units && build->policy->n_cheap > 0; u++) {
-        const KlUnit *unit = &build->units[u];
-        const KlRun *run = kl_units_run(build, unit, 0);
-        if (!is_kept_to_its_backward(build, unit) || build->status != KL_OK) {
-            continue;
-        }
-        for (uint32_t i = 0; i < run->exports.n; i++) {
-            KlValueId value = kl_program_export(build->program, run, i);
-            build->may_be_cheap[value] = kl_units_can_recompute(build, value) &&
-                                         !build->units[build->facts[value].last_read].is_fused;
-        }
-        build->status = kl_retained_find_cheap(retained, unit->runs.first, build->may_be_cheap,
-                                               build->policy->n_cheap);
+    bool is_near = !build->program->is_checkpointed && build->policy->is_graph && goes_back(unit) &&
+                   unit->runs.n == 1;
+    const KlRun *run = kl_units_run(build, unit, 0);
+    for (uint32_t i = 0; i < run->imports.n && is_near; i++) {
+        KlValueId value = kl_program_import(build->program, run, i)->value;
+        is_near = build->policies[value] <= KL_POLICY_EMPTY;
     }
+    return is_near;
 }
 
 /* A call of a retained graph takes about 4 KiB of the process for each chunk, in autograd's nodes and in koila's. */
@@ -218,7 +205,8 @@ is_worth_it(const KlBuild *build, const KlRun *run)
     for (uint32_t i = 0; i < run->exports.n; i++) {
         KlValueId value = kl_program_export(build->program, run, i);
         const KlMeta *meta = &build->tape->values[value].meta;
-        bool is_stored = !kl_units_is_parts(build, value) && kl_place_is_rows(&meta->place);
+        bool is_stored = !kl_units_is_parts(build, value) && kl_place_is_rows(&meta->place) &&
+                         build->policies[value] <= KL_POLICY_EMPTY;
         left +=
             is_stored ? (uint64_t)kl_meta_n_elements(meta) * kl_meta_dtype_bytes(meta->dtype) : 0;
     }
@@ -231,19 +219,22 @@ choose_retained(KlBuild *build)
     KlIds *values = &build->schedule->values, needs = {0};
     const KlRetained retained = {.tape = build->tape,
                                  .program = build->program,
+                                 .policies = build->policies,
                                  .known = build->known,
                                  .cheap_set = &build->schedule->cheap_set,
                                  .error = build->error};
-    choose_cheap(build, &retained);
     for (uint32_t u = 0; u < build->n_units && build->status == KL_OK; u++) {
         KlUnit *unit = &build->units[u];
         const KlRun *run = kl_units_run(build, unit, 0);
         size_t first = values->n;
         needs.n = 0;
-        if (!is_kept_to_its_backward(build, unit)) {
+        if (!is_near_to_its_backward(build, unit)) {
             continue;
         }
-        build->status = kl_retained_find(&retained, run, &unit->is_retained, values, &needs);
+        build->status = kl_retained_find_cheap(&retained, unit->runs.first);
+        if (build->status == KL_OK) {
+            build->status = kl_retained_find(&retained, run, &unit->is_retained, values, &needs);
+        }
         unit->is_retained = unit->is_retained && is_worth_it(build, run);
         values->n = unit->is_retained ? values->n : first;
         unit->to_recompute = kl_program_since(&build->schedule->values, first);
@@ -266,6 +257,9 @@ kl_units_find(KlBuild *build)
         build->facts[build->program->roots.ids[i]].is_root = true;
     }
     find_open(build);
-    choose_storage(build);
+    const KlPolicy *policy = build->policy;
+    if (choose_policies(build, policy->values, policy->n_values) != policy->n_values) {
+        choose_policies(build, NULL, 0);
+    }
     choose_retained(build);
 }

@@ -14,8 +14,6 @@ typedef struct KlUnit {
     bool is_body;
     bool has_gradient;
     bool is_fused;        /* each chunk's backward runs right after its forward */
-    bool is_recomputed;   /* its results with rows are freed, and recomputed before the backward */
-    bool is_offloaded;    /* its results are offloaded until they are read again */
     bool is_retained;     /* the graphs of its chunks are retained until its backward */
     KlSlice to_recompute; /* of the schedule's values: saved tensors to recompute in backward */
     KlSlice needs;        /* likewise: emptied values to fill before that, for its graphs */
@@ -45,14 +43,13 @@ typedef struct KlBuild {
     KlStep nowhere; /* add() returns it after a failure */
     KlUnit *units;  /* [n_units] */
     uint32_t n_units;
-    KlFacts *facts;     /* [n_values] */
-    bool *is_needed;    /* [n_staged] scratch: a run of a body to recompute now */
-    bool *may_be_cheap; /* [n_values] scratch: candidates for emptying */
-    uint8_t *known;     /* [n_values] scratch of kl_retained_find */
+    KlFacts *facts;    /* [n_values] */
+    bool *is_needed;   /* [n_staged] scratch: a run of a body to recompute now */
+    uint8_t *policies; /* [n_values] KlValuePolicy */
+    uint8_t *known;    /* [n_values] scratch of kl_retained_find */
 } KlBuild;
 
-/* Find the units. For each, choose where its results are stored, whether its graphs are retained, and which of its
- * results are emptied. */
+/* Find the units, and how each boundary value can be stored. For each unit, choose whether its graphs are retained. */
 void kl_units_find(KlBuild *build);
 
 /* Append `value` to the values of the schedule. */
@@ -60,14 +57,6 @@ void kl_units_add_value(KlBuild *build, KlValueId value);
 
 /* Whether a value consists of the partial results of a reduction. */
 bool kl_units_is_parts(const KlBuild *build, KlValueId value);
-
-/* Whether a result of a body can be freed and recomputed (or offloaded): other bodies read it, only by rows, and
- * neither a hook nor retain_grad needs its whole gradient. */
-bool kl_units_can_recompute(const KlBuild *build, KlValueId value);
-
-/* Whether a result of a unit is freed after its last reader of the forward pass and recomputed before its backward:
- * because of the policy, or because the user's checkpoint covers it. */
-bool kl_units_is_recomputed(const KlBuild *build, const KlUnit *unit, KlValueId value);
 
 /* Return the `i`-th run of a unit. */
 static inline const KlRun *

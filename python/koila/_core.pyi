@@ -62,9 +62,9 @@ _Job = tuple[
 ]
 # An instruction of a schedule: (op, graph, first run, runs, values, others), see schedule.def
 _Step = tuple[int, int, int, int, _Ids, _Ids]
-# The policy of a schedule: (is_graph, keep_every, offload_every, n_pieces, n_cheap, n_across,
-# is_live, n_chunks), as KlPolicy of schedule.h
-_Policy = tuple[bool, int, int, int, int, int, bool, int]
+# The policy of a schedule: (is_graph, policies of the boundary values, n_pieces, n_across, is_live,
+# n_chunks), as KlPolicy of schedule.h
+_Policy = tuple[bool, bytes, int, int, bool, int]
 # (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes,
 #  is data, is open, is for chunks, checkpoint, does its backward read what it saves, imports)
 _StagedNode = tuple[

@@ -14,7 +14,7 @@ from test_py_promise import weight
 import koila
 from binding_kit import batch, staged_as
 from koila import _core
-from koila.staged.schedule import Graph, Op
+from koila.staged.schedule import Graph, Op, Policy
 
 core: Any = _core
 
@@ -25,8 +25,8 @@ def staged(n_segments: int = 1) -> Any:
     return loss, staged_as([loss], False, n_segments)
 
 
-def policy(is_graph: bool, n_cheap: int = 0, n_chunks: int = 0) -> tuple[Any, ...]:
-    return is_graph, 1, False, 1, n_cheap, 0, False, n_chunks
+def policy(is_graph: bool, policies: bytes = b"") -> tuple[Any, ...]:
+    return is_graph, policies, 1, 0, False, 0
 
 
 def test_instructions_are_those_of_the_core() -> None:
@@ -87,8 +87,10 @@ def sums(x: Any, w: torch.Tensor) -> Any:
 def test_what_is_emptied_is_filled_before_its_graph_goes_back() -> None:
     loss = sums(koila.lazy(batch()), torch.eye(batch().shape[1]).double().requires_grad_())
     program = staged_as([loss], False, 1)
+    n_left = sum(len(run[6]) for run in program["runs"] if run[0] % 2 == 1)
     for n_cheap in (0, 1):
-        steps, _, cheap_values = core.schedule(program["handle"], policy(True, n_cheap))
+        policies = bytes([Policy.EMPTY if n_cheap else Policy.KEEP] * n_left)
+        steps, _, cheap_values = core.schedule(program["handle"], policy(True, policies))
         loops = [step[0] in (Op.LOOP, Op.END) for step in steps]
         in_loop = [sum(loops[: i + 1]) % 2 == 1 for i in range(len(steps))]
         emptied = [
@@ -107,4 +109,4 @@ def test_what_is_no_program() -> None:
         core.schedule(None, policy(True))
     _, program = staged()
     with pytest.raises(TypeError, match="policy must be"):
-        core.schedule(program["handle"], [True, 1, False])
+        core.schedule(program["handle"], [True, b"", 1, 0])

@@ -42,7 +42,7 @@ begin(Step *s, bool is_root)
 static KlStatus
 measure_in_pieces(Step *s, bool is_graph, uint32_t n_pieces)
 {
-    const KlPolicy policy = {.is_graph = is_graph, .keep_every = 1, .n_pieces = n_pieces};
+    const KlPolicy policy = {.is_graph = is_graph, .n_pieces = n_pieces};
     return kl_measure_step(&s->p.tape, &s->program, &s->outside, &policy, &s->measured,
                            &s->p.error);
 }

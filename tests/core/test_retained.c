@@ -17,8 +17,7 @@ typedef struct Made {
     KlIds again;
     KlIds needs;          /* the values to fill that EMPTY has freed */
     KlCheapSet cheap_set; /* which the runs leave */
-    uint32_t longest;     /* chain of such values that may be; 0: none */
-    bool may_be[MAX_VALUES];
+    uint8_t policies[MAX_VALUES];
 } Made;
 
 static void
@@ -53,13 +52,14 @@ find(Made *made, KlValueId left)
     made->cheap_set.number = kl_alloc_zeroed(p->tape.n_values, sizeof(uint32_t));
     const KlRetained retained = {.tape = &p->tape,
                                  .program = &made->program,
+                                 .policies = made->policies,
                                  .known = known,
                                  .cheap_set = &made->cheap_set,
                                  .error = &p->error};
     KlStatus status = KL_OK;
     for (uint32_t r = 0; r < made->program.n_staged && status == KL_OK; r++) {
         if (kl_program_is_body(&made->program.runs[r])) {
-            status = kl_retained_find_cheap(&retained, r, made->may_be, made->longest);
+            status = kl_retained_find_cheap(&retained, r);
         }
     }
     uint32_t stage = made->program.stages.node_stage[node_of(p, made->given)];
@@ -236,22 +236,22 @@ test_copies(void)
 static void
 test_emptied(void)
 {
-    for (uint32_t longest = 0; longest < 2; longest++) {
+    for (int is_emptied = 0; is_emptied < 2; is_emptied++) {
         Made made;
         open(&made);
-        made.longest = longest;
         KlValueId sum = call2(&made.p, "add", made.given, made.s.h);
         KlValueId active = call1(&made.p, "relu", sum);
         KlValueId heavy = call2(&made.p, "linear", active, made.square);
-        made.may_be[active] = made.may_be[heavy] = true;
+        made.policies[active] = made.policies[heavy] =
+            is_emptied ? KL_POLICY_EMPTY : KL_POLICY_KEEP;
         KlValueId meets = CALL1(&made.p, "mean", heavy, INTS(0));
         KlValueId later = call2(&made.p, "add", call2(&made.p, "sub", heavy, meets), active);
         CHECK(find(&made, call2(&made.p, "linear", later, made.square)) == KL_OK);
         CHECK(made.retains && !is_again(&made, active));
-        CHECK(is_in(&made.needs, active) == (longest > 0));
-        if (longest > 0) {
+        CHECK(is_in(&made.needs, active) == (is_emptied != 0));
+        if (is_emptied) {
             const KlCheap *cheap = &made.cheap_set.values[made.cheap_set.number[active] - 1];
-            CHECK(cheap->value == active && cheap->length == 1 && cheap->needs.n == 0);
+            CHECK(cheap->value == active && cheap->needs.n == 0);
             const uint32_t *nodes = &made.cheap_set.ids.ids[cheap->nodes.first];
             CHECK(cheap->nodes.n == 3 && nodes[1] == node_of(&made.p, sum) &&
                   nodes[2] == node_of(&made.p, active));
@@ -267,13 +267,12 @@ test_order_of_needs(void)
 {
     Made made;
     open(&made);
-    made.longest = 1;
     KlValueId first = call1(&made.p, "relu", made.given);
     KlValueId second = call1(&made.p, "sigmoid", made.given);
     KlValueId heavy = call2(&made.p, "linear", made.given, made.square);
     heavy = call2(&made.p, "mul", heavy, second);
     heavy = call2(&made.p, "mul", heavy, first);
-    made.may_be[first] = made.may_be[second] = true;
+    made.policies[first] = made.policies[second] = KL_POLICY_EMPTY;
     KlValueId meets = CALL1(&made.p, "mean", heavy, INTS(0));
     KlValueId later = call2(&made.p, "add", call2(&made.p, "sub", heavy, meets), first);
     later = call2(&made.p, "add", later, second);
@@ -283,34 +282,55 @@ test_order_of_needs(void)
     fini(&made);
 }
 
-/* A chain of sums: every so manieth is kept. */
+/* A chain of sums, of which some are kept: each emptied one needs the emptied one before it. */
 static void
 test_chains(void)
 {
-    for (uint32_t longest = 1; longest < 4; longest++) {
+    for (uint32_t mix = 0; mix < 8; mix++) {
         Made made;
         KlValueId sums[4];
         open(&made);
-        made.longest = longest;
         KlValueId h = made.given;
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 4; i++) { /* the last leaves no body */
             KlValueId heavy = call2(&made.p, "linear", h, made.square);
             KlValueId mean = CALL1(&made.p, "mean", heavy, INTS(0));
             h = sums[i] = call2(&made.p, "add", call2(&made.p, "sub", heavy, mean), h);
-            made.may_be[h] = i < 3; /* the last leaves no body */
+            made.policies[h] = mix >> i & 1 ? KL_POLICY_EMPTY : KL_POLICY_KEEP;
         }
         CHECK(find(&made, call2(&made.p, "linear", h, made.square)) == KL_OK);
-        uint32_t n_kept = 0;
         for (int i = 0; i < 4; i++) {
             uint32_t number = made.cheap_set.number[sums[i]];
-            n_kept += number == 0;
-            if (number > 0 && made.cheap_set.values[number - 1].length > 1) {
+            CHECK((number != 0) == ((mix >> i & 1) != 0));
+            if (number > 0) {
+                bool is_chain = i > 0 && (mix >> (i - 1) & 1) != 0;
                 KlSlice needs = made.cheap_set.values[number - 1].needs;
-                CHECK(needs.n == 1 && made.cheap_set.ids.ids[needs.first] == sums[i - 1]);
+                CHECK(needs.n == is_chain);
+                CHECK(!is_chain || made.cheap_set.ids.ids[needs.first] == sums[i - 1]);
             }
         }
-        CHECK(n_kept == 1 + 3 / (longest + 1));
         fini(&made);
+    }
+}
+
+/* A result that is not in memory between the passes: its graph is retained if cheap calls make what it saves of it. */
+static void
+test_results_elsewhere(void)
+{
+    for (int is_saved = 0; is_saved < 2; is_saved++) {
+        for (int is_cheap = 0; is_cheap < 2; is_cheap++) {
+            Made made;
+            open(&made);
+            KlValueId heavy = call2(&made.p, "linear", made.given, made.square);
+            KlValueId left = is_cheap ? call1(&made.p, "exp", made.given) : heavy;
+            KlValueId next =
+                is_saved ? call1(&made.p, "sin", left) : call2(&made.p, "add", left, heavy);
+            made.policies[left] = KL_POLICY_REMAKE;
+            KlValueId mean = CALL1(&made.p, "mean", next, INTS(0));
+            KlValueId later = call2(&made.p, "add", call2(&made.p, "sub", left, mean), heavy);
+            CHECK(find(&made, call2(&made.p, "linear", later, made.square)) == KL_OK);
+            CHECK(made.retains == (is_cheap || !is_saved));
+            fini(&made);
+        }
     }
 }
 
@@ -326,6 +346,7 @@ test_no_memory(void)
         CHECK(find(&made, call2(&made.p, "linear", active, made.square)) == KL_OK);
         const KlRetained retained = {.tape = &made.p.tape,
                                      .program = &made.program,
+                                     .policies = made.policies,
                                      .known = known,
                                      .cheap_set = &made.cheap_set,
                                      .error = &made.p.error};
@@ -359,6 +380,7 @@ main(void)
     test_emptied();
     test_order_of_needs();
     test_chains();
+    test_results_elsewhere();
     test_no_memory();
     CHECK(kl_alloc_n_blocks() == 0);
     return check_result();

@@ -2,6 +2,8 @@
 /* test_schedule.c - what a step does, in which order, and when values are let go and made again. */
 #include "schedule.h"
 
+#include <string.h>
+
 #include "record.h"
 
 #define MAX_VALUES 128
@@ -10,7 +12,30 @@ typedef struct Made {
     Program p;
     KlProgram program;
     KlSchedule schedule;
+    uint8_t policies[MAX_VALUES]; /* by value: the policies asked for */
+    size_t n_more;                /* policies than there are boundary values */
 } Made;
+
+/* Write the policies in the order of the exports that bodies leave for others; return how many there are. */
+static size_t
+in_order(const Made *made, uint8_t *policies)
+{
+    size_t n = 0;
+    for (size_t r = 0; r < made->program.n_staged; r++) {
+        const KlRun *run = &made->program.runs[r];
+        for (uint32_t i = 0; i < run->exports.n && kl_program_is_body(run); i++) {
+            KlValueId value = kl_program_export(&made->program, run, i);
+            bool is_inner = false;
+            for (uint32_t k = 0; k < run->inner.n; k++) {
+                is_inner |= made->program.inner.ids[run->inner.first + k] == value;
+            }
+            if (!is_inner) {
+                policies[n++] = made->policies[value];
+            }
+        }
+    }
+    return n + made->n_more;
+}
 
 static KlStatus
 try_to_build(Made *made, KlValueId wanted, uint32_t n_segments, const KlPolicy *policy)
@@ -30,7 +55,11 @@ try_to_build(Made *made, KlValueId wanted, uint32_t n_segments, const KlPolicy *
     CHECK(made->p.tape.n_values <= MAX_VALUES);
     KlStatus status = kl_program_build(&made->p.tape, &asked, &made->program, &made->p.error);
     if (status == KL_OK) {
-        status = kl_schedule_build(&made->p.tape, &made->program, policy, &made->schedule,
+        uint8_t policies[MAX_VALUES + 1] = {0};
+        KlPolicy whole = *policy;
+        whole.n_values = in_order(made, policies);
+        whole.values = policies;
+        status = kl_schedule_build(&made->p.tape, &made->program, &whole, &made->schedule,
                                    &made->p.error);
         if (status != KL_OK) {
             kl_program_fini(&made->program);
@@ -40,9 +69,9 @@ try_to_build(Made *made, KlValueId wanted, uint32_t n_segments, const KlPolicy *
 }
 
 static void
-build(Made *made, KlValueId wanted, uint32_t n_segments, bool is_graph, uint32_t keep_every)
+build(Made *made, KlValueId wanted, uint32_t n_segments, bool is_graph)
 {
-    const KlPolicy policy = {.is_graph = is_graph, .keep_every = keep_every};
+    const KlPolicy policy = {.is_graph = is_graph};
     CHECK(try_to_build(made, wanted, n_segments, &policy) == KL_OK);
 }
 
@@ -98,13 +127,13 @@ test_one_body(void)
     Made made = {0};
     Start s = start(&made.p);
     KlValueId loss = call1(&made.p, "mean", s.h);
-    build(&made, loss, 1, true, 1);
+    build(&made, loss, 1, true);
     CHECK(IS_ORDER(&made, KL_STEP_STORE, KL_STEP_LOOP, KL_STEP_RUN, KL_STEP_TAIL, KL_STEP_BACK,
                    KL_STEP_TAKE, KL_STEP_END, KL_STEP_WATCH, KL_STEP_BARRIER, KL_STEP_BARRIER_BACK,
                    KL_STEP_CHECK));
     CHECK(made.schedule.n_forward < made.schedule.n_steps);
     fini(&made);
-    build(&made, loss, 1, false, 1);
+    build(&made, loss, 1, false);
     CHECK(IS_ORDER(&made, KL_STEP_STORE, KL_STEP_LOOP, KL_STEP_RUN, KL_STEP_END, KL_STEP_BARRIER));
     CHECK(made.schedule.n_forward == made.schedule.n_steps);
     CHECK(n_times(&made, KL_STEP_FREE, loss) == 0); /* the user has it */
@@ -140,7 +169,7 @@ test_two_forwards(void)
     KlValueId h = call2(&made.p, "linear", call1(&made.p, "exp", s.h),
                         leaf(&made.p, with_grad(TENSOR(FLOAT32, 3, 3))));
     KlValueId mean = call1(&made.p, "mean", h), loss = call2(&made.p, "mul", mean, mean);
-    build(&made, loss, 1, true, 1);
+    build(&made, loss, 1, true);
     CHECK(IS_ORDER(&made, KL_STEP_STORE, KL_STEP_LOOP, KL_STEP_RUN, KL_STEP_END, KL_STEP_BARRIER,
                    KL_STEP_BARRIER_BACK, KL_STEP_SEED, KL_STEP_FREE, KL_STEP_LOOP, KL_STEP_RUN,
                    KL_STEP_BACK, KL_STEP_TAKE, KL_STEP_END));
@@ -161,7 +190,7 @@ test_graphs_that_wait(void)
     KlValueId h = call2(&made.p, "linear", cheap, leaf(&made.p, with_grad(TENSOR(FLOAT32, 3, 3))));
     KlValueId next = CALL1(&made.p, "mean", h, INTS(0));
     KlValueId loss = call1(&made.p, "mean", call2(&made.p, "sub", h, next));
-    build(&made, loss, 1, true, 1);
+    build(&made, loss, 1, true);
     CHECK(n_waiting(&made, KL_STEP_RUN) == 2 && n_waiting(&made, KL_STEP_BACK) == 2);
     CHECK(n_times(&made, KL_STEP_LOOP, h) == 2 && n_times(&made, KL_STEP_LOOP, s.h) == 2);
     for (size_t i = 0; i < made.schedule.n_steps; i++) {
@@ -171,19 +200,24 @@ test_graphs_that_wait(void)
         CHECK(n_again == 0 || (step->graph == KL_GRAPH_RETAIN && is_cheap));
     }
     fini(&made);
-    build(&made, loss, 1, true, 2);
-    CHECK(n_waiting(&made, KL_STEP_RUN) == 0 && n_waiting(&made, KL_STEP_BACK) == 0);
-    fini(&made);
-    build(&made, loss, 1, false, 1);
+    /* Only the bodies that read a value lose their graphs if it is somewhere else meanwhile. */
+    for (int is_offloaded = 0; is_offloaded < 2; is_offloaded++) {
+        made.policies[h] = is_offloaded ? KL_POLICY_OFFLOAD : KL_POLICY_REMAKE;
+        build(&made, loss, 1, true);
+        CHECK(n_waiting(&made, KL_STEP_RUN) == 2 && n_waiting(&made, KL_STEP_BACK) == 2);
+        made.policies[s.h] = made.policies[h];
+        fini(&made);
+        build(&made, loss, 1, true);
+        CHECK(n_waiting(&made, KL_STEP_RUN) == 1 && n_waiting(&made, KL_STEP_BACK) == 1);
+        fini(&made);
+        made.policies[h] = made.policies[s.h] = KL_POLICY_KEEP;
+    }
+    build(&made, loss, 1, false);
     CHECK(n_waiting(&made, KL_STEP_RUN) == 0);
     fini(&made);
     /* So many chunks of a few numbers that graphs would be most of what is kept. */
-    const KlPolicy many = {.is_graph = true, .keep_every = 1, .n_chunks = 1000};
+    const KlPolicy many = {.is_graph = true, .n_chunks = 1000};
     CHECK(try_to_build(&made, loss, 1, &many) == KL_OK);
-    CHECK(n_waiting(&made, KL_STEP_RUN) == 0);
-    fini(&made);
-    const KlPolicy offloaded = {.is_graph = true, .offload_every = 1, .keep_every = 1};
-    CHECK(try_to_build(&made, loss, 1, &offloaded) == KL_OK);
     CHECK(n_waiting(&made, KL_STEP_RUN) == 0);
     fini(&made);
     program_fini(&made.p);
@@ -202,34 +236,36 @@ layers(Made *made, Start s, KlValueId *crossing, uint32_t n)
     return call1(&made->p, "mean", h);
 }
 
-/* With every second kept, what the first body leaves is let go once it was read, made again before the second
- * goes back, and let go for good before the first does. */
+/* What is recomputed is let go once it was read, made again before its reader goes back, and let go for good before
+ * its own body does; what is kept is let go once, whatever becomes of others. */
 static void
 test_what_is_made_again(void)
 {
-    Made made = {0};
-    Start s = start(&made.p);
-    KlValueId crossing[4];
-    KlValueId loss = layers(&made, s, crossing, 4);
-    build(&made, loss, 1, true, 1);
-    for (int i = 0; i < 4; i++) {
-        CHECK(n_let_go(&made, crossing[i]) == 1);
-        CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == 0);
+    for (uint32_t mix = 0; mix < 16; mix++) {
+        Made made = {0};
+        Start s = start(&made.p);
+        KlValueId crossing[4];
+        KlValueId loss = layers(&made, s, crossing, 4);
+        for (int i = 0; i < 4; i++) {
+            made.policies[crossing[i]] = mix >> i & 1 ? KL_POLICY_REMAKE : KL_POLICY_KEEP;
+        }
+        build(&made, loss, 1, true);
+        for (uint32_t i = 0; i < 4; i++) {
+            /* The last one is read by a body that goes back at once. */
+            uint32_t n_again = i < 3 && (mix >> i & 1) != 0;
+            CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == n_again);
+            CHECK(n_times(&made, KL_STEP_FREE, crossing[i]) == 1 + n_again);
+        }
+        fini(&made);
+        made.n_more = 1; /* policies of another program: all is kept */
+        build(&made, loss, 1, true);
+        for (int i = 0; i < 4; i++) {
+            CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == 0);
+            CHECK(n_let_go(&made, crossing[i]) == 1);
+        }
+        fini(&made);
+        program_fini(&made.p);
     }
-    fini(&made);
-    build(&made, loss, 1, true, 2);
-    for (int i = 0; i < 4; i++) {
-        CHECK(n_times(&made, KL_STEP_FREE, crossing[i]) == (i % 2 == 0 ? 2 : 1));
-        CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == (i % 2 == 0 ? 1 : 0));
-    }
-    fini(&made);
-    build(&made, loss, 1, true,
-          9); /* all of it; the last is read by a body that goes back at once */
-    for (int i = 0; i < 4; i++) {
-        CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == (i < 3 ? 1 : 0));
-    }
-    fini(&made);
-    program_fini(&made.p);
 }
 
 /* Offloaded results of bodies are not recomputed. Those that the user gets, or a barrier reads whole, stay. */
@@ -240,8 +276,8 @@ test_what_is_offloaded(void)
     Start s = start(&made.p);
     KlValueId crossing[3];
     KlValueId loss = layers(&made, s, crossing, 3);
-    const KlPolicy policy = {.is_graph = true, .offload_every = 1, .keep_every = 1};
-    CHECK(try_to_build(&made, loss, 1, &policy) == KL_OK);
+    memset(made.policies, KL_POLICY_OFFLOAD, sizeof(made.policies));
+    build(&made, loss, 1, true);
     for (int i = 0; i < 3; i++) {
         CHECK(n_times(&made, KL_STEP_STORE, crossing[i]) == 1);
         CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == 0);
@@ -250,7 +286,7 @@ test_what_is_offloaded(void)
     fini(&made);
     KlValueId sorted = CALL1(&made.p, "sort", crossing[1], INT(0));
     loss = call2(&made.p, "mul", loss, call1(&made.p, "mean", sorted));
-    CHECK(try_to_build(&made, loss, 1, &policy) == KL_OK);
+    build(&made, loss, 1, true);
     CHECK(n_times(&made, KL_STEP_STORE, crossing[0]) == 1);
     CHECK(n_times(&made, KL_STEP_STORE, crossing[1]) == 0);
     fini(&made);
@@ -265,7 +301,7 @@ test_one_at_a_time(void)
     Start s = start(&made.p);
     KlValueId crossing[3];
     KlValueId loss = layers(&made, s, crossing, 3);
-    build(&made, loss, 1, false, 1);
+    build(&made, loss, 1, false);
     for (int i = 0; i < 3; i++) {
         CHECK(n_times(&made, KL_STEP_FREE, crossing[i]) == 1);
     }
@@ -285,7 +321,7 @@ test_segments(void)
         h = call1(&made.p, "exp", h);
     }
     KlValueId mean = call1(&made.p, "mean", h), loss = call2(&made.p, "mul", mean, mean);
-    build(&made, loss, 3, true, 1);
+    build(&made, loss, 3, true);
     uint32_t n_back = 0, n_run = 0;
     for (size_t i = 0; i < made.schedule.n_steps; i++) {
         const KlStep *step = &made.schedule.steps[i];
@@ -315,7 +351,8 @@ test_no_memory(void)
     Start s = start(&made.p);
     KlValueId crossing[4];
     KlValueId loss = layers(&made, s, crossing, 4);
-    const KlPolicy policy = {.is_graph = true, .keep_every = 2};
+    const KlPolicy policy = {.is_graph = true};
+    made.policies[crossing[0]] = made.policies[crossing[2]] = KL_POLICY_REMAKE;
     int64_t n_blocks = kl_alloc_n_blocks(), n_refused = 0;
     KlStatus status = KL_ERROR_MEMORY;
     while (status != KL_OK) {

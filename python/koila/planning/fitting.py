@@ -76,7 +76,8 @@ def _find_way(case: _Case) -> Fitting | Needs:
     if found is not None:
         return found
     allowed = case.allowed
-    found = some.cheapest(some.all(), allowed) or some.cheapest(some.along(allowed), allowed)
+    found = some.cheapest(some.all(), allowed, some.enough(allowed))
+    found = found or some.cheapest(some.along(allowed), allowed)
     if found is not None:
         return _remembered(case, found)
     option = some.least()
@@ -178,7 +179,7 @@ def _in_chunks(case: _Case, found: Fitting) -> Plan | Needs:
     elif way == AS_IT_IS and not is_measured():
         # Not under a limit of the process: oneDNN would compile kernels for the size of pieces too,
         # and their memory counts against that limit.
-        if ways.cost(case.program, *found) > ways.DEAR:
+        if case.ways.cost(*found) > ways.DEAR:
             found = _larger_chunks(case, found)
         (way, estimate, _), rows = found
     if case.is_graph and way == AS_IT_IS:

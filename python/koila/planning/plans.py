@@ -72,15 +72,14 @@ class Plan:
             return program, self._halved(most)
         if self.way.n_across:
             return self._smaller_pieces(program)
+        some = ways.Ways(program.cut_for(AS_IT_IS), True)
         n_segments = max(2, 2 * self.way.n_segments)
         while program.roots and n_segments <= ways.SEGMENTS[-1]:
             cut = program.cut_for(Way(n_segments))
             if cut.n_cut > program.n_cut and cut.unstageable is None:
-                return cut, dataclasses.replace(
-                    self, way=Way(n_segments, 1, int(ways.can_offload(program)))
-                )
+                way = some.offloading()._replace(n_segments=n_segments)
+                return cut, dataclasses.replace(self, way=way)
             n_segments *= 2
-        some = ways.Ways(program.cut_for(AS_IT_IS), True)
         if not some.along():
             return None
         way = min(some.along(), key=lambda way: some.option(way).estimate.peak(1)[0])

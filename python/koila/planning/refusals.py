@@ -20,7 +20,6 @@ from koila.reporting import reports
 from koila.staged import layers
 from koila.staged.facts import name_of_call
 from koila.staged.program import Program
-from koila.staged.schedule import Op, Way
 
 
 def _mib(n_bytes: float) -> str:
@@ -275,8 +274,7 @@ def _large(program: Program, names: layers.Names, fixed: float) -> str:
         n_bytes = program.bytes_of(value)
         says = f"{names.of_value(value)} takes {size(n_bytes)}, as your script holds it"
         found.append((n_bytes, f"{says}: del it before backward()"))
-    way = Way(1, 1, 1)
-    crossing = program.schedule(bool(program.roots), way).values_of(Op.STORE)
+    crossing = program.crossing(bool(program.roots))
     if crossing:
         value = max(crossing, key=program.bytes_of)
         n_bytes = program.bytes_of(value)

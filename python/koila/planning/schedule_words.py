@@ -195,5 +195,5 @@ def kept_in_words(program: Program, schedule: Schedule) -> str:
 
 def _kept(program: Program, schedule: Schedule) -> str:
     is_graph = any(step.op == Op.BACK for step in schedule.steps[schedule.n_forward :])
-    crossing = program.schedule(is_graph, Way(1, 1, 1)).values_of(Op.STORE)
-    return _n_bytes(program, crossing - schedule.values_of(Op.REMAKE, Op.EMPTY, Op.STORE))
+    moved = schedule.values_of(Op.REMAKE, Op.EMPTY, Op.STORE)
+    return _n_bytes(program, program.crossing(is_graph) - moved)

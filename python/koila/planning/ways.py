@@ -12,30 +12,31 @@ import torch
 
 from koila.memory import estimates, offload
 from koila.planning import across
+from koila.planning.missing import Missing
+from koila.planning.policies import Families, Policies
 from koila.staged import hooks
 from koila.staged.program import Program
-from koila.staged.schedule import AS_IT_IS, WITHOUT_CHECKPOINTS, Op, Way
+from koila.staged.schedule import AS_IT_IS, WITHOUT_CHECKPOINTS, Op, Policy, Way
 
 # The share of the allowed memory to plan with: predictions do not know how allocators round, nor
 # the buffers inside kernels.
 CHUNK_SHARE = 0.9
-# The values of the fields of a Way that are tried: keep_every, offload_every, n_cheap, n_pieces of
-# rows, n_pieces of a second axis, n_segments.
-_KEEP = 2, 3, 4, 6, 8
-_OFFLOAD = 4, 2, 1
-_CHEAP = 1, 2, 4, 8
+# The values of the fields of a Way that are tried: n_pieces of rows, n_pieces of a second axis,
+# n_segments.
 _PIECES = 2, 4, 8, 16, 32
 _ACROSS = 2, 4, 8, 16, 32, 64
 SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
+#: The numbers of chunks for which a way is made that frees just what is missing then, and how many
+#: of these ways are measured.
+_CHUNKS = 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256
+_N_MEASURED = 3
 DEAR = 1.1  # with a higher cost, other ways are looked for
 # The fixed time of a call on a chunk, forward and backward, expressed as the bytes of results that
 # calls compute in that time. Measured on a CPU; an accelerator computes a hundred times as many.
 _CALL = 2**16
 _CALL_ON_ACCELERATOR = 2**23
-# The time to offload and fetch all activations kept between bodies, as a share of the step's time.
-# On a CPU it is a copy to mapped pages. An accelerator computes bytes three times as fast as its
-# bus moves them.
-_OFFLOADED, _OFFLOADED_FROM_ACCELERATOR = 0.2, 3.0
+# The time to run the segments of a body forward once more, as a share of the step's time.
+_AGAIN = 0.35
 # Each chunk reads the inputs without rows, such as weights, and adds to their gradients. This takes
 # the time in which calls compute this share of their bytes.
 _GIVEN = 1 / 8
@@ -70,43 +71,12 @@ class Fitting(NamedTuple):
     rows: int
 
 
-def cost(program: Program, option: Option, rows: int) -> float:
-    """Estimate the time of a step that is run in a way, to choose among ways.
-
-    Args:
-        program: the program.
-        option: the way.
-        rows: the rows of a chunk.
-
-    Returns:
-        The time as a multiple of that of the calls alone, each made once.
-    """
-    return _price(program, option.way, option.n_calls, -(-option.estimate.rows // rows))
-
-
-def _price(program: Program, way: Way, n_calls: int, n_chunks: int) -> float:
-    """Return the cost of a way with so many calls a chunk and chunks."""
-    amounts = program.amounts
-    is_cpu = all(device.type == "cpu" for device in program.devices)
-    of_chunk = n_calls * (_CALL if is_cpu else _CALL_ON_ACCELERATOR) + _GIVEN * amounts.given
-    is_again = way.n_segments > 1 or (way.n_segments == 1 and program.has_checkpoints)
-    of_offload = _OFFLOADED if is_cpu else _OFFLOADED_FROM_ACCELERATOR
-    more = (
-        0.35 * (way.keep_every > 1)
-        + 0.35 * is_again
-        + (of_offload / way.offload_every if way.offload_every else 0)
-    )
-    more += 0.05 * (way.n_cheap > 0) + 0.02 * way.n_cheap
-    return (1 + more) * (1 + n_chunks * of_chunk / max(1, amounts.made))
-
-
 def can_offload(program: Program) -> bool:
     """Tell whether activations can be offloaded to something other than the memory that is
     short."""
     return all(map(offload.is_worth_it, devices_of(program)))
 
 
-_OFFLOADING = Way(offload_every=_OFFLOAD[-1])  # all that bodies leave for each other is offloaded
 _IN_PIECES = tuple(Way(n_pieces=n_pieces) for n_pieces in _PIECES)
 
 
@@ -119,6 +89,10 @@ class _Known:
     n_cut: dict[tuple[int, bool], int] = dataclasses.field(default_factory=dict)
     #: By way: the values that bodies leave for others and that it offloads, frees or recomputes.
     freed: dict[Way, frozenset[int]] = dataclasses.field(default_factory=dict)
+    #: By whether the script's checkpoints are ignored: the policies that are tried, and by policies
+    #: the time that they add.
+    families: dict[bool, Families] = dataclasses.field(default_factory=dict)
+    prices: dict[tuple[bool, bytes], float] = dataclasses.field(default_factory=dict)
     #: By storage: the bytes of the activations that bodies keep for backward; None: not found yet.
     left: dict[int, int] | None = None
     along: list[Way] | None = None  # the ways along a second axis; None: not found yet
@@ -138,7 +112,7 @@ def _known_of(program: Program, is_graph: bool) -> _Known:
     if known is not None:
         return known
     estimate = estimates.estimate(program, is_graph)
-    traits = program.last_body, program.is_tail_linear, program.has_checkpoints
+    traits = program.last_body, program.is_tail_linear, program.has_checkpoints, *program.devices
     key = *program.sizes, is_graph, *traits, *hooks.hooked(), estimate.moments, estimate.whole
     known = _seen.pop(key, None) or _Known({AS_IT_IS: Option(AS_IT_IS, estimate, program.n_nodes)})
     if estimate.again is None and len(estimate.moments) <= _MOST_MOMENTS:
@@ -171,32 +145,78 @@ class Ways:
             options[way] = Option(way, estimate, cut.n_calls(way))
         return options[way]
 
+    def cost(self, option: Option, rows: int) -> float:
+        """Estimate the time of a step that is run in a way, to choose among ways.
+
+        Args:
+            option: the way.
+            rows: the rows of a chunk.
+
+        Returns:
+            The time as a multiple of that of the calls alone, each made once.
+        """
+        return self._price(option.way, option.n_calls, -(-option.estimate.rows // rows))
+
+    def _price(self, way: Way, n_calls: int, n_chunks: int) -> float:
+        """Return the cost of a way with so many calls a chunk and chunks."""
+        amounts = self._program.amounts
+        is_cpu = all(device.type == "cpu" for device in self._program.devices)
+        of_chunk = n_calls * (_CALL if is_cpu else _CALL_ON_ACCELERATOR) + _GIVEN * amounts.given
+        is_again = way.n_segments > 1 or (way.n_segments == 1 and self._program.has_checkpoints)
+        more = _AGAIN * is_again + self._price_of_policies(way)
+        return (1 + more) * (1 + n_chunks * of_chunk / max(1, amounts.made))
+
+    def _price_of_policies(self, way: Way) -> float:
+        key = way.n_segments == 0, way.policies
+        if key not in self._known.prices:
+            self._known.prices[key] = self._policies(way).price(way.policies)
+        return self._known.prices[key]
+
+    def _policies(self, way: Way) -> Policies:
+        """Return the policies for bodies that are cut as for a way with one segment, or none."""
+        base = Way(min(1, way.n_segments))
+        return Policies(self._program.cut_for(base), self._is_back, base)
+
+    def _families(self, base: Way = AS_IT_IS) -> Families:
+        known, is_uncut = self._known.families, base.n_segments == 0
+        if is_uncut not in known:
+            known[is_uncut] = self._policies(base).families()
+        return known[is_uncut]
+
+    def offloading(self) -> Way:
+        """Return the way that offloads all that bodies leave for each other; as it is, if nothing
+        can be offloaded."""
+        policies = self._families().offloading if self._can_offload else []
+        return Way(policies=policies[-1]) if policies else AS_IT_IS
+
     # The ways that there may be; `is_there` tells whether one is of use for the program.
 
     def all(self) -> Iterator[Way]:
         """Yield the ways that need no second axis; all give the same numbers."""
         yield AS_IT_IS
         if not self._is_back:
-            yield _OFFLOADING
+            yield self.offloading()
             return
         yield from self.recomputing()
-        yield from (Way(offload_every=n) for n in _OFFLOAD)
+        offloading = self.offloading()
+        some = self._families().offloading if offloading != AS_IT_IS else []
+        yield from (Way(policies=policies) for policies in some)
         yield from _IN_PIECES
         for n_segments in SEGMENTS:
-            yield from (Way(n_segments), _OFFLOADING._replace(n_segments=n_segments))
+            yield from (Way(n_segments), offloading._replace(n_segments=n_segments))
         if self._program.has_checkpoints:
             yield from self.recomputing(WITHOUT_CHECKPOINTS)
 
     def recomputing(self, base: Way = AS_IT_IS) -> Iterator[Way]:
         """Yield the ways that free activations which cheap calls can recompute, then those that
         keep a part of the activations between bodies and recompute the others."""
-        yield from (base._replace(n_cheap=n_cheap) for n_cheap in _CHEAP)
-        yield from (base._replace(keep_every=keep_every) for keep_every in _KEEP)
+        emptying, remaking, _ = self._families(base)
+        yield from (base._replace(policies=policies) for policies in (*emptying, *remaking))
 
     def larger_chunks(self) -> Iterator[Way]:
         """Yield the ways that fit more rows, for a program that fits in chunks as it is."""
         if self._is_back:
-            yield from (Way(n_cheap=n_cheap) for n_cheap in _CHEAP)
+            yield from (Way(policies=policies) for policies in self._families().emptying)
             yield from _IN_PIECES
 
     def along(self, allowed: float = math.inf) -> list[Way]:
@@ -221,8 +241,8 @@ class Ways:
                 found = by_head[head]
                 for n_pieces in _ACROSS:
                     if found is not None and found.is_in(n_pieces):
-                        of_axis = {"n_pieces": n_pieces, "n_across": found.n, "across": found.dim}
-                        known.along.append(way._replace(**of_axis))
+                        pieces = way._replace(n_pieces=n_pieces)
+                        known.along.append(pieces._replace(n_across=found.n, across=found.dim))
         return known.along
 
     def _n_cut(self, way: Way) -> int:
@@ -248,19 +268,14 @@ class Ways:
 
     def is_there(self, way: Way) -> bool:
         """Tell whether a way does something that no way before it in its list does."""
-        if way.offload_every and not (self._can_offload and self._freed(_OFFLOADING)):
-            return False
         if way.n_across or way == AS_IT_IS:
             return True
         if way.n_pieces > 1:
             return self._n_cut(way) > self._n_cut(AS_IT_IS)
-        if way.keep_every > 1:
-            return bool(self._freed(way._replace(keep_every=_KEEP[0])))
-        if way.n_cheap:
-            before = (self._freed(way._replace(n_cheap=n)) for n in _CHEAP if n < way.n_cheap)
-            return len(self._freed(way)) > max(map(len, before), default=0)
+        if way.n_segments <= 1:
+            return self._n_cut(way) > 0
         shorter = (self._n_cut(Way(n)) for n in (1, *SEGMENTS) if n < way.n_segments)
-        return way.n_segments == 1 or self._n_cut(way) > max(shorter)
+        return self._n_cut(way) > max(shorter)
 
     # Bounds of a way's bytes and cost, found without measuring it.
 
@@ -270,17 +285,19 @@ class Ways:
             some = self.along() if way.n_across else _IN_PIECES
             alike = (one for one in some if one.n_segments == way.n_segments)
             return max(alike, key=lambda one: one.n_pieces)
-        is_same = way.n_segments <= 1 and way.offload_every != _OFFLOADING.offload_every
-        return _OFFLOADING if is_same and self.is_there(_OFFLOADING) else None
+        offloading = self.offloading()
+        is_same = way.n_segments <= 1 and way.policies != offloading.policies
+        return offloading if is_same and offloading != AS_IT_IS else None
 
     def _left(self) -> dict[int, int]:
         """Return `_Known.left`."""
         if self._known.left is None:
             by_storage: dict[int, int] = {}
             self._known.left = by_storage
-            stored = self._freed(_OFFLOADING) if self._is_back else frozenset()
-            schedule = self._program.schedule(True, _OFFLOADING) if stored else None
-            for step in schedule.steps[: schedule.n_forward] if schedule is not None else ():
+            stored = self._program.crossing(True) if self._is_back else set()
+            offloading = Way(policies=self._program.policies(dict.fromkeys(stored, Policy.OFFLOAD)))
+            schedule = self._program.schedule(True, offloading)
+            for step in schedule.steps[: schedule.n_forward] if stored else ():
                 stored -= set(step.values) if step.op == Op.FREE else set()
             for value in stored:
                 storage, n_bytes = self._program.info(value).storage, self._program.bytes_of(value)
@@ -291,11 +308,19 @@ class Ways:
         """Return bytes that a step certainly holds between its forward and its backward pass: what
         bodies leave for backward, but for what the way frees, recomputes or offloads."""
         left = self._left()
-        if not left or way.offload_every == _OFFLOADING.offload_every:
+        if not left:
             return 0
         base = way._replace(n_segments=min(1, way.n_segments), n_pieces=1, n_across=0, across=0)
         freed = self._freed(base) if base != AS_IT_IS else ()
         return sum(left.values()) - sum(left.get(self._program.info(v).storage, 0) for v in freed)
+
+    def _most_rows(self, way: Way, allowed: float) -> int:
+        """Return rows that the chunks of a way that differs in its policies cannot exceed: it saves
+        no more, at any moment, than the values that it frees."""
+        base = self.option(Way(way.n_segments)).estimate
+        freed = {self._program.info(value).storage for value in self._freed(way)}
+        n_bytes = sum(self._left().get(storage, 0) for storage in freed)
+        return base.largest_chunk(CHUNK_SHARE * allowed + n_bytes)
 
     def _n_calls(self, way: Way) -> int:
         option = self._known.options.get(way)
@@ -303,45 +328,95 @@ class Ways:
 
     def _least_price(self, way: Way) -> float:
         """Return a cost that no way like this is below."""
-        return _price(self._program, way, self._program.n_nodes, 1)
+        return self._price(way, self._program.n_nodes, 1)
 
     # The search.
 
     def _fitting(self, way: Way, allowed: float, price: float) -> Fitting | None:
         """Return a way with the rows in which it fits; None if it does not, or is not cheaper than
         `price`."""
-        if self._holds(way) > allowed or not self.is_there(way):
+        if self._holds(way) > CHUNK_SHARE * allowed or not self.is_there(way):
             return None
+        if way.n_pieces == 1 and way.n_segments <= 1:
+            most_rows = self._most_rows(way, allowed)
+            if most_rows == 0:
+                return None
+            n_chunks = -(-self.option(AS_IT_IS).estimate.rows // most_rows)
+            if self._price(way, self._n_calls(way), n_chunks) >= price:
+                return None
         more = self._saving_more(way)
         if more is not None and more != way:
             most = self._fitting(more, allowed, math.inf)
             if most is None:
                 return None
             n_chunks = -(-most.option.estimate.rows // most.rows)
-            if _price(self._program, way, self._n_calls(way), n_chunks) >= price:
+            if self._price(way, self._n_calls(way), n_chunks) >= price:
                 return None
         option = self.option(way)
         rows = option.rows(allowed)
-        is_cheaper = rows > 0 and cost(self._program, option, rows) < price
+        is_cheaper = rows > 0 and self.cost(option, rows) < price
         return Fitting(option, rows) if is_cheaper else None
 
     def cheapest(
         self, some: Iterable[Way], allowed: float, found: Fitting | None = None
     ) -> Fitting | None:
         """Return the cheapest of some ways that fits; `found` if none is cheaper than that."""
-        price = math.inf if found is None else cost(self._program, *found)
+        price = math.inf if found is None else self.cost(*found)
         for way in sorted(some, key=self._least_price):
             if self._least_price(way) >= price:
                 break
             cheaper = self._fitting(way, allowed, price)
             if cheaper is not None:
-                found, price = cheaper, cost(self._program, *cheaper)
+                found, price = cheaper, self.cost(*cheaper)
+        return found
+
+    def enough(self, allowed: float) -> Fitting | None:
+        """Return a way that frees no more of what bodies leave for each other than is missing; None
+        if none was found that fits."""
+        found: Fitting | None = None
+        bases = (AS_IT_IS, WITHOUT_CHECKPOINTS)[: 1 + self._program.has_checkpoints]
+        for base in bases if self._is_back else ():
+            found = self._enough(base, allowed, found)
+        return found
+
+    def _enough(self, base: Way, allowed: float, found: Fitting | None) -> Fitting | None:
+        """Return a way with the cuts of `base` that fits and is cheaper than `found`; else that."""
+        estimate = self.option(base).estimate
+        missing = Missing(self._program.cut_for(base), self._policies(base), self._can_offload)
+        budgets = dict.fromkeys((n for n in _CHUNKS if n <= estimate.rows), CHUNK_SHARE * allowed)
+        chosen: dict[int, tuple[float, Way, float]] = {}  # by chunks: price, way, spare bytes
+        stale = set(budgets)
+        for _ in range(_N_MEASURED):
+            for n_chunks in stale:
+                peaks: dict[int, float] = {}
+                for moment in estimate.course(-(-estimate.rows // n_chunks)):
+                    peaks[moment.step] = max(peaks.get(moment.step, 0), moment.n_bytes)
+                made = missing.choose(peaks, budgets[n_chunks])
+                if made is not None:
+                    way = base._replace(policies=made.policies)
+                    price = self._price(way, self._program.n_nodes, n_chunks)
+                    chosen[n_chunks] = price, way, made.spare
+            if not chosen:
+                break
+            n_chunks = min(chosen, key=chosen.__getitem__)
+            price, way, spare = chosen.pop(n_chunks)
+            if found is not None and price >= self.cost(*found):
+                break
+            option, rows = self.option(way), -(-estimate.rows // n_chunks)
+            fits = option.rows(allowed)
+            if fits > 0 and (found is None or self.cost(option, fits) < self.cost(*found)):
+                found = Fitting(option, fits)
+            if fits > 0:
+                break
+            # The next choice frees so much more as this one needs more than was predicted.
+            budgets[n_chunks] -= option.estimate.peak(rows)[0] - CHUNK_SHARE * allowed + spare
+            stale = {n_chunks}
         return found
 
     def least(self) -> Option:
         """Return the way that needs the fewest bytes of those that were measured, after measuring
         those that may need the fewest."""
-        offloading = _OFFLOADING if self.is_there(_OFFLOADING) else AS_IT_IS
+        offloading = self.offloading()
         least = min(self.option(AS_IT_IS).least, self.option(offloading).least)
         if self._is_back:
             some = [_IN_PIECES[-1]]

@@ -48,7 +48,7 @@ class Filled:
             run, before = stages.program.runs[number], set(self.values)
             self.fill(needs, chunk)
             stored = {value: stages.cross[value] for value in stored_of(stages.program, run)}
-            there = (value for value, of in stored.items() if not of.is_empty(chunk))
+            there = (value for value, of in stored.items() if of.is_near(chunk))
             known = {value: stored[value].of_rows(stages.grid_of(run), chunk) for value in there}
             env = stages.run_nodes(run, chunk, False, again={**known, value: None})
             stages.cross[value].fill(chunk, env[value])

@@ -140,6 +140,11 @@ class Cross:
         """Return whether the storage of a chunk was freed by `empty`."""
         return chunk in self.emptied
 
+    def is_near(self, chunk: int) -> bool:
+        """Return whether a chunk is in memory, on its device."""
+        is_there = chunk in self.chunks or self.gathered is not None
+        return is_there and not self.is_offloaded and chunk not in self.emptied
+
     def empty(self, chunk: int) -> None:
         """Free the storage of a chunk, also if graphs refer to it: cheap calls recompute it."""
         storage = self.chunks[chunk].untyped_storage()

@@ -49,6 +49,7 @@ class Interpreter:
         self.retained: dict[int, retained.Retained] = {}  # retained graphs of chunks, by run
         self.is_certain = False  # the tail's gradients are known not to depend on values
         self.filled = cheap.Filled(stages, schedule.cheap_values)
+        self.leaving = schedule.leaving()
 
     def go(self) -> None:
         """Execute all instructions."""
@@ -130,7 +131,8 @@ class Interpreter:
         stages, (run,), chunk = self.stages, step.runs, self.chunk
         if step.graph == Graph.RETAIN:
             if chunk == 0:
-                self.retained[run.index] = retained.Retained(stages, run, step.others)
+                of = retained.Retained(stages, run, step.others, self.leaving)
+                self.retained[run.index] = of
             self.retained[run.index].run(chunk)
             return
         if step.graph == Graph.ACROSS:

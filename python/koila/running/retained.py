@@ -3,13 +3,14 @@
 
 Saved-tensor hooks see what autograd saves. The inputs of the body are kept anyway; its outputs are
 kept where the schedule puts them (STORE); what cheap calls make of these is recomputed before the
-backward of the chunk. So nothing but the graph of a chunk is kept for it.
+backward of the chunk, and so are outputs that are freed or offloaded meanwhile. So nothing but the
+graph of a chunk is kept for it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,12 +41,16 @@ class Retained:
         stages: the step.
         run: the body, which has one segment.
         again: the values to recompute before the backward of a chunk.
+        leaving: values that are not in memory then.
     """
 
-    def __init__(self, stages: Stages, run: Run, again: Sequence[int]) -> None:
+    def __init__(
+        self, stages: Stages, run: Run, again: Sequence[int], leaving: Container[int]
+    ) -> None:
         self.stages, self.run_ = stages, run
         self.again = frozenset(again)
-        self.stored = cheap.stored_of(stages.program, run)
+        stored = cheap.stored_of(stages.program, run)
+        self.stored = [value for value in stored if value not in leaving]
         self.chunks: dict[int, Chunk] = {}
 
     def run(self, chunk: int) -> None:

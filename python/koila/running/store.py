@@ -18,6 +18,7 @@ from koila.running.tracked import Tracked
 from koila.staged import aliases, hooks
 from koila.staged.facts import Run
 from koila.staged.program import Program
+from koila.staged.schedule import Policy
 
 
 class Store:
@@ -180,7 +181,7 @@ class Store:
 
     def settle_chunk(self, run: Run, chunk: int) -> None:
         """Free the offloaded inputs of a chunk after their last read; keep only the gradient."""
-        if self.planned.way.offload_every == 0:
+        if Policy.OFFLOAD not in self.planned.way.policies:
             return
         for import_id in run.imports:
             cross = self.cross.get(self.program.imports[import_id].value)

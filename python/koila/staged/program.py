@@ -9,7 +9,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from koila.staged.facts import (
     is_data,
 )
 from koila.staged.known import Known, known_of
-from koila.staged.schedule import AS_IT_IS, Schedule, Way
+from koila.staged.schedule import AS_IT_IS, Op, Policy, Schedule, Way
 
 #: What the core tells of a program, and all that depends on how its bodies are cut into segments.
 _OF_CORE = "known", "nodes", "imports", "runs", "moving", "node", "made", "needs_gradient"
@@ -311,6 +311,27 @@ class Program:
     def n_cut(self) -> int:
         """The number of segments of all bodies together."""
         return sum(run.is_body for run in self.runs)
+
+    @functools.cached_property
+    def boundary(self) -> list[int]:
+        """The values that bodies leave for others, in the order of `Way.policies`; the same however
+        the bodies are cut."""
+        return self.left_by([run for run in self.runs if run.is_body])
+
+    def policies(self, of_values: Mapping[int, Policy]) -> bytes:
+        """Return the policies of all boundary values: those of `of_values`, the others are kept."""
+        if not of_values:
+            return b""
+        return bytes(of_values.get(value, Policy.KEEP) for value in self.boundary)
+
+    def all_as(self, policy: Policy) -> bytes:
+        """Return policies that store all boundary values in one way, as far as they can be."""
+        return bytes([policy] * len(self.boundary))
+
+    def crossing(self, is_graph: bool) -> set[int]:
+        """Return the activations that bodies leave for others and that need not stay in memory."""
+        offloading = Way(policies=self.all_as(Policy.OFFLOAD))
+        return self.schedule(is_graph, offloading).values_of(Op.STORE)
 
     def schedule(self, is_graph: bool, way: Way = AS_IT_IS, n_chunks: int = 0) -> Schedule:
         """Return the schedule of the program.

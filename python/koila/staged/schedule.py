@@ -41,7 +41,17 @@ class Graph(enum.IntEnum):
     ACROSS = 4
 
 
-Arguments = tuple[bool, int, int, int, int, int, bool, int]
+class Policy(enum.IntEnum):
+    """How a boundary value, which a body leaves for others, is stored until its backward, in the
+    order of KlValuePolicy (retained.h). A value that cannot be stored so is kept."""
+
+    KEEP = 0
+    EMPTY = 1  # its storage is freed, and cheap calls recompute it
+    REMAKE = 2  # it is freed, and its run recomputes it
+    OFFLOAD = 3  # it is kept in another memory
+
+
+Arguments = tuple[bool, bytes, int, int, bool, int]
 
 
 class Way(NamedTuple):
@@ -52,25 +62,20 @@ class Way(NamedTuple):
             a time, the others are recomputed in backward. If the script checkpoints parts of a
             body, the body is cut at least at these; 0 ignores the checkpoints and keeps what they
             cover.
-        keep_every: of the activations that one body leaves for another, each `keep_every`th is kept
-            until backward, and the others are recomputed.
-        offload_every: the results of each `offload_every`th body are offloaded until they are read
-            (1: those of all bodies, 0: none).
+        policies: the `Policy` of each value in `Program.boundary`, by position, so that they hold
+            for the next program of the same shape; empty: all are kept. If there are not as many
+            values, all are kept too.
         n_pieces: if above 1, the last body is cut before its head (a model's scores and their
             loss). The head then runs forward and backward in this many pieces of each chunk, while
             the graph of the calls before it is kept.
-        n_cheap: activations that bodies leave for each other are freed if cheap calls can recompute
-            them; this is the longest chain of such values (0: none is freed).
         n_across: pieces are parts of a second axis, with this many entries a row; the calls before
             the head may then be cut into segments too. 0: pieces are rows.
         across: the dim of that axis, in the largest tensor that the head reads.
     """
 
     n_segments: int = 1
-    keep_every: int = 1
-    offload_every: int = 0
+    policies: bytes = b""
     n_pieces: int = 1
-    n_cheap: int = 0
     n_across: int = 0
     across: int = 0
 
@@ -82,8 +87,7 @@ class Way(NamedTuple):
             is_live: for measuring a run of the whole batch, in the order of the calls.
             n_chunks: how many chunks there will be; 0: not known.
         """
-        every = self.keep_every, self.offload_every
-        return is_graph, *every, self.n_pieces, self.n_cheap, self.n_across, is_live, n_chunks
+        return is_graph, self.policies, self.n_pieces, self.n_across, is_live, n_chunks
 
     @property
     def cuts(self) -> tuple[int, bool]:
@@ -126,6 +130,12 @@ class Schedule(NamedTuple):
     def values_of(self, *ops: Op) -> set[int]:
         """Return the union of `values` over all instructions of these kinds."""
         return {value for step in self.steps if step.op in ops for value in step.values}
+
+    def leaving(self) -> set[int]:
+        """Return the values that the forward pass frees, or that are offloaded: no graph that is
+        retained until the backward pass may keep them."""
+        forward = self._replace(steps=self.steps[: self.n_forward])
+        return forward.values_of(Op.STORE, Op.FREE)
 
     def head(self) -> Run | None:
         """Return the segment that runs in pieces of a chunk: the run of the inner of two loops."""

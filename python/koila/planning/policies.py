@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Storage policies for the values that bodies leave for others, and the time that they take."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from koila.staged.program import Program
+from koila.staged.schedule import AS_IT_IS, Graph, Op, Policy, Schedule, Way
+
+# Of the bodies every n-th is kept, or offloaded; chains of emptied values are at most n long.
+_KEEP = 2, 3, 4, 6, 8
+_OFFLOAD = 4, 2, 1
+_CHEAP = 1, 2, 4, 8
+# The time to run all calls forward once more, and the time in which cheap calls compute as many
+# bytes as all calls do, as shares of the step's time.
+_FORWARD, _CHEAPLY = 0.3, 0.2
+# The time to offload and fetch all activations kept between bodies, as a share of the step's time.
+# On a CPU it is a copy to mapped pages. An accelerator computes bytes three times as fast as its
+# bus moves them.
+_OFFLOADED, _OFFLOADED_FROM_ACCELERATOR = 0.25, 3.0
+
+
+class Families(NamedTuple):
+    """Policies that are tried, each without those that do nothing else than one before."""
+
+    emptying: list[bytes]  # what cheap calls recompute is emptied, in ever longer chains
+    remaking: list[bytes]  # a part of what bodies leave is kept, the rest recomputed by their runs
+    offloading: list[bytes]  # a part of it is offloaded; the last one offloads all
+
+
+class Policies:
+    """The policies that are tried for a program.
+
+    Args:
+        program: the program.
+        is_graph: whether it is differentiated.
+        base: how its bodies are cut: as it is, or without the script's checkpoints.
+    """
+
+    def __init__(self, program: Program, is_graph: bool, base: Way = AS_IT_IS) -> None:
+        self._program, self._is_graph, self._base = program.cut_for(base), is_graph, base
+        self._is_on_cpu = all(device.type == "cpu" for device in program.devices)
+        self.plain = self.schedule(b"")
+        self.crossing = program.crossing(is_graph)  # what can be offloaded
+        every = self.schedule(self._program.all_as(Policy.REMAKE))
+        self.remade = every.values_of(Op.REMAKE)  # what the runs of bodies can recompute
+        every = self.schedule(self._program.all_as(Policy.EMPTY))
+        #: By value that cheap calls recompute: those of them that they read; in order.
+        self.cheap = {value: cheap.needs for value, cheap in every.cheap_values.items()}
+
+    def schedule(self, policies: bytes) -> Schedule:
+        """Return the schedule with these policies."""
+        return self._program.schedule(self._is_graph, self._base._replace(policies=policies))
+
+    def by_body(self, values: set[int]) -> list[list[int]]:
+        """Return values by the body that makes them, in order."""
+        found: dict[tuple[int, int], list[int]] = {}
+        for run in self._program.runs if values else ():
+            made = found.setdefault((run.stage, run.axis), [])
+            made += [value for value in run.exports if value in values]
+        return [made for made in found.values() if made]
+
+    # -- families of policies ----------------------------------------------------------------------
+
+    def families(self) -> Families:
+        """Return the policies that are tried."""
+        by_body, remade = self.by_body(self.crossing), self.by_body(self.remade)
+        kept = ([i for i in range(len(remade)) if (i + 1) % n] for n in _KEEP)
+        offloaded = (range(n - 1, len(by_body), n) for n in _OFFLOAD)
+        return Families(
+            _each_once(self._all(self.in_chains(n), Policy.EMPTY) for n in _CHEAP),
+            _each_once(self._all(_of(remade, some), Policy.REMAKE) for some in kept),
+            _each_once(self._all(_of(by_body, some), Policy.OFFLOAD) for some in offloaded),
+        )
+
+    def _all(self, values: Iterable[int], policy: Policy) -> bytes:
+        return self._program.policies(dict.fromkeys(values, policy))
+
+    def in_chains(self, longest: int) -> list[int]:
+        """Return the values that are emptied in chains of at most so many: where a chain would be
+        longer, a value is kept."""
+        length: dict[int, int] = {}
+        for value, needs in self.cheap.items():
+            before = max((length.get(need, 0) for need in needs), default=0)
+            if before < longest:
+                length[value] = before + 1
+        return list(length)
+
+    # -- the time that they take -------------------------------------------------------------------
+
+    def price(self, policies: bytes) -> float:
+        """Return the time that policies add to a step, as a share of its time."""
+        if not policies:
+            return 0.0
+        made, schedule, bytes_of = self.made, self.schedule(policies), self._program.bytes_of
+        again = sum(made[i] for i in _runs(schedule)) - sum(made[i] for i in _runs(self.plain))
+        filled = sum(map(bytes_of, _filled(schedule)))
+        offloaded = sum(map(bytes_of, schedule.values_of(Op.STORE)))
+        others = self.price_of_cheap(filled) + self.price_of_offload(offloaded)
+        return self.price_of_runs(again) + others
+
+    def price_of_runs(self, n_bytes: int) -> float:
+        """Return the time to run bodies that make so many bytes forward once more."""
+        return _FORWARD * n_bytes / self._all_made
+
+    def price_of_cheap(self, n_bytes: int) -> float:
+        """Return the time in which cheap calls recompute so many bytes."""
+        return _CHEAPLY * n_bytes / self._all_made
+
+    def price_of_offload(self, n_bytes: int) -> float:
+        """Return the time to offload so many bytes, and to fetch them."""
+        of_all = _OFFLOADED if self._is_on_cpu else _OFFLOADED_FROM_ACCELERATOR
+        return of_all * n_bytes / max(1, sum(map(self._program.bytes_of, self.crossing)))
+
+    @functools.cached_property
+    def _all_made(self) -> int:
+        return max(1, sum(self.made.values()))
+
+    @functools.cached_property
+    def made(self) -> dict[int, int]:
+        """By run of a body: the bytes that its calls make."""
+        program = self._program
+        return {
+            run.index: sum(program.bytes_made(program.node(i)) for i in run.nodes)
+            for run in program.runs
+            if run.is_body
+        }
+
+    def retained(self) -> set[int]:
+        """Return the bodies whose graphs are retained if all values are kept."""
+        steps = self.plain.steps
+        return {
+            step.runs[0].index for step in steps if step.op == Op.RUN and step.graph == Graph.RETAIN
+        }
+
+
+def _of(by_body: Sequence[Sequence[int]], some: Iterable[int]) -> list[int]:
+    """Return the values of some bodies."""
+    return [value for i in some for value in by_body[i]]
+
+
+def _each_once(found: Iterable[bytes]) -> list[bytes]:
+    """Return what is not empty, each once."""
+    return list(dict.fromkeys(filter(None, found)))
+
+
+def _runs(schedule: Schedule) -> list[int]:
+    """Return the runs that chunks go through, each as often as they do."""
+    return [step.runs[0].index for step in schedule.steps if step.op == Op.RUN]
+
+
+def _filled(schedule: Schedule) -> list[int]:
+    """Return the values that cheap calls recompute, each as often as they do."""
+    found: list[int] = []
+    for step in schedule.steps:
+        filled: set[int] = set()
+        todo = list(step.values) if step.op == Op.FILL else []
+        while todo:
+            value = todo.pop()
+            if value not in filled:
+                filled.add(value)
+                todo += schedule.cheap_values[value].needs
+        found += filled
+    return found
