@@ -197,8 +197,8 @@ MUTANTS = [
     ),
     Mutant(
         "measure: what runs again stands in for what it made before",
-        "koila_c/core/measure.c",
-        "        bytes += step->values[value].is_counted && !size->is_put_together ?",
+        "koila_c/core/measure_runs.c",
+        "        bytes += walk->values[value].is_counted && !size->is_put_together ?",
         "        bytes += !size->is_put_together ?",
         "tests/test_retained.py -k test_what_is_emptied",
     ),

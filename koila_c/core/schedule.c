@@ -144,7 +144,7 @@ is_kept(const KlBuild *build, KlValueId value)
     const KlUnit *unit = &build->units[build->facts[value].unit];
     bool is_alone = unit->is_fused && build->policy->n_across == 0;
     return !is_inner(build, value) && (!is_alone || is_read(build, value)) &&
-           !(unit->is_offloaded && kl_units_can_recompute(build, value));
+           !is_offloaded(build, value);
 }
 
 /* Whether all readers of a body's result add their gradients into one tensor of all rows: one of them reads the result
