@@ -114,8 +114,8 @@ MUTANTS = [
     Mutant(
         "measure: a gradient of all rows is not held",
         "koila_c/core/measure_gradients.c",
-        "by_chunks += is_by_chunks ? gradient(walk, value) : 0;",
-        "by_chunks += gradient(walk, value);",
+        "kl_program_is_body(run) && size->is_by_rows && !known->is_one_gradient;",
+        "kl_program_is_body(run) && size->is_by_rows;",
         "tests/test_read_whole.py -k bytes",
     ),
     Mutant(
