@@ -95,7 +95,8 @@ def _larger_chunks(case: _Case, found: Fitting) -> Fitting:
     before, some = _fitting_before(case), case.ways
     if before is not None:
         return before
-    cheapest = some.cheapest(some.larger_chunks(), case.allowed, found)
+    enough = some.enough(case.allowed, found)
+    cheapest = some.cheapest(some.larger_chunks(), case.allowed, enough)
     return _remembered(case, cheapest or found)
 
 

@@ -69,15 +69,18 @@ class _Choice:
         self._rerun: set[int] = set()  # bodies that run once more, since their graphs are let go
         self._remade: set[int] = set()  # bodies that run once more for their results
         self._near: set[int] = set()  # values that cheap calls read: these must be in memory
+        self._sources: set[int] = set()  # values of which others are remade: they are not remade
 
     def can_be(self, value: int, policy: Policy) -> bool:
         """Tell whether a value can have a policy beside those that were chosen."""
         if value in self.policies:
             return False
-        if policy != Policy.EMPTY:
-            return value not in self._near
-        elsewhere = (self.policies.get(one, Policy.KEEP) for one in self._of.inputs_of_maker[value])
-        return all(policy <= Policy.EMPTY for policy in elsewhere)
+        others = {self.policies.get(one, Policy.KEEP) for one in self._of.inputs_of_maker[value]}
+        if policy == Policy.EMPTY:
+            return max(others, default=policy) <= policy
+        # A chain of values that are remade would be in memory again with the first of them.
+        is_chain = policy == Policy.REMAKE and (policy in others or value in self._sources)
+        return value not in self._near and not is_chain
 
     def price(self, value: int, policy: Policy) -> float:
         """Return the time that a policy adds to those that were chosen."""
@@ -102,6 +105,7 @@ class _Choice:
             self._rerun.update(self._of.savers[value])
         if policy == Policy.REMAKE:
             self._remade.add(self._of.maker[value])
+            self._sources.update(self._of.inputs_of_maker[value])
         self._add(value, policy, -self._of.n_bytes[value])
 
     def _add(self, value: int, policy: Policy, n_bytes: int) -> None:

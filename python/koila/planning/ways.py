@@ -213,11 +213,9 @@ class Ways:
         emptying, remaking, _ = self._families(base)
         yield from (base._replace(policies=policies) for policies in (*emptying, *remaking))
 
-    def larger_chunks(self) -> Iterator[Way]:
-        """Yield the ways that fit more rows, for a program that fits in chunks as it is."""
-        if self._is_back:
-            yield from (Way(policies=policies) for policies in self._families().emptying)
-            yield from _IN_PIECES
+    def larger_chunks(self) -> tuple[Way, ...]:
+        """Return the ways that fit more rows, for a program that fits in chunks as it is."""
+        return _IN_PIECES if self._is_back else ()
 
     def along(self, allowed: float = math.inf) -> list[Way]:
         """Return the ways that run the head in parts of a second axis, and the calls before it in
@@ -370,10 +368,9 @@ class Ways:
                 found, price = cheaper, self.cost(*cheaper)
         return found
 
-    def enough(self, allowed: float) -> Fitting | None:
-        """Return a way that frees no more of what bodies leave for each other than is missing; None
-        if none was found that fits."""
-        found: Fitting | None = None
+    def enough(self, allowed: float, found: Fitting | None = None) -> Fitting | None:
+        """Return a way that frees no more of what bodies leave for each other than is missing;
+        `found` if none was found that fits and is cheaper."""
         bases = (AS_IT_IS, WITHOUT_CHECKPOINTS)[: 1 + self._program.has_checkpoints]
         for base in bases if self._is_back else ():
             found = self._enough(base, allowed, found)
