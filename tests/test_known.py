@@ -28,7 +28,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[known.Known]]:
     is_compared = False
 
     def told(one: known.Known) -> dict[str, Any]:
-        caches = "printed", "rows", "makers_of_calls", "_schedules", "described"  # filled later
+        caches = "printed", "rows", "splits", "_schedules", "described"  # filled later
         caches += "sent", "at_once"
         return {name: told for name, told in vars(one).items() if name not in caches}
 

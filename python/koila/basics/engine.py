@@ -59,8 +59,7 @@ class Function(torch.autograd.Function):
     apply: Any = vars(torch._C._FunctionBase)["apply"]
 
 
-@contextlib.contextmanager
-def as_recorded(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+def as_recorded(leaves: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
     """Wrap a block in which leaves require a gradient that did so when calls on them were recorded,
     although the user has frozen them since.
 
@@ -68,6 +67,11 @@ def as_recorded(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     again when it arrives.
     """
     frozen = [leaf for leaf in leaves if not leaf.requires_grad and not leaf.is_inference()]
+    return _thawed(frozen) if frozen else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _thawed(frozen: list[torch.Tensor]) -> Iterator[None]:
     with torch._C.DisableTorchFunctionSubclass():
         for leaf in frozen:
             leaf.requires_grad_()

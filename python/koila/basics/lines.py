@@ -42,11 +42,23 @@ def name_of_file(path: str) -> str:
     return " ".join(named) if named is not None else installed
 
 
+@functools.lru_cache(2**12)
+def _is_inside(path: str) -> bool:
+    """Tell whether a file is not the user's. Walks over frames ask this often."""
+    return path.startswith(INSIDE)
+
+
+@functools.lru_cache(2**12)
+def _is_of_script(path: str) -> bool:
+    """Tell whether a file is the user's and not installed."""
+    return not _is_inside(path) and not _is_installed(path)
+
+
 def user_frames() -> Iterator[FrameType]:
     """Yield the frames that belong neither to koila nor to torch, from the innermost out."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(INSIDE):
+        if not _is_inside(frame.f_code.co_filename):
             yield frame
         frame = frame.f_back
 
@@ -54,7 +66,7 @@ def user_frames() -> Iterator[FrameType]:
 def user_frame() -> FrameType | None:
     """Return the innermost frame that belongs neither to koila nor to torch."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
+    while frame is not None and _is_inside(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -80,8 +92,7 @@ def script_line() -> str:
     if a script calls that."""
     frame = innermost = user_frame()
     while frame is not None:
-        path = frame.f_code.co_filename
-        if not path.startswith(INSIDE) and not _is_installed(path):
+        if _is_of_script(frame.f_code.co_filename):
             return _line_of(frame)
         frame = frame.f_back
     return _line_of(innermost)
@@ -90,7 +101,7 @@ def script_line() -> str:
 def is_of_koila() -> bool:
     """Tell whether the caller was called by koila, through torch, and not by the user."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith(INSIDE):
+    while frame is not None and _is_inside(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(INSIDE[0]):
             return True
         frame = frame.f_back

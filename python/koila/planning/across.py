@@ -113,9 +113,9 @@ def record(
     ) -> Any:
         node = program.node(i)
         if node.first_out in run.parts:
-            call = calls.maker_of_calls(program, node)(func, args, kwargs, start=start)
-            words = run.parts[node.first_out], call
-            return _core.held(tape, calls.reduction_of(node).partials, words, {})
+            split = calls.split_of(program, node)
+            words = run.parts[node.first_out], split.make(func, args, kwargs, start=start)
+            return _core.held(tape, split.reduction.partials, words, {})
         return _core.held(tape, func, args, kwargs)
 
     def cut_import(tensor: torch.Tensor, import_id: int) -> torch.Tensor:

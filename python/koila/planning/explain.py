@@ -40,6 +40,9 @@ FITS = Decision("it certainly fits")
 FITS_LATER = Decision("it fits, with the backward that may follow")
 
 
+_WITHOUT_SAMPLES = Decision("nothing in it has samples")
+
+
 def cause_of_whole(program: Program) -> Decision:
     """Return why a program runs whole: a write that stages cannot make, or no calls by rows."""
     if program.unstageable is not None:
@@ -48,9 +51,9 @@ def cause_of_whole(program: Program) -> Decision:
         whole_for = Whole(name_of_node(node), where_of_node(node), why, made, n_calls)
         return Decision(why, whole=(whole_for,))
     whole = whole_calls.made_whole(program) if program.amounts.n_once > 0 else ()
-    why = "nothing in it has samples"
-    if whole:
-        why = "no call in it treats each sample by itself (is batch= the dim of the samples?)"
+    if not whole:
+        return _WITHOUT_SAMPLES
+    why = "no call in it treats each sample by itself (is batch= the dim of the samples?)"
     return Decision(why, whole=whole)
 
 

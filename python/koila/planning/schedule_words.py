@@ -159,7 +159,7 @@ def way_in_words(program: Program, way: Way, schedule: Schedule) -> str:
         )
     if way.n_across:
         words.append(f"the last layers in {way.n_pieces} pieces along dim {way.across}")
-    elif schedule.head() is not None:
+    elif schedule.head is not None:
         words.append(f"the last layers in {way.n_pieces} pieces of each chunk")
     again, offloaded, emptied = map(schedule.values_of, (Op.REMAKE, Op.STORE, Op.EMPTY))
     fates = []

@@ -119,7 +119,7 @@ def behind_outputs(module: Callable[[], Any], *outputs: Any) -> tuple[Any, ...]:
 
 def visit() -> None:
     """After a backward (not inside of another one), visit the parameters that it left out."""
-    if torch._C._current_graph_task_id() == -1:
+    if len(_waiting) and torch._C._current_graph_task_id() == -1:
         for model, visits in list(_waiting.items()):
             if visits.seen:
                 del _waiting[model]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -17,8 +18,36 @@ from koila.staged.facts import REDUCTION_NAMES as NAMES
 from koila.staged.program import Program
 
 
-def reduction_of(node: Node) -> Reduction:
-    return OF_CALLS.get(_core.node(node.id)[0]) or REDUCTIONS[NAMES[node.reduce]]
+class Split(NamedTuple):
+    """How a recorded call is split.
+
+    Attributes:
+        reduction: its parts, and how they are combined.
+        is_of_chunks: whether only chunks run the call: a whole run does not.
+        make: makes the call: on one chunk, to compute partials; or as it was recorded, to combine
+            them. It takes the function to call, its positional and its keyword arguments; `start`,
+            the first row of the chunk; and `shared`, results shared by all runs of the chunk.
+    """
+
+    reduction: Reduction
+    is_of_chunks: bool
+    make: Callable[..., Call]
+
+
+def split_of(program: Program, node: Node) -> Split:
+    """Return how a call is split; it is the same in each step."""
+    splits: dict[int, Split] = program.known.splits
+    found = splits.get(node.id)
+    if found is None:
+        func, row, _, _, n_rows, *_ = _core.node(node.id)
+        assert row is not None  # only a row says that a call is a reduction
+        own, dtype = OF_CALLS.get(func), program.info(node.first_out).dtype
+        make = functools.partial(
+            Call, signature=table.ROWS[row]["call"], dtype=dtype, n_rows=n_rows
+        )
+        reduction = REDUCTIONS[NAMES[node.reduce]] if own is None else own
+        found = splits[node.id] = Split(reduction, own is not None, make)
+    return found
 
 
 def added_by_maker(program: Program, value: int) -> frozenset[int]:
@@ -26,32 +55,26 @@ def added_by_maker(program: Program, value: int) -> frozenset[int]:
     node = program.node_of(value)
     if node is None or node.mode != REDUCE:
         return frozenset()
-    return ADDED[-1 if is_of_chunks(node) else node.reduce]
-
-
-def is_of_chunks(node: Node) -> bool:
-    """Tell whether a reduction is run only by chunks: a whole run does not run it."""
-    return _core.node(node.id)[0] in OF_CALLS
+    return ADDED[-1 if split_of(program, node).is_of_chunks else node.reduce]
 
 
 def is_of_parts(program: Program, value: int) -> bool:
     """Tell whether a reduction makes a value whose rows no chunk reads."""
     node = program.node_of(value)
-    return node is not None and node.mode == REDUCE and not reduction_of(node).is_by_chunk
+    if node is None or node.mode != REDUCE:
+        return False
+    return not split_of(program, node).reduction.is_by_chunk
 
 
 def dim_of_chunks(program: Program, node: Node) -> int | None:
     """Return the dim along which the value of a reduction has a slice for each chunk; None: all
     chunks read the whole value."""
-    if not reduction_of(node).is_by_chunk:
+    split = split_of(program, node)
+    if not split.reduction.is_by_chunk:
         return None
-    call = maker_of_calls(program, node)(*_core.call(node.id))
+    call = split.make(*_core.call(node.id))
     dim = call.word("dim")
     return int(dim) % len(program.info(node.first_out).shape)
-
-
-def n_parts(node: Node) -> int:
-    return reduction_of(node).n_parts
 
 
 def known() -> int:
@@ -59,30 +82,12 @@ def known() -> int:
     return sum(1 << i for i, name in enumerate(NAMES) if name in REDUCTIONS)
 
 
-def maker_of_calls(program: Program, node: Node) -> Callable[..., Call]:
-    """Return what makes a reduction's call: on one chunk, to compute partials; or as it was
-    recorded, to combine them.
-
-    It takes the function to call, the function's positional arguments and its keyword arguments;
-    `start`, the first row of the chunk; and `shared`, results shared by all runs of the chunk.
-    """
-    makers = program.known.makers_of_calls
-    made = makers.get(node.id)
-    if made is None:
-        _, row, _, _, n_rows, *_ = _core.node(node.id)
-        assert row is not None  # only a row says that a call is a reduction
-        signature, dtype = table.ROWS[row]["call"], program.info(node.first_out).dtype
-        made = functools.partial(Call, signature=signature, dtype=dtype, n_rows=n_rows)
-        makers[node.id] = made
-    return made
-
-
 def combine(
     program: Program, node: Node, parts: list[list[torch.Tensor]]
 ) -> tuple[torch.Tensor, ...]:
     """Return the outputs of a reduction from the partials of all chunks, parts[part][chunk]."""
-    reduction, call = reduction_of(node), maker_of_calls(program, node)(*_core.call(node.id))
-    value = reduction.combine(parts, call)
+    reduction, _, make = split_of(program, node)
+    value = reduction.combine(parts, make(*_core.call(node.id)))
     values = tuple(value) if isinstance(value, tuple | list) else (value,)
     if reduction.is_by_chunk:
         return values
@@ -97,8 +102,10 @@ def _laid_out(program: Program, node: Node, out: int, tensor: torch.Tensor) -> t
     A product of a chunk of one row may have other strides than a whole run. Views of the value, and
     random numbers drawn in its layout, would then differ.
     """
+    if tensor.dim() < 2 or tensor.layout != torch.strided:
+        return tensor
     dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
-    if len(dims) < 2 or tensor.layout != torch.strided:
+    if len(dims) < 2:
         return tensor
     strides = program.info(out).strides or _strides_of_whole(program, node, out)
     if strides is None or all(tensor.stride(dim) == strides[dim] for dim in dims):

@@ -177,16 +177,17 @@ class Cross:
         return is_continuous and not is_count
 
     def _alias(self, key: Key, tensor: torch.Tensor, is_graph: bool) -> torch.Tensor:
-        known = self._known_alias(key, is_graph)
-        if known is not None:
-            return known
-        if not self._is_differentiated(tensor, is_graph):
-            # Without a graph the tensor itself: some of torch's kernels depend on `requires_grad`,
-            # and a value that is computed in two programs must have the same bits in both.
-            return tensor.detach() if is_graph and tensor.requires_grad else tensor
-        alias = self.aliases[key] = alias_of(tensor)
-        if key == self._all_rows:
-            alias.grad, self.total = self.total, None
+        if not is_graph:
+            # Some of torch's kernels depend on `requires_grad`, and a value that is computed in two
+            # programs must have the same bits in both.
+            return tensor
+        alias = self.aliases.get(key) if self.needs_gradient else None
+        if alias is None:
+            if not self._is_differentiated(tensor, True):
+                return tensor.detach() if tensor.requires_grad else tensor
+            alias = self.aliases[key] = alias_of(tensor)
+            if key == self._all_rows:
+                alias.grad, self.total = self.total, None
         if alias.grad is None:
             self.awaiting[id(alias)] = self, key, alias
         return alias
@@ -270,7 +271,7 @@ class Cross:
             return None
         _, dim, _, inner = place
         sizes = [(stop - start) * inner for start, stop in grid]
-        return torch.split(self.whole.detach(), sizes, dim)
+        return self.whole.detach().split_with_sizes(sizes, dim)
 
     def read_parts(self, is_graph: bool) -> list[list[torch.Tensor]]:
         """Return aliases of the partials of a reduction, as parts[part][chunk]; of those that are

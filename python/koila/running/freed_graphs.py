@@ -11,9 +11,8 @@ import torch
 
 from koila import _core
 from koila.basics import engine, surroundings
+from koila.basics.rows import as_new
 from koila.messages.errors import KoilaError, StaleError
-
-_DATA: Any = vars(torch._C.TensorBase)["data"]
 
 
 @functools.cache
@@ -45,12 +44,10 @@ class _Refusing(engine.Function):
     them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, dtype: torch.dtype, device: torch.device, *leaves: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, number: list[torch.Tensor], *leaves: torch.Tensor) -> torch.Tensor:
         ctx.n = len(leaves)
         ctx.set_materialize_grads(False)
-        return torch.ones((), dtype=dtype, device=device)
+        return as_new(number[0])  # a tensor of its own, to which autograd gives this node
 
     @classmethod
     def backward(cls, ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -58,7 +55,7 @@ class _Refusing(engine.Function):
         of a node that stands for a part of a program."""
         if any(gradient is not None for gradient in gradients):
             cls.refuse()
-        return (None,) * (2 + ctx.n)
+        return (None,) * (1 + ctx.n)
 
     @staticmethod
     def refuse() -> NoReturn:
@@ -93,12 +90,7 @@ def _hung_on(function: Any, number: torch.Tensor, before: Iterable[torch.Tensor]
         if not inputs:
             inputs.append(torch.ones((), device="cpu").requires_grad_())
         with engine.as_recorded(inputs):
-            root = function.apply(number.dtype, number.device, *inputs)
-        # To torch the result of expand() is a view of the root; that of _unsafe_view is none.
-        hung: torch.Tensor = torch.ops.aten._unsafe_view.default(
-            root.expand(number.shape), number.shape
-        )
-        _DATA.__set__(hung, number.detach())  # the memory of `number` in place of the root's
+            hung: torch.Tensor = function.apply([number], *inputs)
     return hung
 
 

@@ -193,7 +193,7 @@ class Interpreter:
         env.clear()  # free before backward what autograd does not keep
         pairs = self.stages.seeds(run, edges, self.chunk)
         del edges  # and the graphs of outputs that get no gradient
-        send_back([edge for edge, _ in pairs], [seed for _, seed in pairs], self.stages.awaiting)
+        send_back(pairs, self.stages.awaiting)
 
     def _take(self, step: Step) -> None:
         stages, chunk = self.stages, self.chunk
@@ -251,7 +251,7 @@ class Interpreter:
         stages, (run,) = self.stages, step.runs
         graph, given = self.barriers.pop(run.stage, ({}, {}))
         stages.resume(given)
-        outputs, seeds = [], []
+        pairs = []
         for value, edge in graph.items():
             seed = stages.cross[value].take_total_gradient()
             if value in stages.roots:
@@ -259,10 +259,8 @@ class Interpreter:
             if seed is not None and stages.program.is_hooked(value):
                 seed = visible.call_hooks(stages, value, seed)
             if seed is not None:
-                outputs.append(edge)
-                seeds.append(seed)
-        if outputs:
-            send_back(outputs, seeds, stages.awaiting)
+                pairs.append((edge, seed))
+        send_back(pairs, stages.awaiting)
 
     def _watch(self, step: Step) -> None:
         stages = self.stages

@@ -171,6 +171,8 @@ class Prepared:
             rows = stop - start
         else:
             self._combine(env, stand_ins)
+            if not run.nodes:
+                return env
         job = Job(
             is_grad_off=not self.is_graph,
             run_other=functools.partial(self._run_other, chunk),
@@ -299,7 +301,7 @@ class Prepared:
 
     def _reducer(self, node: Node) -> _Runner:
         """Return what computes the partial results of a reduction."""
-        reduction, make = calls.reduction_of(node), calls.maker_of_calls(self.program, node)
+        reduction, _, make = calls.split_of(self.program, node)
         parts = self.run_.parts[node.first_out]
 
         def reduce(

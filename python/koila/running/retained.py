@@ -74,7 +74,7 @@ class Retained:
         self._find(chunk, found)
         pairs = self.stages.seeds(self.run_, edges, chunk)
         del edges
-        send_back([edge for edge, _ in pairs], [seed for _, seed in pairs], self.stages.awaiting)
+        send_back(pairs, self.stages.awaiting)
         del pairs
         found.tensors.clear()
 

@@ -40,12 +40,11 @@ def edges_of(left: Any) -> Edges:
     return tuple(map(edge_of, left)) if isinstance(left, tuple) else edge_of(left)
 
 
-def send_back(
-    edges: Sequence[GradientEdge], seeds: Sequence[torch.Tensor], awaiting: Awaiting
-) -> None:
-    """Run the engine from `edges` with gradients `seeds`, then call `own` for `awaiting`."""
-    if not edges:
+def send_back(pairs: Sequence[tuple[GradientEdge, torch.Tensor]], awaiting: Awaiting) -> None:
+    """Run the engine from edges, each with its gradient, then call `own` for `awaiting`."""
+    if not pairs:
         return
+    edges, seeds = zip(*pairs, strict=True)
     sparse = [
         alias for _, _, alias in awaiting.values() if alias.grad is not None
     ]  # `own` left them

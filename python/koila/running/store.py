@@ -75,7 +75,9 @@ class Store:
         """Return whether the reduction that makes a value runs as torch's own call: with one chunk
         and no gradient. Combined partials could differ from it in the last bit."""
         node = self.program.node_of(value) if self.is_alone(run) else None
-        return node is not None and node.stage == run.stage and not calls.is_of_chunks(node)
+        if node is None or node.stage != run.stage:
+            return False
+        return not calls.split_of(self.program, node).is_of_chunks
 
     # -- what a stage reads ------------------------------------------------------------------------
 

@@ -86,20 +86,24 @@ class Sent:
         for run in runs:
             for value, numbers in run.parts.items():
                 if stages.program.needs_gradient(value):
-                    terms += (part for part in left[value] if not part.requires_grad)
+                    terms += [part for part in left[value] if not part.requires_grad]
                 for parts in stages.cross[value].parts.values():
-                    terms += (term for part, term in parts.items() if part not in numbers)
-        if any(term.numel() > _FEW or term.device.type != "cpu" for term in terms):
-            return None
+                    terms += [parts[part] for part in parts.keys() - numbers]
+        shown = []
+        for term in terms:
+            if term.numel() > _FEW or term.device.type != "cpu":
+                return None
+            shown.append((term.dtype, repr(term.tolist())))
         words: list[Any] = []
         for node in self.nodes:
             func, args, kwargs = _core.call(node.id)
-            if not all(isinstance(word, _CONSTANTS) for word in (*args, *kwargs.values())):
-                return None
+            for word in (*args, *kwargs.values()):
+                if not isinstance(word, _CONSTANTS):
+                    return None
             words.append((func, repr(args), repr(kwargs)))
         return (
             [stages.grid_of(run) for run in runs],
-            [(term.dtype, repr(term.tolist())) for term in terms],
+            shown,
             words,
         )
 
@@ -233,7 +237,7 @@ def _counts(
         node = program.node_of(value)
         if node is None or node.mode != REDUCE:
             continue
-        by_sizes = calls.reduction_of(node).counts
+        by_sizes = calls.split_of(program, node).reduction.counts
         late = set(of_body[value]) - by_sizes
         for parts in cross.parts.values():
             yield from (t for part, t in parts.items() if part not in late)

@@ -83,7 +83,10 @@ class Tracked:
         self.moves: dict[int, Statistics] = {}
         self.agains: dict[int, norms.Again] = {}  # of calls in the functions of checkpoints
         #: Leaves that several calls update: at the commit, in the order of the calls.
-        moved = Counter(itertools.chain.from_iterable(map(program.moved_by, program.moving)))
+        moving = program.moving
+        moved = (
+            Counter(itertools.chain.from_iterable(map(program.moved_by, moving))) if moving else {}
+        )
         self._shared = {value for value, n in moved.items() if n > 1}
 
     def note(self, node: Node, func: Any, args: tuple[Any, ...]) -> None:

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from koila import _core
 from koila.staged.facts import Import, Made, Node, Run, parts_in
-from koila.staged.schedule import Arguments, Cheap, Graph, Op, Schedule, Step, Way
+from koila.staged.schedule import Arguments, Cheap, Graph, Op, Schedule, Step, Way, head_of
 
 _OPS, _GRAPHS = tuple(Op), tuple(Graph)
 #: The programs that are kept have at most so many calls together: a call takes 2.4 KB.
@@ -43,7 +42,7 @@ class Known:
             for node in self.moving
         }
         self.rows: dict[int, str] = {}  # by call, once asked for: the name of its row
-        self.makers_of_calls: dict[int, Callable[..., Any]] = {}  # by reduction, of `calls.py`
+        self.splits: dict[int, Any] = {}  # by reduction, of `reductions/calls.py`
         self._schedules: dict[Arguments, Schedule] = {}
         #: Caches of `planning`: descriptions of runs (`explain.py`) and ways in a number of chunks
         #: (`planner.py`) by all else that they depend on; the further bytes of `left_graphs.py`.
@@ -76,7 +75,7 @@ class Known:
                 for op, graph, first, n, values, others in steps
             ]
             freed = {value: Cheap(*cheap) for value, cheap in cheap_values.items()}
-            found = self._schedules[policy] = Schedule(made, n_forward, freed)
+            found = self._schedules[policy] = Schedule(made, n_forward, freed, head_of(made))
         return found
 
 

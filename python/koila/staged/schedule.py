@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from koila.staged.facts import Run
@@ -126,6 +127,7 @@ class Schedule(NamedTuple):
     steps: list[Step]
     n_forward: int  # how many of them are the forward pass; the others are the backward pass
     cheap_values: dict[int, Cheap]  # by value: how it is recomputed after EMPTY freed its storage
+    head: Run | None  # the segment that runs in pieces of a chunk
 
     def values_of(self, *ops: Op) -> set[int]:
         """Return the union of `values` over all instructions of these kinds."""
@@ -137,11 +139,12 @@ class Schedule(NamedTuple):
         forward = self._replace(steps=self.steps[: self.n_forward])
         return forward.values_of(Op.STORE, Op.FREE)
 
-    def head(self) -> Run | None:
-        """Return the segment that runs in pieces of a chunk: the run of the inner of two loops."""
-        depth = 0
-        for step in self.steps:
-            depth += (step.op == Op.LOOP) - (step.op == Op.END)
-            if depth == 2:
-                return step.runs[0]
-        return None
+
+def head_of(steps: Sequence[Step]) -> Run | None:
+    """Return the segment that runs in pieces of a chunk: the run of the inner of two loops."""
+    depth = 0
+    for step in steps:
+        depth += (step.op == Op.LOOP) - (step.op == Op.END)
+        if depth == 2:
+            return step.runs[0]
+    return None
