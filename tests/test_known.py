@@ -29,7 +29,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[known.Known]]:
 
     def told(one: known.Known) -> dict[str, Any]:
         caches = "printed", "rows", "splits", "_schedules", "described"  # filled later
-        caches += "sent", "at_once"
+        caches += "reads", "sent", "at_once"
         return {name: told for name, told in vars(one).items() if name not in caches}
 
     def asked_anew(handle: object) -> known.Known:

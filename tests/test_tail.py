@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -254,6 +255,13 @@ DIFFERENT: dict[str, Callable[[Tensor, Tensor, Tensor], None]] = {
     "no label": lambda x, y, w: losses(x, y, w, 0.5),
     "rows": lambda x, y, w: losses(x[:5], y[:5], w, 0.5),
 }
+#: Tails whose gradients depend on more.
+OPEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "noise": lambda h, y: h.mean() * torch.rand_like(h.mean().detach()),
+    "labels": lambda h, y: h.mean() * y.double().mean(),
+    "a weight": lambda h, y: h.mean() * torch.rand((), dtype=torch.float64),
+    "a list": lambda h, y: h.mean(0).roll([1], [0])[0],
+}
 N_IGNORED = {"labels that count": 2, "no label": N_ROWS}
 
 
@@ -283,17 +291,45 @@ def test_gradients_are_kept_while_all_is_the_same(
     assert n_computed[0] == 1 and n_computed[2] == 1
 
 
-def test_kept_gradients_are_no_ones_elses(computed: list[None]) -> None:
+@pytest.mark.parametrize("chunks", [2, 7])
+@pytest.mark.parametrize("name", OPEN)
+def test_no_gradient_is_kept_that_depends_on_more(
+    name: str, chunks: int, computed: list[None]
+) -> None:
+    for seed in range(3):
+        found = []
+        for lazy, block in ((eager, nullcontext()), (koila.lazy, split(chunks))):
+            torch.manual_seed(seed)
+            x, y = torch.rand(N_ROWS, 4, dtype=torch.float64), torch.randint(3, (N_ROWS,))
+            w = torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
+            with block:
+                rows, labels = lazy(x, y)
+                OPEN[name](torch.tanh(rows @ w), labels).backward()
+            found.append(w.grad)
+        torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-14)
+    assert len(computed) == 3
+
+
+SUMMED: dict[str, Callable[[Tensor], Tensor]] = {
+    "of all": lambda h: h.sum(),
+    "of each row": lambda h: h.sum(1),  # those of whole values are not kept: a hook may write them
+}
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_kept_gradients_are_no_ones_elses(name: str, computed: list[None]) -> None:
     """A gradient that the caller passes and writes later is not what was kept."""
     w = torch.ones(4, 3, dtype=torch.float64, requires_grad=True)
     found = []
     for _ in range(2):
-        sent, w.grad = torch.ones(N_ROWS, dtype=torch.float64), None
+        w.grad = None
         with split(3):
-            (koila.lazy(torch.ones(N_ROWS, 4, dtype=torch.float64)) @ w).sum(1).backward(sent)
+            root = SUMMED[name](koila.lazy(torch.ones(N_ROWS, 4, dtype=torch.float64)) @ w)
+            sent = torch.ones(root.shape, dtype=torch.float64)
+            root.backward(sent)
         found.append(w.grad)
         sent.zero_()
-    assert len(computed) == 1
+    assert len(computed) == (1 if name == "of all" else 2)
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 

@@ -55,10 +55,12 @@ def largest(rows: int, n_chunks: int, unit: int = 1) -> int:
 def _goes_on(tensor: torch.Tensor, dim: int) -> bool:
     """Tell whether `dim` is contiguous with another dim in memory: a view may merge the two dims of
     the whole tensor, but not those of a slice of it."""
-    end = tensor.stride(dim) * tensor.shape[dim]
-    return end > 0 and any(
-        size > 1 and stride == end
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    strides = tensor.stride()
+    end = strides[dim] * tensor.shape[dim]
+    if end <= 0 or end not in strides:
+        return False
+    return any(
+        size > 1 and stride == end for size, stride in zip(tensor.shape, strides, strict=True)
     )
 
 

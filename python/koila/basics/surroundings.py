@@ -218,9 +218,11 @@ def in_outside(func: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-def inside() -> contextlib.ExitStack:
+def inside() -> contextlib.AbstractContextManager[Any]:
     """Wrap a call of the user's code, such as a hook, from koila's own work: all is enabled
     again."""
+    if not _state.disabled:
+        return contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
         for disabled in _state.disabled:
             stack.enter_context(disabled.back())

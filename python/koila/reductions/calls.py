@@ -58,12 +58,18 @@ def added_by_maker(program: Program, value: int) -> frozenset[int]:
     return ADDED[-1 if split_of(program, node).is_of_chunks else node.reduce]
 
 
-def is_of_parts(program: Program, value: int) -> bool:
-    """Tell whether a reduction makes a value whose rows no chunk reads."""
+def is_by_chunk(program: Program, value: int) -> bool:
+    """Tell whether a value is of a reduction that has one entry for each chunk."""
     node = program.node_of(value)
     if node is None or node.mode != REDUCE:
         return False
-    return not split_of(program, node).reduction.is_by_chunk
+    return value == node.first_out and split_of(program, node).reduction.is_by_chunk
+
+
+def is_of_parts(program: Program, value: int) -> bool:
+    """Tell whether a reduction makes a value whose rows no chunk reads."""
+    node = program.node_of(value)
+    return node is not None and node.mode == REDUCE and not is_by_chunk(program, node.first_out)
 
 
 def dim_of_chunks(program: Program, node: Node) -> int | None:

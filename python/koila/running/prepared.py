@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,8 @@ from koila.running import accrue, derived, saved, views
 from koila.running.cross import Awaiting, Cross
 from koila.running.store import Store
 from koila.staged import leaves
-from koila.staged.facts import ROWS, Job, Made, Node, Run
+from koila.staged.facts import ROWS, Job, Node, Run
+from koila.staged.program import Program
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
@@ -37,6 +38,40 @@ def _first_entries(place: Place, grid: Sequence[Bounds], cross: Cross, chunk: in
     """Return the first entries of a value, as many as the chunk has rows."""
     (_, _, outer, inner), (start, stop) = place, grid[chunk]
     return cross.read_whole(False).narrow(0, 0, outer * (stop - start) * inner)
+
+
+class _Reads(NamedTuple):
+    """How the chunks of a body read its inputs, as import and value; it is the same in each step.
+
+    Attributes:
+        once: all chunks read the same tensor, which exists before the loop over them.
+        cut: leaves whose rows the chunks read, and where these are.
+        others: they are read for each chunk.
+    """
+
+    once: list[tuple[int, int]]
+    cut: list[tuple[int, int, Place]]
+    others: list[tuple[int, int]]
+
+
+def _reads_of(program: Program, run: Run) -> _Reads:
+    known: dict[int, _Reads] = program.known.reads
+    if run.index in known:
+        return known[run.index]
+    reads = _Reads([], [], [])
+    for import_id in run.imports:
+        value, place, is_range = program.imports[import_id]
+        made = program.made(value)
+        is_made_before = made.node is None or made.node.stage != run.stage
+        is_once = place is None and is_made_before and not calls.is_by_chunk(program, value)
+        if is_once and not is_range:
+            reads.once.append((import_id, value))
+        elif made.is_leaf and place is not None and not is_range:
+            reads.cut.append((import_id, value, place))
+        else:
+            reads.others.append((import_id, value))
+    known[run.index] = reads  # once it is complete: other threads may run this program
+    return reads
 
 
 class Prepared:
@@ -59,35 +94,28 @@ class Prepared:
         self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # import, its views by chunk
         self.others: list[tuple[int, int, _Reader]] = []  # import, value: read for each chunk
         self.runners: dict[int, tuple[_Runner, Node]] = {}  # by call
-        for import_id in run.imports:
-            self._prepare_input(import_id)
+        if run.is_body:
+            self._prepare_inputs(_reads_of(self.program, run))
+        else:
+            for i in run.imports:
+                self.others.append((i, self.program.imports[i].value, self._reader(i)))
 
     # -- inputs -----------------------------------------------------------------------------------
 
-    def _prepare_input(self, import_id: int) -> None:
-        value, place, is_range = self.program.imports[import_id]
-        if self.run_.is_body and not is_range:
-            made = self.program.made(value)
-            if place is None and value not in self.store.by_chunk and self._is_made_before(made):
-                self._read_once(import_id, value)
-                return
-            if made.is_leaf and place is not None:
-                cross = self.store.cross_of(value)
-                views_of_chunks = cross.cut_all(place, self.grid, self.is_graph)
-                if views_of_chunks is not None:
-                    self.pieces.append((import_id, views_of_chunks))
-                    return
-        self.others.append((import_id, value, self._reader(import_id)))
-
-    def _is_made_before(self, made: Made) -> bool:
-        """Return whether a value is there before the loop over the chunks begins."""
-        return made.node is None or made.node.stage != self.run_.stage
-
-    def _read_once(self, import_id: int, value: int) -> None:
-        """Read all rows of an input for all chunks."""
-        tensor = self.common[import_id] = self.store.cross_of(value).read_whole(self.is_graph)
-        if id(tensor) in self.store.awaiting:
-            self.common_awaiting[id(tensor)] = self.store.awaiting[id(tensor)]
+    def _prepare_inputs(self, reads: _Reads) -> None:
+        store, is_graph = self.store, self.is_graph
+        for import_id, value in reads.once:
+            tensor = self.common[import_id] = store.cross_of(value).read_whole(is_graph)
+            if id(tensor) in store.awaiting:
+                self.common_awaiting[id(tensor)] = store.awaiting[id(tensor)]
+        for import_id, value, place in reads.cut:
+            views_of_chunks = store.cross_of(value).cut_all(place, self.grid, is_graph)
+            if views_of_chunks is None:
+                self.others.append((import_id, value, self._reader(import_id)))
+            else:
+                self.pieces.append((import_id, views_of_chunks))
+        for import_id, value in reads.others:
+            self.others.append((import_id, value, self._reader(import_id)))
 
     def _reader(self, import_id: int) -> _Reader:
         """Return what reads an input for one chunk."""

@@ -87,7 +87,8 @@ class Replay(Stages):
             gradient = cross.take_total_gradient()
             real = info.real if info.real is not None else info.result
             if gradient is not None and real is not None:
-                found.append((value, real, gradient.to(real.dtype)))
+                gradient = gradient if gradient.dtype is real.dtype else gradient.to(real.dtype)
+                found.append((value, real, gradient))
                 is_hooked |= bool(real._post_accumulate_grad_hooks or real._backward_hooks)
         if is_hooked:
             order = self._order_of_leaves()

@@ -44,13 +44,14 @@ def _counted_at_once(program: Program) -> list[int]:
     if known.at_once is None:
         leaves = {value for value, *_ in program.imports if program.is_leaf(value)}
         gradients = sum(map(program.bytes_of, filter(program.needs_gradient, leaves)))
-        known.at_once = []
+        found = []
         for run in (run for run in program.runs if run.stage == DATA):
             read = sum(program.bytes_of(program.imports[i].value) for i in run.imports)
             made = sum(program.bytes_made(program.node(i)) for i in run.nodes)
             is_small = _MOST_HELD * (read + made) <= max(gradients, _FEW_BYTES)
             if is_small and all(calls.is_of_parts(program, v) for v in run.exports):
-                known.at_once.append(run.axis)
+                found.append(run.axis)
+        known.at_once = found
     return known.at_once
 
 

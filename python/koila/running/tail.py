@@ -18,6 +18,7 @@ the roots, and the numbers of terms. They are kept for the next step with the sa
 from __future__ import annotations
 
 import contextlib
+import marshal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ _FAR = 0.1  # the largest difference in any dtype, as a share of the largest gra
 
 #: Numbers are kept for the next step if each tensor of them has at most so many.
 _FEW = 64
-_CONSTANTS = bool, int, float, str, type(None), torch.dtype
+_CONSTANTS = frozenset((bool, int, float, str, type(None)))
 
 _Found = list[tuple[int, Key, "torch.Tensor | None"]]  # value, key of its `Cross.seeds`, gradient
 
@@ -66,10 +67,14 @@ class Sent:
         self.nodes = [
             node for run in tail for node in (*run.combined, *map(program.node, run.nodes))
         ]
+        reduced = [node.first_out for run in tail for node in run.combined]
         self.is_closed = (
             not any(run.imports for run in tail)
-            and made.issuperset(node.first_out for run in tail for node in run.combined)
+            and made.issuperset(reduced)
+            and all(calls.is_of_parts(program, value) for value in reduced)
             and all(map(program.row_of, self.nodes))
+            and not any(n.is_random or n.writes or n.leaf_writes for n in self.nodes)
+            and not program.is_derived
         )
         #: What the last gradients were computed from, these, and whether `seed` was certain; one
         #: tuple, since other threads run this program too.
@@ -84,34 +89,36 @@ class Sent:
             return None
         terms = [*stages.gradients]
         for run in runs:
-            for value, numbers in run.parts.items():
+            for value, of_body in run.parts.items():
                 if stages.program.needs_gradient(value):
                     terms += [part for part in left[value] if not part.requires_grad]
                 for parts in stages.cross[value].parts.values():
-                    terms += [parts[part] for part in parts.keys() - numbers]
-        shown = []
+                    terms += [parts[part] for part in parts.keys() - of_body]
         for term in terms:
-            if term.numel() > _FEW or term.device.type != "cpu":
+            is_plain = type(term) is torch.Tensor and term.layout is torch.strided
+            if not is_plain or term.numel() > _FEW or term.device.type != "cpu":
                 return None
-            shown.append((term.dtype, repr(term.tolist())))
-        words: list[Any] = []
+        functions, words = [], []
         for node in self.nodes:
             func, args, kwargs = _core.call(node.id)
-            for word in (*args, *kwargs.values()):
-                if not isinstance(word, _CONSTANTS):
-                    return None
-            words.append((func, repr(args), repr(kwargs)))
-        return (
-            [stages.grid_of(run) for run in runs],
-            shown,
-            words,
-        )
+            if not _CONSTANTS.issuperset(map(type, (*args, *kwargs.values()))):
+                return None
+            functions.append(func)
+            words.append((args, kwargs))
+        # As bytes, numbers of several types, 0.0 and -0.0 differ. Version 2 knows no references.
+        numbers = marshal.dumps(([term.tolist() for term in terms], words), 2)
+        return [stages.grid_of(run) for run in runs], [t.dtype for t in terms], functions, numbers
 
     def keep(self, of: tuple[Any, ...] | None, found: _Found, is_certain: bool) -> None:
-        """Keep copies of gradients that were computed from `of`: some may be the caller's."""
-        if of is None or any(grad is not None and grad.numel() > _FEW for *_, grad in found):
+        """Keep copies of gradients that were computed from `of`: some may be the caller's. Only
+        those of partial results: a hook may write the gradient of a whole value."""
+        if of is None:
             return
-        own = [(v, key, None if grad is None else grad.clone()) for v, key, grad in found]
+        own: _Found = []
+        for value, key, gradient in found:
+            if key[0] != "part" or (gradient is not None and gradient.numel() > _FEW):
+                return
+            own.append((value, key, None if gradient is None else gradient.clone()))
         self.last = of, own, is_certain
 
 

@@ -43,6 +43,7 @@ class Known:
         }
         self.rows: dict[int, str] = {}  # by call, once asked for: the name of its row
         self.splits: dict[int, Any] = {}  # by reduction, of `reductions/calls.py`
+        self.reads: dict[int, Any] = {}  # by body, of `running/prepared.py`
         self._schedules: dict[Arguments, Schedule] = {}
         #: Caches of `planning`: descriptions of runs (`explain.py`) and ways in a number of chunks
         #: (`planner.py`) by all else that they depend on; the further bytes of `left_graphs.py`.
