@@ -37,6 +37,49 @@ def chosen(h: Tensor) -> Tensor:
     return ((h.detach() * RISING).mean(1) > 3).long() * 2
 
 
+def _sum_in_place(h: Tensor) -> Tensor:
+    """Add up losses as scripts do."""
+    total = h.mean()
+    total += h.exp().mean()
+    total -= h.detach().shape[0] * 0.5
+    total /= 2
+    return total
+
+
+def _sum_from_zero(h: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=h.dtype)
+    for term in (h, h.exp(), h.sin()):
+        total += term.sum(1).mean()
+    return total
+
+
+def _items_written(h: Tensor) -> Tensor:
+    terms = torch.stack([h.mean(), h.exp().mean(), h.sin().mean()])
+    terms[0] *= 3
+    terms[1:] += h.cos().sum()
+    return terms.mul_(2).sum()
+
+
+def _written_to_zeros(h: Tensor) -> Tensor:
+    """Write what the tail has made without a gradient: such a tail is not taken for linear."""
+    terms = h.sum().new_zeros(2)
+    terms[0] = h.mean()
+    terms[1] = h.exp().mean()
+    return terms.sum()
+
+
+def _squared_in_place(h: Tensor) -> Tensor:
+    total = h.mean()
+    total += h.exp().mean()
+    return total.pow_(2)
+
+
+def _multiplied_in_place(h: Tensor) -> Tensor:
+    total = h.mean() + 1
+    total *= h.exp().mean()
+    return total
+
+
 NOT_LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "exp": lambda h: h.mean().exp(),
     "sqrt": lambda h: h.pow(2).mean().sqrt(),
@@ -59,6 +102,8 @@ NOT_LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "labels of its own": lambda h: cross_entropy(h, chosen(h), ignore_index=0),
     "number of its own labels": lambda h: h.sum() / (chosen(h) != 0).sum(),
     "two barriers": lambda h: (h.mean() + h.flip(0).sum()).sin(),
+    "squared in place": _squared_in_place,
+    "multiplied in place": _multiplied_in_place,
 }
 LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": lambda h: h.mean() * 3 + 1,
@@ -74,6 +119,9 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "labels that count": lambda h: cross_entropy(h, LABELS, ignore_index=1) * 2,
     "labels with weights": lambda h: cross_entropy(h, LABELS, WEIGHTS.to(h.dtype)),
     "a tensor of no dims": lambda h: h.mean() * torch.tensor(2.5).to(h.dtype) / SCALE,
+    "a sum in place": _sum_in_place,
+    "a sum in place, from zero": _sum_from_zero,
+    "items written": _items_written,
 }
 
 
@@ -159,6 +207,15 @@ def test_a_right_verdict_stands(name: str, chunks: int) -> None:
     with split(chunks):
         seen = gradient_of(koila.lazy, LINEAR[name])
     torch.testing.assert_close(seen, wanted, rtol=1e-10, atol=1e-14, equal_nan=True)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 7])
+def test_what_a_tail_made_without_a_gradient_and_writes(chunks: int) -> None:
+    """The tail's run on stand-ins would not make it."""
+    wanted = gradient_of(lambda x: x, _written_to_zeros)
+    with split(chunks):
+        seen = gradient_of(koila.lazy, _written_to_zeros)
+    torch.testing.assert_close(seen, wanted, rtol=1e-10, atol=1e-14)
 
 
 def refuse(*hooks: Any) -> None:

@@ -225,24 +225,28 @@ find_last_body(const KlTape *tape, KlStages *stages)
     for (size_t i = 0; i < tape->n_nodes; i++) {
         const KlNode *node = &tape->nodes[i];
         uint32_t at = stages->node_stage[i];
-        if (at == KL_STAGE_NONE || !kl_stage_is_body(at)) {
-            continue;
-        }
-        if (kl_stage_has_gradient(tape, stages, node) &&
+        bool is_body = at != KL_STAGE_NONE && kl_stage_is_body(at);
+        if (is_body && kl_stage_has_gradient(tape, stages, node) &&
             (stages->last_body == KL_STAGE_NONE || at > stages->last_body)) {
             stages->last_body = at;
         }
     }
 }
 
-/* Whether a tensor that the node saves for backward depends on results of the last body. */
+/* Whether a tensor that the node saves for backward depends on results of the last body; or whether it writes one that
+ * the tail made without a gradient, by calls that its run on stand-ins leaves out. */
 static bool
-saves_body_value(const KlTape *tape, KlNodeId id, const bool *depends)
+saves_body_value(const KlTape *tape, const KlStages *stages, KlNodeId id, const bool *depends)
 {
     const KlNode *node = &tape->nodes[id];
     bool any_depends = false;
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         KlValueId value = kl_tape_inputs(tape, node)[k].value;
+        bool is_written = k < 32 && (node->writes >> k & 1) != 0;
+        if (is_written && !tape->values[value].meta.requires_grad &&
+            stages->value_stage[value] >= stages->last_body) {
+            return true;
+        }
         if (value == KL_ID_NONE || !depends[value]) {
             continue;
         }
@@ -259,11 +263,8 @@ static bool
 combine_saves_body_value(const KlTape *tape, const KlStages *stages, KlNodeId id)
 {
     uint32_t saved = kl_ops_reductions[tape->nodes[id].reduce].saved;
-    bool is_late_early = stages->late_stage[id] == KL_STAGE_DATA;
-    if (is_late_early) {
-        saved &= ~2u; /* partial result 1 does not depend on the last body */
-    }
-    return saved != 0;
+    /* Partial result 1 may have been computed before the last body. */
+    return (stages->late_stage[id] == KL_STAGE_DATA ? saved & ~2u : saved) != 0;
 }
 
 /* Set is_tail_linear. The tail is linear exactly if no tensor that a tail node saves for backward depends on results of
@@ -299,8 +300,8 @@ judge_tail(const KlTape *tape, KlStages *stages, bool *depends)
         if (is_combined && is_linear) {
             is_linear = !combine_saves_body_value(tape, stages, (KlNodeId)i);
         } else if (!is_of_body && is_linear) {
-            bool has_effect = node->is_random || node->leaf_writes != 0 || node->writes != 0;
-            is_linear = !has_effect && !saves_body_value(tape, (KlNodeId)i, depends);
+            is_linear = !node->is_random && node->leaf_writes == 0 &&
+                        !saves_body_value(tape, stages, (KlNodeId)i, depends);
         }
         if (!is_linear) {
             stages->is_tail_linear = false;

@@ -274,6 +274,13 @@ written(Program *p, const Start *s, KlValueId mean)
 }
 
 static KlValueId
+written_without_gradient(Program *p, const Start *s, KlValueId mean)
+{
+    (void)s;
+    return call2(p, "add_", call1(p, "exp", call1(p, "detach", mean)), mean);
+}
+
+static KlValueId
 asked_of_torch(Program *p, const Start *s, KlValueId mean)
 {
     (void)s;
@@ -318,7 +325,8 @@ test_tails(void)
     JUDGE(squared, false, "mul");
     JUDGE(through_detach, false, "mul");
     JUDGE(drawn, false, "dropout");
-    JUDGE(written, false, "add_");
+    JUDGE(written, true, NULL);
+    JUDGE(written_without_gradient, false, "add_");
     JUDGE(asked_of_torch, false, NULL);
     JUDGE(deviation, false, "var");
 }
