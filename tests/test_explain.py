@@ -107,6 +107,19 @@ def test_every_second_forward_has_its_cause() -> None:
         assert None not in told
 
 
+def test_a_graph_that_waits_is_no_second_forward() -> None:
+    """What follows the chunks needs their values, but their graphs wait for its gradient."""
+    x, _ = batch()
+    h = nn.Linear(6, 5)(x).tanh()
+    groups = torch.arange(len(x)) % 4
+    loss = torch.zeros(4, 5).index_add(0, groups, h).pow(2).sum()
+    with koila.config(chunks=3):
+        assert "two forwards" not in koila.explain(loss)
+        loss.backward()
+    passes = {stage.passes for stage in koila.report().main.stages if stage.n_rows is not None}
+    assert passes == {"1 forward, 1 backward"}
+
+
 def test_an_op_without_a_row_is_named() -> None:
     x, _ = batch()
     text = koila.explain(torch.linalg.svdvals(nn.Linear(6, 5)(x)).sum(), full=True)

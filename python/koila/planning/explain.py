@@ -372,7 +372,9 @@ def explain(*losses: Any, full: bool = False) -> Explanation:
         said += numbers_of_whole(program, is_graph)
         cut, schedule = program, program.schedule(False)
     runs, passes = schedule_words.runs_of(cut), schedule_words.passes_of(schedule)
-    said += _why_twice(cut, runs, passes) + _why(program)
+    last = [run.index for run in runs if run.stage == cut.last_body]
+    n_forwards = max((passes[index].forward for index in last if index in passes), default=0)
+    said += _why_twice(cut, runs, passes) + _why(program, n_forwards)
     found = layers.of(program)
     n_calls = f"{count(cut.n_nodes, 'call')} in {count(len(runs), 'part')}"
     if not full:
@@ -405,14 +407,15 @@ def _why_twice(
     return said
 
 
-def _why(program: Program) -> list[str]:
-    """Describe what runs twice or on the whole batch, why, and what can be done about it."""
+def _why(program: Program, n_forwards: int) -> list[str]:
+    """Describe what runs twice or on the whole batch, why, and what can be done about it. Chunks of
+    the last body run forward `n_forwards` times."""
     if program.unstageable is not None:
         node, why = program.unstageable
         where = schedule_words.call_in_words(node)
         return [f"everything runs on the whole batch, for {where}: {why}"]
     said = []
-    if program.last_body is not None and not program.is_tail_linear:
+    if n_forwards > 1 and not program.is_tail_linear:
         tail = program.node(program.tail_node) if program.tail_node is not None else None
         name = f" through {schedule_words.call_in_words(tail)}" if tail is not None else ""
         last = next(run for run in program.runs if run.stage == program.last_body)
