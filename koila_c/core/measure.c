@@ -183,9 +183,8 @@ look_up(KlWalk *walk, KlMeasured *measured)
             walk->storages[storage_of(walk, value)].is_shared |= barrier > 0;
         }
         KlAxisId axis = kl_tape_axis_find(walk->tape, run->axis);
-        if (axis != KL_ID_NONE && walk->tape->axis_rows[axis] > measured->rows) {
-            measured->rows = walk->tape->axis_rows[axis];
-        }
+        int64_t rows = axis != KL_ID_NONE ? walk->tape->axis_rows[axis] : 0;
+        measured->rows = rows > measured->rows ? rows : measured->rows;
     }
 }
 
