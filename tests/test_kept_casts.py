@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight that is written inside a block of torch.autocast: torch goes on with its old cast."""
+"""Torch casts a weight once in a block of torch.autocast: the gradients of the block's calls are
+added up in the lower precision, and after a write the old cast stays."""
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
+from koila.basics import switches
 from oracle import Lazy, assert_same_story
 from stories import N_ROWS
 
@@ -41,7 +45,7 @@ def replace_data(model: nn.Module) -> None:
 def scale_and_look(model: nn.Module) -> None:
     """Calls of plain torch on the weights see their new numbers, where nothing is cast."""
     scale(model)
-    bias = model[0].bias
+    bias: Any = next(one for one in model.parameters() if one.dim() == 1)
     assert type(bias).__name__ == "Parameter" and isinstance(bias, nn.Parameter)
     assert (bias + 1).sum().item() == (bias.detach() + 1).sum().item()
 
@@ -133,7 +137,7 @@ def test_the_step_ends_the_block(chunks: int) -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                seen.append((out.argmax(), critic[1].bias.norm()))
+                seen.append((out.argmax(), next(critic.parameters()).norm()))
             seen.append((loss, gradients_of(model, critic)))
         return seen
 
@@ -166,3 +170,96 @@ def test_recurrent_weights_are_a_list() -> None:
         return loss, gradients_of(layer)
 
     assert_same_story(in_float32(story), None)
+
+
+def test_copies_of_a_written_weight_are_parameters() -> None:
+    model, _, x = adversaries()
+    x = koila.lazy(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x).sum().backward()
+        step(model)
+        file = io.BytesIO()
+        torch.save(model, file)
+        copies = copy.deepcopy(model), torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+        assert all(type(one) is not nn.Parameter for one in model.parameters())
+        for copied in copies:
+            assert all(type(one) is nn.Parameter for one in copied.parameters())
+            with torch.autocast("cpu", enabled=False):
+                assert torch.equal(copied(x), model(x))
+    assert all(type(one) is nn.Parameter for one in model.parameters())
+
+
+def scores(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return model(x)
+
+
+def two_blocks(model: nn.Module, x: Tensor, plain: Tensor) -> Tensor:
+    return scores(model, x).sum() + scores(model, x * 2).pow(2).sum()
+
+
+def one_block(model: nn.Module, x: Tensor, plain: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return two_blocks(model, x, plain)
+
+
+def blocks_and_a_nested_one(model: nn.Module, x: Tensor, plain: Tensor) -> Tensor:
+    return one_block(model, x, plain) + two_blocks(model, x / 2, plain) + scores(model, x).sum()
+
+
+def beside_plain(model: nn.Module, x: Tensor, plain: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        first = model(plain).sum()
+        return first + model(x).pow(2).sum() + model(plain * 2).sum()
+
+
+def read_within(model: nn.Module, x: Tensor, plain: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        first = model(x).sum()
+        assert first.item() != 0
+        return first + model(x * 2).pow(2).sum()
+
+
+def dropped(model: nn.Module, x: Tensor, plain: Tensor) -> Tensor:
+    """Torch keeps no cast for a call that never runs, after the next write of the weights."""
+    scores(model, x)
+    scale(model)
+    return scores(model, plain).sum() + scores(model, x).pow(2).sum()
+
+
+@pytest.mark.parametrize("chunks", [None, 1])
+@pytest.mark.parametrize(
+    "run", [two_blocks, one_block, blocks_and_a_nested_one, beside_plain, read_within, dropped]
+)
+def test_a_weight_is_cast_once_in_a_block(
+    run: Callable[[nn.Module, Tensor, Tensor], Tensor], chunks: int | None
+) -> None:
+    def story(lazy: Lazy) -> Any:
+        model, _, x = adversaries()
+        plain, seen, optimizer = torch.randn(5, 6), [], torch.optim.SGD(model.parameters(), 0.1)
+        for _ in range(3):
+            loss = run(model, lazy(x), plain)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append((loss, gradients_of(model)))
+        return seen
+
+    assert_same_story(in_float32(story), chunks)
+
+
+def test_blocks_are_told_apart_under_a_limit() -> None:
+    with koila.config(memory_limit="1GiB"):
+        test_a_weight_is_cast_once_in_a_block(blocks_and_a_nested_one, None)
+
+
+def test_the_steps_of_a_loop_are_alike() -> None:
+    """A plan that is known for the first step is known for the others."""
+    model, _, x = adversaries()
+    model, x = model.float(), x.float()
+    for _ in range(3):
+        two_blocks(model, koila.lazy(x), x).backward()
+    n_settings = len(switches._numbers)
+    for _ in range(20):
+        two_blocks(model, koila.lazy(x), x).backward()
+    assert len(switches._numbers) == n_settings

@@ -5,6 +5,9 @@ that were set when it was made.
 They are the kernels that attention may use, determinism, TF32 and other reduced precisions, oneDNN
 and cuDNN, and the default dtype. A setting is the values of all switches. Each setting that occurs
 has a number, which the recorder keeps with a call.
+
+The block of torch.autocast that a call stands in counts as a switch: torch casts a weight once in
+each, so calls of two blocks give it two gradients, which are rounded before they are added.
 """
 
 from __future__ import annotations
@@ -69,6 +72,56 @@ def _determinism() -> tuple[bool, bool]:
     )
 
 
+class _Blocks:
+    """The outermost blocks of autocast, by number."""
+
+    number = 0  # of that in which calls are recorded now, or in which a replay runs them
+    cached = 0  # of that whose casts torch has
+    is_waited_for = (
+        False  # it has ended, and torch keeps its casts for calls that still have to run
+    )
+
+    def begin(self, is_pending: bool) -> None:
+        """Begin a block. It is number 0 if no call waits, so that the steps of a loop are alike."""
+        self.drop()
+        number = self.number + 1 if is_pending else 0
+        if number != self.number:
+            self.number = number
+            _note((*_current[0][:-1], number))
+        self.cached = number
+
+    def end(self, is_pending: bool) -> None:
+        """End a block. Torch's casts stay as long as calls of the block wait."""
+        self.is_waited_for = True
+        if not is_pending:
+            self.drop()
+
+    def drop(self) -> None:
+        """Drop the casts of a block that has ended."""
+        if self.is_waited_for:
+            _clear_casts()
+        self.is_waited_for = False
+
+    def choose(self, number: int) -> None:
+        """Let the next calls of a replay have the casts of their own block. But in a block of the
+        user's torch has that block's."""
+        self.number = number
+        if number != self.cached and autocast_nesting() == 1:  # that of the replay
+            self.cached = number
+            _clear_casts()
+
+
+blocks = _Blocks()
+_enter, _leave = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+_clear_casts = torch.clear_autocast_cache
+
+
+def autocast_nesting() -> int:
+    """Return in how many blocks of autocast this thread is; a replay counts as one."""
+    _enter()
+    return _leave()
+
+
 def _make() -> tuple[Switch, ...]:
     """Return all switches of this torch, with functions that koila has not patched yet."""
     made = [
@@ -106,6 +159,7 @@ def _make() -> tuple[Switch, ...]:
         einsum: Any = torch.backends.opt_einsum
         get, set_ = getattr(einsum, f"_get_{name}"), getattr(einsum, f"_set_{name}")
         made.append(Switch(f"opt_einsum.{name}", get, set_))
+    made.append(Switch("autocast", lambda: blocks.number, blocks.choose))  # the last
     return tuple(made)
 
 
@@ -114,6 +168,7 @@ SWITCHES = _make()
 SETTERS = {switch.setter for switch in SWITCHES if switch.setter.startswith("_")}
 SETTERS.add("_set_default_tensor_type")  # it sets the default dtype
 _numbers: dict[Setting, int] = {}
+_current: list[Setting] = []  # the setting that was noted or chosen last
 
 
 #: The value of a switch that torch refuses to return, since it was set by its old and its new name.
@@ -135,14 +190,23 @@ def now() -> Setting:
 
 def note() -> None:
     """Pass the number of the current setting to the recorder."""
-    setting = now()
+    _note(now())
+
+
+def _note(setting: Setting) -> None:
+    _current[:] = [setting]
     number = _numbers.setdefault(setting, len(_numbers))
     _core.note_switches(number, _C._get_flash_sdp_enabled())
 
 
 def choose(number: int) -> None:
     """Restore the setting of this number, under which the next call of a replay was recorded."""
-    put_on(next(setting for setting, i in _numbers.items() if i == number))
+    setting = next(setting for setting, i in _numbers.items() if i == number)
+    if setting[:-1] == _current[0][:-1]:
+        blocks.choose(setting[-1])
+    else:
+        put_on(setting)
+    _current[:] = [setting]
 
 
 def put_on(setting: Setting) -> None:
@@ -177,9 +241,9 @@ class Context(NamedTuple):
         """Put this context in force for a block."""
         before = now()
         with contextlib.ExitStack() as stack:
-            if self.switches != before:
+            if self.switches[:-1] != before[:-1]:
                 stack.callback(put_on, before)
-                put_on(self.switches)
+                put_on((*self.switches[:-1], before[-1]))  # torch has no casts of the call's block
             for name, is_on, dtype in self.casts:
                 was = torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)
                 if was != (is_on, dtype) and (is_on or was[0]):

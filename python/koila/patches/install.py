@@ -202,8 +202,11 @@ def _patch_switches() -> None:
             for verb in ("enable", "disable"):
                 full = f"{verb}_{name}"
                 patching.replace(native, full, patching.flush_first(getattr(native, full)))
-    name = "clear_autocast_cache"
-    patching.replace(torch, name, kept_casts.ending(getattr(torch, name)))
+    for name, wrap in (
+        ("autocast_increment_nesting", kept_casts.beginning),
+        ("clear_autocast_cache", kept_casts.ending),
+    ):
+        patching.replace(torch, name, wrap(getattr(torch, name)))
     switches.note()
 
 

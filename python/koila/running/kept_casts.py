@@ -10,6 +10,7 @@ refused.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import weakref
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from koila import _core
-from koila.basics import table
+from koila.basics import switches, table
 from koila.messages.errors import KoilaError
 
 #: Weights by id, in the block that is open: those that were written, and those that runs in chunks
@@ -31,10 +32,7 @@ _OWN = "_koila_class_before"  # an attribute of the classes made here
 
 def is_open() -> bool:
     """Return whether this thread is in a block of autocast that keeps casts."""
-    if not torch.is_autocast_cache_enabled():
-        return False
-    torch.autocast_increment_nesting()
-    return bool(torch.autocast_decrement_nesting() > 0)
+    return torch.is_autocast_cache_enabled() and switches.autocast_nesting() > 0
 
 
 def note_run(read: Iterable[torch.Tensor]) -> None:
@@ -78,13 +76,29 @@ def is_written(tensor: torch.Tensor) -> bool:
     return hasattr(type(tensor), _OWN)
 
 
+def beginning(enter: Callable[[], int]) -> Callable[[], int]:
+    """Wrap torch.autocast_increment_nesting, which is called where a block begins."""
+
+    @functools.wraps(enter)
+    def patched() -> int:
+        nesting = enter()
+        if nesting == 1 and not _core.is_busy():
+            switches.blocks.begin(_core.pending_bytes(False) > 0)
+        return nesting
+
+    return patched
+
+
 def ending(clear: Callable[[], None]) -> Callable[[], None]:
     """Wrap torch.clear_autocast_cache, which is called at the end of a block: the next cast of each
     weight is of its new numbers."""
 
     @functools.wraps(clear)
     def patched() -> None:
-        clear()
+        if switches.autocast_nesting() or _core.is_busy():
+            clear()
+        else:
+            switches.blocks.end(_core.pending_bytes(False) > 0)
         forget([one for ref in _written.values() if (one := ref()) is not None])
         _written.clear()
         _in_chunks.clear()
@@ -108,7 +122,17 @@ def _marking(kind: type) -> type | None:
     if kind is not torch.Tensor and own is not torch._C._disabled_torch_function_impl:
         return None
     members = {"__torch_function__": classmethod(_torch_function), "__module__": kind.__module__}
-    return type(kind)(kind.__name__, (kind,), {**members, _OWN: kind})
+    return type(kind)(kind.__name__, (kind,), {**members, _OWN: kind, "__deepcopy__": _deepcopy})
+
+
+def _deepcopy(weight: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    """Copy a weight with its own class: torch has no cast of the copy."""
+    marked = type(weight)
+    forget((weight,))
+    try:
+        return copy.deepcopy(weight, memo)
+    finally:
+        weight.__class__ = marked
 
 
 def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

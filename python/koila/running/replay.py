@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from koila import _core
-from koila.basics import config, engine, surroundings
+from koila.basics import config, engine, surroundings, switches
 from koila.basics.threads import in_turn
 from koila.memory import estimates, heap
 from koila.messages.errors import MemoryLimitError, StaleError
@@ -49,6 +49,7 @@ class Replay(Stages):
     # -- the whole step ---------------------------------------------------------------------------
 
     def _go(self) -> None:
+        switches.blocks.drop()  # chunks make casts of their own
         self.draws.prepare()
         n_chunks = max(map(len, self.grids.values()), default=1)
         heap.fix_malloc_for(n_chunks)
