@@ -192,3 +192,77 @@ def summed_then_written(x: Tensor, layer: nn.Module) -> Tensor:
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_an_array_that_is_gone(chunks: int) -> None:
     check(summed_then_written, chunks)
+
+
+INDICES = {
+    "int64": np.array([3, 1, 1]),
+    "int32": np.array([3, 1], np.int32),
+    "int16": np.array([3, 1], np.int16),
+    "uint16": np.array([3, 1], np.uint16),
+    "float64": np.array([3.0, 1.5]),
+    "bool": np.arange(ROWS) % 2 == 0,
+    "strided": np.arange(ROWS)[::2],
+    "two dims": np.array([[0, 3], [2, 1]]),
+    "empty": np.array([]),
+    "reversed": np.arange(3)[::-1],
+    "swapped": np.array([3, 1], ">i8"),
+    "objects": np.array([3, 1], object),
+}
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+@pytest.mark.parametrize("name", INDICES)
+def test_an_array_as_an_index(name: str, chunks: int) -> None:
+    """As torch converts it, or its error."""
+    index = INDICES[name]
+
+    def made(x: Tensor) -> Any:
+        weight = torch.full((5,), 2.0, dtype=F64, requires_grad=True)
+        h = x * weight
+        try:
+            taken, column = h[index], h[index, 0]
+        except (TypeError, ValueError) as error:
+            return type(error), str(error)
+        h = h.clone()
+        h[index] = 1.0
+        (taken.sum() + column.sum() + h.pow(2).sum()).backward()
+        return taken.tolist(), column.tolist(), h.tolist(), weight.grad.tolist()
+
+    x = torch.arange(ROWS * 5, dtype=F64).view(ROWS, 5)
+    want = made(x.clone())
+    with koila.config(chunks=chunks):
+        assert made(koila.lazy(x.clone())) == want
+
+
+@pytest.mark.parametrize("chunks", [None, *CHUNKS])
+def test_an_index_is_written_before_backward(chunks: int | None) -> None:
+    """Eager's backward would read what was written: no run of koila does, so it is refused. What
+    needs no gradient reads the index as it was."""
+    layer, x = nn.Linear(5, 5, dtype=F64), torch.randn(ROWS, 5, dtype=F64)
+    with koila.config(chunks=chunks):
+        for is_written in (True, False):
+            index, lazy_x = np.array([3, 1, 1]), koila.lazy(x)
+            taken, loss = lazy_x[index] * 2, layer(lazy_x)[index].pow(2).sum()
+            want = x[index] * 2
+            if is_written:
+                index[:] = 2
+                with pytest.raises(koila.StaleError, match="through a NumPy"):
+                    loss.backward()
+            else:
+                loss.backward()
+            del loss
+            assert torch.equal(taken.detach().clone(), want)
+    assert layer.weight.grad is not None
+
+
+def test_an_index_may_be_shuffled_in_place() -> None:
+    """As loops over a data set do: the rows of a batch need no gradient."""
+    data, order = torch.randn(ROWS, 5, dtype=F64), np.arange(ROWS)
+    lazy_data, batches, want = koila.lazy(data), [], []
+    for _ in range(3):
+        for i in range(0, ROWS, 4):
+            batches.append(lazy_data[order[i : i + 4]] + 1)
+            want.append(data[order[i : i + 4]] + 1)
+        order[:] = np.roll(order, 5)
+    for got, wanted in zip(batches, want, strict=True):
+        assert torch.equal(got.detach().clone(), wanted)

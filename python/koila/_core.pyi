@@ -31,6 +31,7 @@ class _Notes(TypedDict, total=False):
     versions: dict[int, tuple[int, int]]  # overwritten.py: of running statistics
     watched: dict[int, Any]  # aliases.py: by leaf, a checksum of memory that others may write
     arrays: dict[int, list[Any]]  # arrays.py: by storage
+    indices: dict[int, tuple[torch.Tensor, Any]]  # copies of arrays in an index, by id
     unwritten: dict[int, Any]  # unwritten.py: by call, its write
     given_numbers: list[Any]  # given.py: numbers that the user has
     hooks: dict[int, OrderedDict[int, Any]]  # hooks.py: by value

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from koila import _core
+from koila.running import arrays
 
 LazyTensor = _core.LazyTensor
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -53,13 +54,30 @@ def _read(obj: Any) -> Any:
     return _core.read(obj).item() if _is_number(obj) else obj
 
 
-def _read_index(item: Any) -> Any:
+def _of_array(array: Any, is_saved: bool) -> torch.Tensor:
+    """Return the tensor that torch makes of an array in an index, in memory of its own: the user
+    may write the array before the call runs.
+
+    Args:
+        array: a NumPy array.
+        is_saved: whether eager's autograd saves the index, which may be the array itself.
+    """
+    shared = torch.from_numpy(array)
+    if shared.dtype not in (torch.int64, torch.uint8, torch.bool):
+        return shared.to(torch.int64, copy=True)
+    index = shared.clone()
+    if is_saved:
+        arrays.note_index(index, shared)
+    return index
+
+
+def _read_index(item: Any, is_saved: bool) -> Any:
     """Return an item of an index with numbers in place of lazies: in a slice, or where x[item] is a
     view since the item is an integer tensor without dims."""
     if isinstance(item, slice) and _holds_number(item):
         return slice(_read(item.start), _read(item.stop), _read(item.step))
     if type(item).__module__ == "numpy" and hasattr(item, "__array__") and item.ndim > 0:
-        return torch.as_tensor(item.copy())  # torch converts it as any sequence
+        return _of_array(item, is_saved)
     if isinstance(item, range):  # torch converts it too: x[range(len(y)), y]
         return torch.tensor(list(item), dtype=torch.int64, device="cpu")
     if isinstance(item, list) and not item:
@@ -72,7 +90,10 @@ def _read_index(item: Any) -> Any:
 def _read_indexing(args: tuple[Any, ...]) -> tuple[Any, ...]:
     index = args[1]
     items = index if isinstance(index, tuple) else (index,)
-    read = tuple(map(_read_index, items))
+    is_saved = torch.is_grad_enabled() and any(
+        isinstance(one, torch.Tensor) and one.requires_grad for one in (args[0], *args[2:])
+    )
+    read = tuple(_read_index(item, is_saved) for item in items)
     if all(a is b for a, b in zip(read, items, strict=True)):
         return args
     return (args[0], read if isinstance(index, tuple) else read[0], *args[2:])

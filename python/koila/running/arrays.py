@@ -88,23 +88,39 @@ def note(lazy: Any, number: torch.Tensor, shared: torch.Tensor) -> None:
         noted.append(_Array(number, shared))
 
 
+def note_index(index: torch.Tensor, shared: torch.Tensor) -> None:
+    """Note that eager's autograd would save an array itself, of which a recorded call has a copy.
+
+    Args:
+        index: the copy.
+        shared: a tensor of the array's memory.
+    """
+    _core.notes().setdefault("indices", {})[id(index)] = index, _Array(shared, shared)
+
+
+def _written_indices() -> dict[int, str]:
+    """Return the ids of copies whose arrays were written since, with the lines that made them."""
+    indices = _core.notes().get("indices", {})
+    return {key: one.where for key, (_, one) in indices.items() if one.is_written()}
+
+
 def check(program: Program) -> None:
     """Raise if a call of a program reads a value whose array was written.
 
     Raises:
         StaleError: it does.
     """
-    if "arrays" not in _core.notes():
-        return
-    written = {
+    written: dict[int, str] = {
         storage: one.where
-        for storage, noted in _known().items()
+        for storage, noted in _core.notes().get("arrays", {}).items()
         for one in noted
         if one.is_written()
     }
-    for node in program.nodes.values() if written else ():
+    indices = _written_indices()
+    for node in program.nodes.values() if written or indices else ():
         for value in (value for value in _core.node(node.id)[5] if value >= 0):
-            where = written.get(program.info(value).storage)
+            info = program.info(value)
+            where = indices.get(id(info.real)) or written.get(info.storage)
             if where is not None:
                 raise StaleError(
                     f"{name_of_node(node)}: a tensor of shape {list(program.info(value).shape)} "
@@ -116,7 +132,7 @@ def check(program: Program) -> None:
 
 def check_live() -> None:
     """As `check`, for all pending calls."""
-    if "arrays" in _core.notes() and any(
-        one.is_written() for noted in _known().values() for one in noted
-    ):
+    known = _core.notes().get("arrays", {})
+    is_any = any(one.is_written() for noted in known.values() for one in noted)
+    if is_any or _written_indices():
         check(Program([]))
