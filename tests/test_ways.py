@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import errno
 import itertools
 import os
@@ -23,13 +24,14 @@ from allocations import Allocations
 from koila import _core
 from koila.basics.rows import largest
 from koila.memory import estimates, offload
-from koila.planning import fitting, planner, ways
+from koila.planning import fitting, planner, plans, ways
 from koila.planning.ways import Option, Ways
 from koila.staged import known
 from koila.staged.program import Program
 from koila.staged.schedule import Graph, Op, Policy, Schedule, Way
 from limits import there
 from oracle import assert_close
+from policies import mixed
 
 N_ROWS, WIDTH, LENGTH, N_WORDS = 4, 32, 96, 50
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -164,7 +166,7 @@ def test_one_row_does_not_fit(share: float) -> None:
     assert ran.n_tries == 1, "it was planned"
 
 
-@pytest.mark.parametrize("share", [0.5, 0.25])
+@pytest.mark.parametrize("share", [0.65, 0.5, 0.35, 0.25])
 def test_a_network_of_batch_normalizations(share: float) -> None:
     """What crosses each of its barriers is most of what it keeps."""
     torch.manual_seed(0)
@@ -360,6 +362,34 @@ def narrow() -> tuple[nn.Module, Tensor, Tensor, Loss]:
     layers = [layer(n_in, n_out) for n_in, n_out in itertools.pairwise(widths)]
     model = nn.Sequential(*layers, nn.Linear(8, 5))
     return model.double(), torch.randn(8192, 8).double(), torch.arange(8192) % 5, F.cross_entropy
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 7, 12])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("make", [resnet, narrow])
+def test_mixed_policies(
+    make: Callable[[], tuple[nn.Module, Tensor, Tensor, Loss]],
+    seed: int,
+    chunks: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Loss, gradients and statistics are eager's, whatever becomes of each value."""
+    torch.manual_seed(0)
+    model, x, y, loss_of = make()
+    made = model, x[:12], y[:12], loss_of
+    wanted, _ = step(made, None)
+    plan = planner.plan
+
+    def changed(program: Program, *args: Any) -> plans.Plan:
+        way = mixed(seed)(program)
+        schedule = program.schedule(True, way)
+        assert schedule.values_of(Op.REMAKE) and schedule.values_of(Op.STORE)
+        return dataclasses.replace(plan(program, *args), n_chunks=chunks, way=way)
+
+    monkeypatch.setattr(planner, "plan", changed)
+    got, _ = step(made, int(there() + 2**30))
+    for name, value in wanted.items():
+        assert_close(got[name], value, name)
 
 
 @pytest.mark.parametrize("is_offloading", [False, True])
