@@ -16,7 +16,9 @@ import koila
 from allocations import Allocations, measure
 from chunked import split
 from koila import _core
+from koila.memory.estimates import estimate
 from koila.recording import functions
+from koila.staged.program import Program as Staged
 from limits import made_up, there
 from oracle import eager
 from profiled import bytes_over_time
@@ -466,6 +468,54 @@ def test_convolutions_in_groups(
     most = 1.1 if n_dims == 3 and is_transposed and has_bias and "stride" in options else 1.06
     assert 0.95 <= forward <= most
     assert 0.95 <= backward <= 1.06
+
+
+@pytest.mark.parametrize("n_rows", [2, 12])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (nn.Conv2d, {"kernel_size": 3, "padding": 1}),
+        (nn.Conv2d, {"kernel_size": 5, "padding": 2}),
+        (nn.Conv2d, {"kernel_size": 3, "padding": 1, "groups": 64}),
+        (nn.Conv2d, {"kernel_size": 5, "padding": 2, "groups": 64}),
+        (nn.Conv2d, {"kernel_size": 7, "padding": 3, "groups": 64, "stride": 2}),
+        (nn.Conv2d, {"kernel_size": 3, "padding": 2, "groups": 64, "dilation": 2}),
+        (nn.Conv2d, {"kernel_size": 5, "padding": 2, "groups": 8}),
+        (nn.Conv2d, {"kernel_size": 3, "padding": 1, "groups": 32}),
+        (nn.ConvTranspose2d, {"kernel_size": 5, "padding": 2, "groups": 64}),
+        (nn.ConvTranspose2d, {"kernel_size": 4, "padding": 1, "stride": 2}),
+    ],
+)
+@pytest.mark.skipif(
+    not torch.backends.cpu.get_cpu_capability().startswith("AVX512"), reason="AVX-512 blocks"
+)
+def test_convolutions_with_channels_last(
+    kind: Callable[..., nn.Module], words: dict[str, int], n_rows: int
+) -> None:
+    """A gradient of a weight fills a block with each group's channels: of a depthwise kernel of
+    5 x 5 it takes 256 times as much as the weight."""
+    layer = kind(64, 64, **words).to(memory_format=torch.channels_last)
+    x = torch.randn(n_rows, 64, 14, 14).to(memory_format=torch.channels_last)
+    scale = torch.ones((), requires_grad=True)
+
+    def loss_of(rows: Tensor) -> Tensor:
+        return layer(rows * scale).sum()
+
+    loss_of(x).backward()
+    layer.zero_grad()
+    scale.grad = None
+    memory = Allocations()
+    with memory:
+        pass
+    with memory:
+        loss_of(x).backward()
+    layer.zero_grad()
+    scale.grad = None
+    with koila.config(memory_limit=2**40):
+        loss = loss_of(koila.lazy(x))
+        predicted = estimate(Staged([loss]), True).whole
+        _core.forget()
+    assert 0.97 <= predicted / memory.peak <= 1.03
 
 
 class PlainLayer(nn.Module):

@@ -14,11 +14,8 @@ kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fal
     const int64_t *ints = NULL;
     uint32_t n_given = 0;
     KlStatus status = kl_rules_ints(call, arg, &ints, &n_given);
-    if (status != KL_OK) {
-        return status;
-    }
-    if (n_given > 1 && n_given != (uint32_t)n) {
-        return KL_DECLINED;
+    if (status != KL_OK || (n_given > 1 && n_given != (uint32_t)n)) {
+        return status != KL_OK ? status : KL_DECLINED;
     }
     for (int32_t i = 0; i < n; i++) {
         values[i] = n_given == 0 ? fallback[i] : ints[n_given == 1 ? 0 : i];
@@ -40,12 +37,10 @@ kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *valu
 typedef struct {
     int32_t n;                                          /* spatial dims */
     bool is_transposed, is_same, is_dilated, is_padded; /* the last two in some dim */
-    int64_t stride[SPATIAL_MAX];
-    int64_t padding[SPATIAL_MAX];
-    int64_t dilation[SPATIAL_MAX];
-    int64_t output_padding[SPATIAL_MAX];
-    int64_t groups;
-    int64_t n_kernel, n_stride, n_rows; /* positions of the kernel, product of strides, samples */
+    int64_t stride[SPATIAL_MAX], padding[SPATIAL_MAX];
+    int64_t dilation[SPATIAL_MAX], output_padding[SPATIAL_MAX];
+    int64_t groups, n_kernel, n_stride,
+        n_rows; /* positions of the kernel, strides multiplied, samples */
 } Conv;
 
 static KlStatus
@@ -123,11 +118,8 @@ size_out(const Conv *conv, int32_t i, int64_t size, int64_t kernel)
         return (size - 1) * conv->stride[i] - 2 * conv->padding[i] + reach +
                conv->output_padding[i] + 1;
     }
-    if (conv->is_same) {
-        return size;
-    }
     int64_t free = size + 2 * conv->padding[i] - reach - 1;
-    return free < 0 ? 0 : free / conv->stride[i] + 1;
+    return conv->is_same ? size : free < 0 ? 0 : free / conv->stride[i] + 1;
 }
 
 KL_SHAPE(conv)
@@ -193,9 +185,8 @@ typedef struct {
     int64_t width;                    /* channels that lie side by side */
     bool is_strided, is_back_blocked; /* the gradient has channels last; a blocked layout */
     bool has_bias;                    /* a transposed convolution adds one, in the blocked layout */
-    bool is_few; /* so few channels that only the backward may lay them in blocks */
-    bool
-        is_odd; /* groups that fill no blocks: operands stay as they lie, and each result is copied */
+    bool is_few;    /* so few channels that only the backward may lay them in blocks */
+    bool is_odd;    /* groups that fill no blocks: operands stay as they lie, results are copied */
     bool is_filled; /* blocks are filled up with channels of zeros */
     bool is_plain;  /* depthwise, of volumes or dilated: a kernel for any layout */
 } Sides;
@@ -310,13 +301,31 @@ count_plane(const Sides *sides)
     return n * (int64_t)sizeof(float) + 4 * kl_meta_n_bytes(sides->weight);
 }
 
+/* With channels last, operands stay as they lie, and the weight is copied, as measured. Its gradient, and a weight whose
+ * groups fill no blocks, is computed with the channels of each group in whole blocks, but by a kernel of its own if it is
+ * depthwise and small. Of 16 bits, sums are of 32 bits, and blocks twice as wide. */
+static void
+work_as_it_lies(const Sides *sides, bool is_depthwise, bool is_weight, KlSaves *saves)
+{
+    const Conv *conv = sides->conv;
+    const bool is_half = sides->to->dtype != KL_DTYPE_FLOAT32;
+    int64_t width = is_half && !is_depthwise ? 2 * sides->width : sides->width;
+    int64_t of_from = sides->n_from / conv->groups, of_to = sides->n_to / conv->groups;
+    int64_t n = kl_meta_n_bytes(sides->weight),
+            n_blocks = fill(of_from, width) * fill(of_to, width);
+    n_blocks *= n / (of_from * of_to) * (!is_half ? 1 : is_depthwise ? 4 : 2);
+    bool is_small = is_depthwise && conv->n == 2 && conv->n_kernel <= 9 && !conv->is_dilated;
+    saves->bytes_workspace = sides->is_odd ? n_blocks : n;
+    int64_t n_weight = (conv->n_kernel > 1 ? n : 0) + (is_small ? n : n_blocks);
+    saves->bytes_backward = is_weight ? n_weight : saves->bytes_workspace;
+}
+
 static void
 work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves *saves)
 {
     const bool is_transposed = conv->is_transposed;
     const bool is_input = kl_rules_needs_grad(call, 0), is_weight = kl_rules_needs_grad(call, 1);
-    const bool is_single =
-        out->dtype == KL_DTYPE_FLOAT32; /* kernels of 16 bits were not measured */
+    const bool is_single = out->dtype == KL_DTYPE_FLOAT32; /* others were not measured */
     const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
     const KlMeta *from = is_transposed ? out : input, *to = is_transposed ? input : out;
     int64_t n_in = kl_meta_n_bytes(input), n_out = kl_meta_n_bytes(out), n_groups = conv->groups;
@@ -325,31 +334,27 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves 
     int64_t n_to = to->shape[to->n_dims - conv->n - 1];
     int64_t of_to = n_to / n_groups, width = kl_larger(call->block_width, 1);
     bool is_one = n_kernel == 1 && (n_stride == 1 || (!is_transposed && conv->n < 3));
-    if (!kl_meta_is_contiguous(input) && is_taken_as_it_lies(call, true)) {
-        saves->bytes_workspace = saves->bytes_backward = kl_meta_n_bytes(weight); /* a copy */
-        return;
-    }
+    const bool is_taken = !kl_meta_is_contiguous(input) && is_taken_as_it_lies(call, true);
     const bool is_depthwise = n_groups > 1 && n_groups == n_from && n_groups == n_to;
     const bool is_plain = is_depthwise && is_single && (conv->n == 3 || conv->is_dilated);
-    Sides sides = {.from = from,
-                   .to = to,
-                   .conv = conv,
-                   .weight = weight,
-                   .n_from = n_from,
-                   .n_to = n_to,
-                   .width = width,
-                   .is_plain = is_plain,
-                   .has_bias = is_transposed && !is_plain && kl_rules_is_given(call, 2),
-                   .is_filled = n_groups == 1 || (is_depthwise && !is_plain),
-                   .is_few = n_groups == 1 && !is_one && n_from < width};
+    Sides sides = {.from = from, .to = to, .weight = weight, .conv = conv, .width = width};
+    sides.n_from = n_from, sides.n_to = n_to;
+    sides.is_plain = is_plain;
+    sides.has_bias = is_transposed && !is_plain && kl_rules_is_given(call, 2);
+    sides.is_filled = n_groups == 1 || (is_depthwise && !is_plain);
+    sides.is_few = n_groups == 1 && !is_one && n_from < width;
     bool is_own = is_depthwise && out->dtype == KL_DTYPE_BFLOAT16; /* a kernel in blocks */
-    if ((call->tiled_halves >> out->dtype & 1) != 0 && !is_own) {
+    if ((call->tiled_halves >> out->dtype & 1) != 0 && !is_own && !is_taken) {
         work_in_tiles(call, &sides, n_in, n_out, saves);
         return;
     }
     int64_t n_least = width > 8 ? 4 : 8; /* AVX-512 has kernels for groups in blocks of 4, too */
     sides.is_odd = is_single && n_groups > 1 && !is_depthwise &&
                    (n_from / n_groups % n_least != 0 || of_to % n_least != 0);
+    if (is_taken) {
+        work_as_it_lies(&sides, is_depthwise, is_weight, saves);
+        return;
+    }
     int64_t most = sides.is_odd ? 8 : is_single ? width : 0; /* channels, for kernels with blocks */
     sides.is_strided = n_stride > 1 && !is_depthwise && (n_groups == 1 || of_to > most);
     /* With strides the gradient has blocks only with groups, a large kernel on AVX-512, or a dilated 1x1 kernel. */

@@ -242,18 +242,15 @@ saves_body_value(const KlTape *tape, const KlStages *stages, KlNodeId id, const 
     bool any_depends = false;
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         KlValueId value = kl_tape_inputs(tape, node)[k].value;
+        bool reads_body = value != KL_ID_NONE && depends[value];
         bool is_written = k < 32 && (node->writes >> k & 1) != 0;
-        if (is_written && !tape->values[value].meta.requires_grad &&
-            stages->value_stage[value] >= stages->last_body) {
+        bool is_left_out = is_written && !tape->values[value].meta.requires_grad &&
+                           stages->value_stage[value] >= stages->last_body;
+        bool is_saved = node->row == NULL || k >= 64 || (node->saves.inputs >> k & 1) != 0;
+        if (is_left_out || (reads_body && is_saved)) {
             return true;
         }
-        if (value == KL_ID_NONE || !depends[value]) {
-            continue;
-        }
-        any_depends = true;
-        if (node->row == NULL || k >= 64 || (node->saves.inputs >> k & 1) != 0) {
-            return true;
-        }
+        any_depends = any_depends || reads_body;
     }
     return any_depends && (node->saves.outputs != 0 || node->saves.bytes_extra > 0);
 }
@@ -296,14 +293,11 @@ judge_tail(const KlTape *tape, KlStages *stages, bool *depends)
         if (!kl_stage_has_gradient(tape, stages, node) || !stages->is_tail_linear) {
             continue;
         }
-        bool is_linear = !is_seen;
-        if (is_combined && is_linear) {
-            is_linear = !combine_saves_body_value(tape, stages, (KlNodeId)i);
-        } else if (!is_of_body && is_linear) {
-            is_linear = !node->is_random && node->leaf_writes == 0 &&
-                        !saves_body_value(tape, stages, (KlNodeId)i, depends);
-        }
-        if (!is_linear) {
+        bool has_effect = node->is_random || node->leaf_writes != 0;
+        bool saves_body = is_combined
+                              ? combine_saves_body_value(tape, stages, (KlNodeId)i)
+                              : !is_of_body && saves_body_value(tape, stages, (KlNodeId)i, depends);
+        if (is_seen || saves_body || (has_effect && !is_combined && !is_of_body)) {
             stages->is_tail_linear = false;
             stages->tail_node = (KlNodeId)i;
         }
