@@ -21,6 +21,7 @@ from allocations import Allocations, measure
 from chunked import split
 from koila.memory import estimates
 from koila.planning import planner, plans, steps
+from koila.recording import functions
 from koila.running.interpret import Interpreter
 from koila.staged.program import Program as StagedProgram
 from koila.staged.schedule import Step
@@ -108,6 +109,8 @@ OVER: dict[str, tuple[str, float]] = {
     "lstm_state-ce": ("the backward of the last chunk", 0.06),
     "states": ("the backward of the last chunk", 0.09),
 }
+if torch.bfloat16 in functions._tiled_halves():
+    OVER["convolutions_autocast"] = ("the forward of a chunk, by kernels for tiles", 0.07)
 
 
 class Instructions:
