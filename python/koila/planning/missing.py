@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-import math
+import bisect
+import functools
+import heapq
 from collections.abc import Container, Mapping
 from typing import NamedTuple
 
@@ -27,11 +29,11 @@ class _Life(NamedTuple):
     back: int  # the first reader of the backward pass
     freed: int
 
-    def is_gone(self, policy: Policy, at: int) -> bool:
-        """Tell whether a policy frees the value at an instruction at which it is kept otherwise."""
+    def gone(self, policy: Policy) -> range:
+        """Return the instructions at which a policy frees the value, which is kept otherwise."""
         if policy == Policy.OFFLOAD:
-            return self.made <= at <= self.freed
-        return self.read < at < (self.back if policy == Policy.REMAKE else self.freed + 1)
+            return range(self.made, self.freed + 1)
+        return range(self.read + 1, self.back if policy == Policy.REMAKE else self.freed + 1)
 
 
 def _lives(program: Program, schedule: Schedule) -> dict[int, _Life]:
@@ -65,6 +67,7 @@ class _Choice:
     def __init__(self, missing: Missing, over: dict[int, float]) -> None:
         self._of = missing
         self.over = over  # by instruction: the bytes that are still missing there
+        self._ats = sorted(over)
         self.policies: dict[int, Policy] = {}
         self._rerun: set[int] = set()  # bodies that run once more, since their graphs are let go
         self._remade: set[int] = set()  # bodies that run once more for their results
@@ -86,16 +89,23 @@ class _Choice:
         """Return the time that a policy adds to those that were chosen."""
         of = self._of.policies
         if policy == Policy.EMPTY:
-            n_bytes, needs = 0, [value]
-            for need in needs:
-                n_bytes += self._of.n_bytes[need]
-                needs += [v for v in of.cheap[need] if self.policies.get(v) == policy]
-            return of.price_of_cheap(n_bytes * len(self._of.readers[value]))
+            chain = {value: self._of.n_bytes[value]}
+            todo = [value]
+            while todo:
+                for need in of.cheap[todo.pop()]:
+                    if need not in chain and self.policies.get(need) == policy:
+                        chain[need] = self._of.n_bytes[need]
+                        todo.append(need)
+            return of.price_of_cheap(sum(chain.values()) * len(self._of.readers[value]))
         again = sum(of.made[i] for i in self._of.savers[value] if i not in self._rerun)
         if policy == Policy.OFFLOAD:
             return of.price_of_runs(again) + of.price_of_offload(self._of.n_bytes[value])
         maker = self._of.maker[value]
         return of.price_of_runs(again + of.made[maker] * (maker not in self._remade))
+
+    def price_of_byte(self, value: int, policy: Policy, at: int) -> float:
+        """Return the time that a policy adds for each byte that is missing at an instruction."""
+        return self.price(value, policy) / min(self.over[at], self._of.n_bytes[value])
 
     def choose(self, value: int, policy: Policy) -> None:
         self.policies[value] = policy
@@ -109,19 +119,22 @@ class _Choice:
         self._add(value, policy, -self._of.n_bytes[value])
 
     def _add(self, value: int, policy: Policy, n_bytes: int) -> None:
-        life = self._of.lives[value]
-        for at in self.over:
-            if life.is_gone(policy, at):
-                self.over[at] += n_bytes
+        for at in self._freed_at(value, policy):
+            self.over[at] += n_bytes
+
+    def _freed_at(self, value: int, policy: Policy) -> list[int]:
+        """Return the instructions at which memory is missing and a policy frees a value."""
+        gone = self._of.lives[value].gone(policy)
+        first, stop = (bisect.bisect_left(self._ats, at) for at in (gone.start, gone.stop))
+        return self._ats[first:stop]
 
     def drop_needless(self) -> None:
         """Keep what need not be freed, after all, beside what was chosen later."""
         for value, policy in list(self.policies.items()):
-            self._add(value, policy, self._of.n_bytes[value])
-            if max(self.over.values()) <= 0:
+            n_bytes = self._of.n_bytes[value]
+            if max(map(self.over.__getitem__, self._freed_at(value, policy))) <= -n_bytes:
                 del self.policies[value]
-            else:
-                self._add(value, policy, -self._of.n_bytes[value])
+                self._add(value, policy, n_bytes)
 
 
 class Missing:
@@ -166,6 +179,21 @@ class Missing:
             for value, readers in self.readers.items()
         }
 
+    @functools.cached_property
+    def _by_run(self) -> dict[int, set[int]]:
+        """By body: the values for which it may run once more."""
+        found: dict[int, set[int]] = {}
+        for value, savers in self.savers.items():
+            for run in {*savers, self.maker[value]}:
+                found.setdefault(run, set()).add(value)
+        return found
+
+    def _priced_with(self, value: int) -> set[int]:
+        """Return the values whose prices fall when a value is freed: the same bodies run once
+        more for them."""
+        runs = {*self.savers[value], self.maker[value]}
+        return set().union(*(self._by_run[run] for run in runs))
+
     def choose(self, n_bytes: Mapping[int, float], allowed: float) -> Chosen | None:
         """Return policies with which a step fits; None if there are none.
 
@@ -192,19 +220,43 @@ class Missing:
         choice = _Choice(self, over.copy())
         over = choice.over
         while over and max(over.values()) > 0:
-            worst = max(over, key=over.__getitem__)
-            best: tuple[float, int, Policy] | None = None
-            for value, options in self.options.items():
-                useful = min(over[worst], self.n_bytes[value])
-                for policy in options:
-                    is_gone = self.lives[value].is_gone(policy, worst) and useful > 0
-                    if (policy == Policy.EMPTY and value in banned) or not is_gone:
-                        continue
-                    if choice.can_be(value, policy):
-                        price = choice.price(value, policy) / useful
-                        best = min(best or (math.inf, 0, policy), (price, value, policy))
-            if best is None:
+            if not self._free(choice, max(over, key=over.__getitem__), banned):
                 return None
-            choice.choose(best[1], best[2])
         choice.drop_needless()
         return choice
+
+    def _free(self, choice: _Choice, at: int, banned: Container[int]) -> bool:
+        """Choose values to free, those with the lowest price for a byte first, until no memory is
+        missing at an instruction. Return whether that was possible."""
+        options = {
+            value: [
+                policy
+                for policy in policies
+                if at in self.lives[value].gone(policy)
+                and not (policy == Policy.EMPTY and value in banned)
+            ]
+            for value, policies in self.options.items()
+            if self.n_bytes[value]
+        }
+        queue: list[tuple[float, int, Policy]] = []
+
+        def enter(value: int) -> None:
+            for policy in options[value]:
+                if choice.can_be(value, policy):
+                    heapq.heappush(queue, (choice.price_of_byte(value, policy, at), value, policy))
+
+        for value in options:
+            enter(value)
+        while choice.over[at] > 0 and queue:
+            _, value, policy = heapq.heappop(queue)
+            if not choice.can_be(value, policy):
+                continue
+            price = choice.price_of_byte(value, policy, at)
+            if queue and price > queue[0][0]:  # it has grown since
+                heapq.heappush(queue, (price, value, policy))
+                continue
+            choice.choose(value, policy)
+            for other in self._priced_with(value):  # their prices may have fallen
+                if other in options:
+                    enter(other)
+        return choice.over[at] <= 0

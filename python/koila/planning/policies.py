@@ -113,7 +113,11 @@ class Policies:
     def price_of_offload(self, n_bytes: int) -> float:
         """Return the time to offload so many bytes, and to fetch them."""
         of_all = _OFFLOADED if self._is_on_cpu else _OFFLOADED_FROM_ACCELERATOR
-        return of_all * n_bytes / max(1, sum(map(self._program.bytes_of, self.crossing)))
+        return of_all * n_bytes / self._all_crossing
+
+    @functools.cached_property
+    def _all_crossing(self) -> int:
+        return max(1, sum(map(self._program.bytes_of, self.crossing)))
 
     @functools.cached_property
     def _all_made(self) -> int:
