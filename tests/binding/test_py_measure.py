@@ -26,7 +26,7 @@ N_BYTES = ROWS * WIDTH * 4
 
 #: No call writes a clone, draws, or is in a checkpoint.
 NONE = b"", b"", b"", b""
-FORWARD, BACK = (False, 1, False, 1, 0, 0), (True, 1, False, 1, 0, 0)
+FORWARD, BACK = (False, b"", 1, 0), (True, b"", 1, 0)
 
 
 def staged_for(loss: Tensor) -> Program:
