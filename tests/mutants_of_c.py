@@ -193,7 +193,7 @@ MUTANTS = [
         "koila_c/core/schedule.c",
         "    add_about(build, KL_STEP_FILL, needs);\n    for (uint32_t r = runs.first;",
         "    add_about(build, KL_STEP_FILL, NONE);\n    for (uint32_t r = runs.first;",
-        "tests/test_segments.py -k test_mixed",
+        "tests/test_ways.py -k test_mixed_policies",
     ),
     Mutant(
         "measure: what runs again stands in for what it made before",
