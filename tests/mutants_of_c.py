@@ -189,13 +189,6 @@ MUTANTS = [
         "tests/test_core_c.py -k test_schedule",
     ),
     Mutant(
-        "schedule: what runs again reads emptied values",
-        "koila_c/core/schedule.c",
-        "    add_about(build, KL_STEP_FILL, needs);\n    for (uint32_t r = runs.first;",
-        "    add_about(build, KL_STEP_FILL, NONE);\n    for (uint32_t r = runs.first;",
-        "tests/test_ways.py -k test_mixed_policies",
-    ),
-    Mutant(
         "measure: what runs again stands in for what it made before",
         "koila_c/core/measure_runs.c",
         "        bytes += walk->values[value].is_counted && !size->is_put_together ?",
