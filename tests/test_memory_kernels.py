@@ -470,32 +470,35 @@ def test_convolutions_in_groups(
     assert 0.95 <= backward <= 1.06
 
 
-@pytest.mark.parametrize("n_rows", [2, 12])
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (nn.Conv2d, {"kernel_size": 3, "padding": 1}),
-        (nn.Conv2d, {"kernel_size": 5, "padding": 2}),
-        (nn.Conv2d, {"kernel_size": 3, "padding": 1, "groups": 64}),
-        (nn.Conv2d, {"kernel_size": 5, "padding": 2, "groups": 64}),
-        (nn.Conv2d, {"kernel_size": 7, "padding": 3, "groups": 64, "stride": 2}),
-        (nn.Conv2d, {"kernel_size": 3, "padding": 2, "groups": 64, "dilation": 2}),
-        (nn.Conv2d, {"kernel_size": 5, "padding": 2, "groups": 8}),
-        (nn.Conv2d, {"kernel_size": 3, "padding": 1, "groups": 32}),
-        (nn.ConvTranspose2d, {"kernel_size": 5, "padding": 2, "groups": 64}),
-        (nn.ConvTranspose2d, {"kernel_size": 4, "padding": 1, "stride": 2}),
-    ],
-)
+CHANNELS_LAST: list[tuple[Callable[..., nn.Module], dict[str, int]]] = [
+    (nn.Conv2d, {"kernel_size": 3, "padding": 1}),
+    (nn.Conv2d, {"kernel_size": 5, "padding": 2}),
+    (nn.Conv2d, {"kernel_size": 3, "padding": 1, "groups": 64}),
+    (nn.Conv2d, {"kernel_size": 5, "padding": 2, "groups": 64}),
+    (nn.Conv2d, {"kernel_size": 7, "padding": 3, "groups": 64, "stride": 2}),
+    (nn.Conv2d, {"kernel_size": 3, "padding": 2, "groups": 64, "dilation": 2}),
+    (nn.Conv2d, {"kernel_size": 5, "padding": 2, "groups": 8}),
+    (nn.Conv2d, {"kernel_size": 3, "padding": 1, "groups": 32}),
+    (nn.ConvTranspose2d, {"kernel_size": 5, "padding": 2, "groups": 64}),
+    (nn.ConvTranspose2d, {"kernel_size": 4, "padding": 1, "stride": 2}),
+]
+SIZES = [(*case, n_rows, 14) for case in CHANNELS_LAST for n_rows in (2, 12)]
+#: Of one pixel other kernels compute 3 x 3.
+SIZES += [(*case, 12, 1) for case in CHANNELS_LAST if case[1]["kernel_size"] > 3]
+
+
+@pytest.mark.parametrize(("kind", "words", "n_rows", "size"), SIZES)
 @pytest.mark.skipif(
     not torch.backends.cpu.get_cpu_capability().startswith("AVX512"), reason="AVX-512 blocks"
 )
 def test_convolutions_with_channels_last(
-    kind: Callable[..., nn.Module], words: dict[str, int], n_rows: int
+    kind: Callable[..., nn.Module], words: dict[str, int], n_rows: int, size: int
 ) -> None:
     """A gradient of a weight fills a block with each group's channels: of a depthwise kernel of
-    5 x 5 it takes 256 times as much as the weight."""
+    5 x 5 it takes 256 times as much as the weight. Maps of one pixel lie both ways: the weight
+    decides."""
     layer = kind(64, 64, **words).to(memory_format=torch.channels_last)
-    x = torch.randn(n_rows, 64, 14, 14).to(memory_format=torch.channels_last)
+    x = torch.randn(n_rows, 64, size, size).to(memory_format=torch.channels_last)
     scale = torch.ones((), requires_grad=True)
 
     def loss_of(rows: Tensor) -> Tensor:

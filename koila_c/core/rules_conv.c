@@ -35,8 +35,8 @@ kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *valu
 
 /* The parameters of a convolution; arrays have an entry for each spatial dim. */
 typedef struct {
-    int32_t n;                                          /* spatial dims */
-    bool is_transposed, is_same, is_dilated, is_padded; /* the last two in some dim */
+    int32_t n;                                                   /* spatial dims */
+    bool is_last, is_transposed, is_same, is_dilated, is_padded; /* the last two in some dim */
     int64_t stride[SPATIAL_MAX], padding[SPATIAL_MAX];
     int64_t dilation[SPATIAL_MAX], output_padding[SPATIAL_MAX];
     int64_t groups, n_kernel, n_stride,
@@ -164,15 +164,15 @@ KL_PLACE(conv)
 }
 
 /* Whether the kernel reads the input without a copy: if it is row-major, or channels last if input or weight is. With
- * unknown strides it is taken to make a copy. */
+ * unknown strides it is taken to make a copy. Set `is_last` if the kernel is one for channels last. */
 static bool
-is_taken_as_it_lies(const KlCall *call, bool is_in_blocks)
+is_taken_as_it_lies(const KlCall *call, bool is_in_blocks, bool *is_last)
 {
     const KlMeta *input = call->inputs[0], *weight = call->inputs[1];
-    bool is_last =
-        (input->n_dims == 4 || (input->n_dims == 5 && is_in_blocks)) &&
-        (kl_rules_is_like_channels_last(input) || kl_rules_is_like_channels_last(weight));
-    return input->is_strided && (!is_last             ? kl_meta_is_contiguous(input)
+    *is_last = (input->n_dims == 4 || (input->n_dims == 5 && is_in_blocks)) &&
+               (kl_rules_is_like_channels_last(weight) ||
+                (input->is_strided && kl_rules_is_like_channels_last(input)));
+    return input->is_strided && (!*is_last            ? kl_meta_is_contiguous(input)
                                  : input->n_dims == 4 ? kl_rules_is_channels_last(input)
                                                       : kl_rules_is_like_channels_last(input));
 }
@@ -334,7 +334,6 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves 
     int64_t n_to = to->shape[to->n_dims - conv->n - 1];
     int64_t of_to = n_to / n_groups, width = kl_larger(call->block_width, 1);
     bool is_one = n_kernel == 1 && (n_stride == 1 || (!is_transposed && conv->n < 3));
-    const bool is_taken = !kl_meta_is_contiguous(input) && is_taken_as_it_lies(call, true);
     const bool is_depthwise = n_groups > 1 && n_groups == n_from && n_groups == n_to;
     const bool is_plain = is_depthwise && is_single && (conv->n == 3 || conv->is_dilated);
     Sides sides = {.from = from, .to = to, .weight = weight, .conv = conv, .width = width};
@@ -344,14 +343,14 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves 
     sides.is_filled = n_groups == 1 || (is_depthwise && !is_plain);
     sides.is_few = n_groups == 1 && !is_one && n_from < width;
     bool is_own = is_depthwise && out->dtype == KL_DTYPE_BFLOAT16; /* a kernel in blocks */
-    if ((call->tiled_halves >> out->dtype & 1) != 0 && !is_own && !is_taken) {
+    if ((call->tiled_halves >> out->dtype & 1) != 0 && !is_own && !conv->is_last) {
         work_in_tiles(call, &sides, n_in, n_out, saves);
         return;
     }
     int64_t n_least = width > 8 ? 4 : 8; /* AVX-512 has kernels for groups in blocks of 4, too */
     sides.is_odd = is_single && n_groups > 1 && !is_depthwise &&
                    (n_from / n_groups % n_least != 0 || of_to % n_least != 0);
-    if (is_taken) {
+    if (conv->is_last) {
         work_as_it_lies(&sides, is_depthwise, is_weight, saves);
         return;
     }
@@ -428,12 +427,13 @@ work(const KlCall *call, const KlInferred *result, Conv *conv, KlSaves *saves)
     }
     bool is_in_blocks =
         out->dtype == KL_DTYPE_FLOAT32 || (call->blocked_halves >> out->dtype & 1) != 0;
+    bool is_taken = is_taken_as_it_lies(call, is_in_blocks, &conv->is_last);
     if (is_in_blocks) {
         work_in_blocks(call, out, conv, saves);
     } else {
         work_in_patches(call, out, conv, saves);
     }
-    if (!is_taken_as_it_lies(call, is_in_blocks)) {
+    if (!is_taken) {
         saves->bytes_workspace += kl_meta_n_bytes(input);
         saves->bytes_backward += kl_meta_n_bytes(input);
     }
