@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
-from koila.planning import across, planner, plans
+from koila.planning import planner, plans, second_axis
 from koila.running import replay
 from oracle import Lazy, assert_seen, eager, tell
 
@@ -108,7 +108,7 @@ def makes_tensor(func: Any) -> bool:
 @contextlib.contextmanager
 def planned(failing: Failing) -> Iterator[None]:
     """Begin each program in `CHUNKS` chunks, and tell of each try."""
-    made, send_back = replay.Replay.__init__, across.send_back
+    made, send_back = replay.Replay.__init__, second_axis.send_back
     is_part = False  # of a try, as the program of a head is
     n_before: int | None = None  # calls before the first try of the part
 
@@ -135,7 +135,7 @@ def planned(failing: Failing) -> Iterator[None]:
         unittest.mock.patch.object(planner, "is_whole", lambda: False),
         unittest.mock.patch.object(planner, "plan", lambda *_: plans.Plan(CHUNKS)),
         unittest.mock.patch.object(replay.Replay, "__init__", begin),
-        unittest.mock.patch.object(across, "send_back", run_part),
+        unittest.mock.patch.object(second_axis, "send_back", run_part),
     ):
         yield
 

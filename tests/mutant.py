@@ -22,7 +22,7 @@ PROGRAMS = "tests/test_programs.py::test_same_as_eager"
 MEASURE = "tests/binding/test_py_measure.py tests/test_bytes.py"
 WAITING = "tests/test_retained.py"
 CROSS = "tests/test_cross.py tests/test_step_gradients.py tests/test_pairs.py"
-FUSE = "tests/test_segments.py tests/test_across.py"
+FUSE = "tests/test_segments.py tests/test_second_axis.py"
 BRIDGE = "tests/test_bridge.py tests/binding/test_py_bridge.py tests/test_written_behind_a_cut.py"
 NOISE = "tests/test_draws_order.py tests/test_draws.py"
 

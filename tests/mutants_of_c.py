@@ -234,8 +234,8 @@ MUTANTS = [
     Mutant(
         "measure: what a chunk keeps for its segments takes nothing",
         "koila_c/core/measure_runs.c",
-        "            known->is_handed = true;\n            walk->held_per_row +=",
-        "            known->is_handed = true;\n            walk->held_per_row += 0 *",
+        "            known->is_for_segments = true;\n            walk->held_per_row +=",
+        "            known->is_for_segments = true;\n            walk->held_per_row += 0 *",
         "tests/test_segments.py -k predicted",
     ),
     Mutant(

@@ -22,9 +22,8 @@ kl_schedule_policy(PyObject *object, void *policy)
     KlPolicy *found = policy;
     if (!PyTuple_Check(object) ||
         !PyArg_ParseTuple(object, "py#II|pI", &is_graph, &values, &n_values, &found->n_pieces,
-                          &found->n_across, &is_live, &found->n_chunks)) {
-        PyErr_SetString(PyExc_TypeError, "policy must be (is_graph, values, n_pieces, n_across[, "
-                                         "is_live, n_chunks])");
+                          &found->second_size, &is_live, &found->n_chunks)) {
+        PyErr_SetString(PyExc_TypeError, "policy must be (is_graph, values, n_pieces, ...)");
         return 0;
     }
     found->values = (const uint8_t *)values;

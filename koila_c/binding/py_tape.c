@@ -375,7 +375,7 @@ kl_tape_end(Tape *tape, bool is_abandoned_only)
     return is_over;
 }
 
-/* The tape of a second axis (across.py) belongs to no thread, and its values need no LazyTensors. */
+/* The tape of a second axis (second_axis.py) belongs to no thread, and its values need no LazyTensors. */
 void
 kl_tape_let_go(Tape *tape)
 {

@@ -17,10 +17,10 @@ static KlBytes
 of_piece(const KlWalk *walk, KlBytes bytes)
 {
     bool is_whole = walk->n_pieces <= 1;
-    double across = (double)walk->policy->n_across;
+    double size = (double)walk->policy->second_size;
     double more = is_whole ? 0 : bytes.per_row;
-    return (KlBytes){.fixed = bytes.fixed + (across > 0 ? 0 : more),
-                     .per_row = bytes.per_row / walk->n_pieces + (across > 0 ? more / across : 0)};
+    return (KlBytes){.fixed = bytes.fixed + (size > 0 ? 0 : more),
+                     .per_row = bytes.per_row / walk->n_pieces + (size > 0 ? more / size : 0)};
 }
 
 /* Add to the moments from `first` on, which count only their own run, the bytes that are held outside it. */

@@ -37,7 +37,7 @@ kl_walk_gather_gradients(KlWalk *walk, const KlRun *run, uint32_t body, bool are
 }
 
 void
-kl_walk_hold_handed_gradients(KlWalk *walk, const KlRun *run)
+kl_walk_hold_segment_gradients(KlWalk *walk, const KlRun *run)
 {
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = kl_program_import(walk->program, run, i)->value;
@@ -53,7 +53,7 @@ kl_walk_hold_handed_gradients(KlWalk *walk, const KlRun *run)
 
 /* Free the gradients of a chunk of `values`, which only segments of one body read. */
 void
-kl_walk_free_handed_gradients(KlWalk *walk, const KlStep *step)
+kl_walk_free_segment_gradients(KlWalk *walk, const KlStep *step)
 {
     for (uint32_t k = 0; k < step->values.n; k++) {
         KlValueId value = value_of(walk, step, k);

@@ -32,7 +32,7 @@ enter_body(KlWalk *walk, const KlStep *step)
         for (uint32_t i = 0; i < runs[r].exports.n; i++) {
             KlMeasureValue *known = &walk->values[kl_program_export(walk->program, &runs[r], i)];
             known->body = step->run + 1;
-            known->is_handed = known->is_coming = false;
+            known->is_for_segments = known->is_coming = false;
         }
     }
     return values;
@@ -94,8 +94,8 @@ hold_chunk(KlWalk *walk, const KlStep *put)
     for (uint32_t k = 0; k < put->values.n; k++) {
         KlValueId value = value_of(walk, put, k);
         KlMeasureValue *known = &walk->values[value];
-        if (!known->is_held && !known->is_offloaded && !known->is_handed) {
-            known->is_handed = true;
+        if (!known->is_held && !known->is_offloaded && !known->is_for_segments) {
+            known->is_for_segments = true;
             walk->held_per_row += walk->sweep.sizes[value].per_row;
         }
     }
@@ -130,7 +130,7 @@ static double
 gradients_beside(const KlWalk *walk, const KlRun *last)
 {
     double gradients = 0;
-    bool is_one = walk->policy->n_across == 0 || rows_of(walk, last) <= 1;
+    bool is_one = walk->policy->second_size == 0 || rows_of(walk, last) <= 1;
     for (uint32_t i = 0; i < last->imports.n && !is_one; i++) {
         const KlImport *import = kl_program_import(walk->program, last, i);
         bool is_whole = !kl_place_is_rows(&import->place);
@@ -146,10 +146,10 @@ void
 kl_walk_run_chunk(KlWalk *walk, const KlStep *step)
 {
     const KlRun *run = &walk->program->runs[step->run];
-    bool is_graph = step->graph == KL_GRAPH_NOW || step->graph == KL_GRAPH_ACROSS;
-    if (step->graph == KL_GRAPH_ACROSS) {
+    bool is_graph = step->graph == KL_GRAPH_NOW || step->graph == KL_GRAPH_SECOND_AXIS;
+    if (step->graph == KL_GRAPH_SECOND_AXIS) {
         kl_walk_hold_gradients(walk, gradients_beside(walk, run), 0);
-        kl_walk_hold_handed_gradients(walk, run);
+        kl_walk_hold_segment_gradients(walk, run);
         walk->n_pieces = walk->policy->n_pieces;
     }
     double bytes = is_graph ? 0 : missing(walk, step);
@@ -196,11 +196,11 @@ kl_walk_go_back_chunk(KlWalk *walk, const KlStep *step)
         kl_walk_sweep_forward(walk, run, true, NULL);
     }
     kl_walk_sweep_back(walk); /* it counts the gradients of the segment's inputs while it runs */
-    kl_walk_hold_handed_gradients(walk, run);
-    kl_walk_free_handed_gradients(walk, step);
+    kl_walk_hold_segment_gradients(walk, run);
+    kl_walk_free_segment_gradients(walk, step);
     set_there(walk, run, false);
     walk->open = KL_ID_NONE;
-    if (step->graph == KL_GRAPH_ACROSS) {
+    if (step->graph == KL_GRAPH_SECOND_AXIS) {
         kl_walk_hold_gradients(walk, -gradients_beside(walk, run), 0);
         walk->n_pieces = 1;
     }
@@ -217,7 +217,7 @@ open_pieces(KlWalk *walk, const KlStep *step)
     walk->held_per_row += walk->retained.per_row;
     walk->n_pieces = walk->policy->n_pieces;
     walk->sweep.is_in_pieces = true;
-    kl_walk_hold_handed_gradients(walk, &walk->program->runs[step->run]);
+    kl_walk_hold_segment_gradients(walk, &walk->program->runs[step->run]);
     kl_walk_hold_gradients(walk, 0, -walk->exchange.in_sweep); /* sweeps count only a piece's */
 }
 

@@ -129,8 +129,8 @@ kl_walk_free_values(KlWalk *walk, const KlStep *step)
         if (walk->depth == 0) {
             free_value(walk, value);
         } else {
-            walk->held_per_row -= known->is_handed ? walk->sweep.sizes[value].per_row : 0;
-            known->is_handed = false;
+            walk->held_per_row -= known->is_for_segments ? walk->sweep.sizes[value].per_row : 0;
+            known->is_for_segments = false;
         }
     }
 }

@@ -10,7 +10,7 @@ typedef struct KlMeasureValue {
     bool is_gathering; /* its gradient is being accumulated and is held */
     bool is_root;
     bool is_one_gradient; /* all readers add to one gradient of all rows */
-    bool is_handed;       /* a chunk of it is held for later segments of its body */
+    bool is_for_segments; /* a chunk of it is held for later segments of its body */
     bool is_coming;       /* a chunk of its gradient is held, made by these */
     bool is_offloaded;    /* it is offloaded from its device */
     uint32_t given_in;    /* the step, plus one, of the last loop that loaded it back */
@@ -107,7 +107,7 @@ static inline double
 result_of(const KlWalk *walk, KlValueId value, const KlParts *parts)
 {
     const KlSweepNode *node = &walk->sweep.nodes[walk->tape->values[value].node];
-    bool is_for_each = walk->policy->n_pieces > 1 && walk->policy->n_across == 0;
+    bool is_for_each = walk->policy->n_pieces > 1 && walk->policy->second_size == 0;
     double n = is_for_each && !parts->added ? walk->policy->n_pieces : 1;
     if (parts->of_row) {
         return n * walk->sweep.sizes[walk->sweep.inputs[node->first_input]].per_row;
@@ -163,6 +163,6 @@ double kl_walk_gather_gradients(KlWalk *walk, const KlRun *run, uint32_t body, b
 void kl_walk_hold_gradients(KlWalk *walk, double bytes, double per_row);
 
 /* Hold the gradients that a segment's backward made for results of earlier segments, until their backward. */
-void kl_walk_hold_handed_gradients(KlWalk *walk, const KlRun *run);
+void kl_walk_hold_segment_gradients(KlWalk *walk, const KlRun *run);
 
 #endif

@@ -100,9 +100,9 @@ is_read_outside(const KlBuild *build, KlValueId value)
 }
 
 static bool
-is_handed(const KlBuild *build, KlValueId value)
+is_for_segments(const KlBuild *build, KlValueId value)
 {
-    return build->facts[value].is_handed;
+    return build->facts[value].is_for_segments;
 }
 
 /* Whether the tail reads a result of a fused body: nothing else comes after that. */
@@ -124,7 +124,7 @@ static bool
 is_made_for_segments(const KlBuild *build, KlValueId value)
 {
     const KlFacts *facts = &build->facts[value];
-    return facts->is_handed && (facts->is_inner || facts->is_freed);
+    return facts->is_for_segments && (facts->is_inner || facts->is_freed);
 }
 
 static bool
@@ -138,7 +138,7 @@ static bool
 is_kept(const KlBuild *build, KlValueId value)
 {
     const KlUnit *unit = &build->units[build->facts[value].unit];
-    bool is_alone = unit->is_fused && build->policy->n_across == 0;
+    bool is_alone = unit->is_fused && build->policy->second_size == 0;
     return !is_inner(build, value) && (!is_alone || is_read(build, value)) &&
            !is_offloaded(build, value);
 }
@@ -237,7 +237,7 @@ add_forward(KlBuild *build, const KlUnit *unit)
 static void
 add_last(KlBuild *build, const KlUnit *unit)
 {
-    KlGraph graph = build->policy->n_across > 0 ? KL_GRAPH_ACROSS : KL_GRAPH_NOW;
+    KlGraph graph = build->policy->second_size > 0 ? KL_GRAPH_SECOND_AXIS : KL_GRAPH_NOW;
     add(build, KL_STEP_RUN, graph, last_of(unit), exports_of(build, last_of(unit), is_read));
     KlSlice read = exports_of(build, unit->runs, is_read_by_tail);
     KlSlice roots = exports_of(build, unit->runs, is_other_root);
@@ -254,8 +254,8 @@ add_at_once(KlBuild *build, const KlUnit *unit)
     }
     add_last(build, unit);
     add_others_back(build, unit);
-    KlSlice handed = exports_of(build, unit->runs, is_handed);
-    add(build, KL_STEP_TAKE, KL_GRAPH_NONE, unit->runs, handed);
+    KlSlice between = exports_of(build, unit->runs, is_for_segments);
+    add(build, KL_STEP_TAKE, KL_GRAPH_NONE, unit->runs, between);
 }
 
 /* Forward and backward of a chunk whose head, the second segment, runs piece by piece. The graph of the first segment
@@ -265,14 +265,14 @@ add_in_pieces(KlBuild *build, const KlUnit *unit)
 {
     KlSlice body = one(unit->runs.first), head = last_of(unit);
     add(build, KL_STEP_RUN, KL_GRAPH_NOW, body, exports_of(build, body, is_read_outside));
-    KlSlice handed = exports_of(build, body, is_handed);
-    add(build, KL_STEP_LOOP, KL_GRAPH_NOW, head, handed);
+    KlSlice between = exports_of(build, body, is_for_segments);
+    add(build, KL_STEP_LOOP, KL_GRAPH_NOW, head, between);
     add_last(build, unit);
     add(build, KL_STEP_TAKE, KL_GRAPH_NONE, head, NONE);
     add(build, KL_STEP_END, KL_GRAPH_NONE, head, NONE);
-    add(build, KL_STEP_BACK, KL_GRAPH_NOW, body, handed);
+    add(build, KL_STEP_BACK, KL_GRAPH_NOW, body, between);
     add_about(build, KL_STEP_FREE, exports_of(build, body, is_inner));
-    add(build, KL_STEP_TAKE, KL_GRAPH_NONE, body, handed);
+    add(build, KL_STEP_TAKE, KL_GRAPH_NONE, body, between);
 }
 
 static void
@@ -489,7 +489,8 @@ add_body_back(KlBuild *build, const KlUnit *unit)
         add_again_and_back(build, unit);
     }
     add_about(build, KL_STEP_FREE, by_chunk);
-    add(build, KL_STEP_TAKE, KL_GRAPH_NONE, unit->runs, exports_of(build, unit->runs, is_handed));
+    add(build, KL_STEP_TAKE, KL_GRAPH_NONE, unit->runs,
+        exports_of(build, unit->runs, is_for_segments));
     add_about(build, KL_STEP_EMPTY, needs);
     add(build, KL_STEP_END, graph, unit->runs, NONE);
 }

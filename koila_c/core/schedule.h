@@ -24,8 +24,8 @@ typedef enum KlGraph {
     KL_GRAPH_NONE,
     KL_GRAPH_NOW, /* its backward runs in the same iteration of the loop */
     KL_GRAPH_FIRST, /* of the first chunk only, to learn which results require a gradient; no backward */
-    KL_GRAPH_RETAIN, /* retained until the loop that runs the backward */
-    KL_GRAPH_ACROSS, /* as NOW, in pieces along a second axis: across.py */
+    KL_GRAPH_RETAIN,      /* retained until the loop that runs the backward */
+    KL_GRAPH_SECOND_AXIS, /* as NOW, in pieces along a second axis: second_axis.py */
 } KlGraph;
 
 typedef struct KlStep {
@@ -53,9 +53,9 @@ typedef struct KlPolicy {
     size_t n_values;
     uint32_t n_pieces; /* pieces of a chunk in the head, the last segment of the last body; 1: the
                           head is not cut into pieces */
-    uint32_t n_across; /* size of the second axis that pieces are cut of; 0: pieces are rows */
-    uint32_t n_chunks; /* the number of chunks, if known: many small chunks retain no graphs */
-    bool is_live;      /* build no schedule: measure a live run, in the order of the calls */
+    uint32_t second_size; /* size of the second axis that pieces are cut of; 0: pieces are rows */
+    uint32_t n_chunks;    /* the number of chunks, if known: many small chunks retain no graphs */
+    bool is_live;         /* build no schedule: measure a live run, in the order of the calls */
 } KlPolicy;
 
 /* Build the schedule of a program. On success the caller must free it with kl_schedule_fini. */

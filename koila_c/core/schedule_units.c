@@ -86,7 +86,7 @@ find_readers(KlBuild *build, uint32_t u, uint32_t r)
         const KlImport *import = kl_program_import(program, run, i);
         KlFacts *facts = &build->facts[import->value];
         bool is_crossing = facts->unit != KL_NOWHERE && facts->unit != u;
-        facts->is_handed |= facts->unit == u;
+        facts->is_for_segments |= facts->unit == u;
         facts->last_read = is_crossing ? u : facts->last_read;
         facts->is_read_whole |= is_crossing && !kl_place_is_rows(&import->place);
         facts->is_used_back |= goes_back(&build->units[u]);

@@ -21,13 +21,13 @@ typedef struct KlUnit {
 
 /* Facts about a value that one unit makes and another unit, or another segment of the same body, reads. */
 typedef struct KlFacts {
-    uint32_t unit, run; /* the unit and run that make it; KL_NOWHERE: it is a leaf */
-    uint32_t last_read; /* the last other unit to read it in forward; KL_NOWHERE: none */
-    bool is_open;       /* a call outside the checkpoint that makes it reads it */
-    bool is_inner;      /* only segments of the body that makes it read it */
-    bool is_handed;     /* a later segment of the body that makes it reads it */
-    bool is_freed;      /* the schedule has freed it at this point */
-    bool is_read_whole; /* a unit reads all its rows as one tensor */
+    uint32_t unit, run;   /* the unit and run that make it; KL_NOWHERE: it is a leaf */
+    uint32_t last_read;   /* the last other unit to read it in forward; KL_NOWHERE: none */
+    bool is_open;         /* a call outside the checkpoint that makes it reads it */
+    bool is_inner;        /* only segments of the body that makes it read it */
+    bool is_for_segments; /* a later segment of the body that makes it reads it */
+    bool is_freed;        /* the schedule has freed it at this point */
+    bool is_read_whole;   /* a unit reads all its rows as one tensor */
     bool is_root;
     bool is_used_back; /* a body whose backward runs later makes or reads it */
 } KlFacts;

@@ -33,7 +33,7 @@ class _Notes(TypedDict, total=False):
     arrays: dict[int, list[Any]]  # arrays.py: by storage
     indices: dict[int, tuple[torch.Tensor, Any]]  # copies of arrays in an index, by id
     unwritten: dict[int, Any]  # unwritten.py: by call, its write
-    given_numbers: list[Any]  # given.py: numbers that the user has
+    read_numbers: list[Any]  # read_numbers.py: numbers that the user has
     hooks: dict[int, OrderedDict[int, Any]]  # hooks.py: by value
     live_hooks: dict[int, list[Any]]  # by value
     retained: dict[int, torch.Tensor]  # gradients, by a number of retained()
@@ -63,8 +63,8 @@ _Job = tuple[
 ]
 # An instruction of a schedule: (op, graph, first run, runs, values, others), see schedule.def
 _Step = tuple[int, int, int, int, _Ids, _Ids]
-# The policy of a schedule: (is_graph, policies of the boundary values, n_pieces, n_across, is_live,
-# n_chunks), as KlPolicy of schedule.h
+# The policy of a schedule: (is_graph, policies of the boundary values, n_pieces, second_size,
+# is_live, n_chunks), as KlPolicy of schedule.h
 _Policy = tuple[bool, bytes, int, int, bool, int]
 # (id, stage, late stage, mode, reduce, axis, first out, n outs, is random, writes, leaf writes,
 #  is data, is open, is for chunks, checkpoint, does its backward read what it saves, imports)

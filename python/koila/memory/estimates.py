@@ -128,7 +128,7 @@ def estimate(
     if not lengths or is_live:
         return Estimate(moments, rows, whole)
 
-    n_pieces = 1 if way.n_across else way.n_pieces
+    n_pieces = 1 if way.second_size else way.n_pieces
 
     @functools.cache
     def again(of_chunk: int) -> bytes:

@@ -18,7 +18,7 @@ from koila.patches import patching, writes
 from koila.planning import left_plain
 from koila.recording import bridge
 from koila.reporting import reports
-from koila.running import given, kept_casts, recomputed
+from koila.running import kept_casts, read_numbers, recomputed
 from koila.staged import aliases
 
 
@@ -38,7 +38,7 @@ def _patch_data() -> None:
             bridge.watch_handed_out(self)
             real = _core.real(self)
             if real is not None:
-                given.watch(real)
+                read_numbers.watch(real)
                 share(real)
             return self.__torch_function__(original.__get__, (type(self),), (self,), {})
         share(self)

@@ -70,7 +70,7 @@ class Plan:
         most = max(program.axes.values(), default=1)
         if self.n_chunks < most and not is_fixed:
             return program, self._halved(most)
-        if self.way.n_across:
+        if self.way.second_size:
             return self._smaller_pieces(program)
         some = ways.Ways(program.cut_for(AS_IT_IS), True)
         n_segments = max(2, 2 * self.way.n_segments)
@@ -87,7 +87,7 @@ class Plan:
 
     def _smaller_pieces(self, program: Program) -> tuple[Program, Plan] | None:
         """Return the plan with twice the pieces of the second axis; None if each is one entry."""
-        way = self.way._replace(n_pieces=min(2 * self.way.n_pieces, self.way.n_across))
+        way = self.way._replace(n_pieces=min(2 * self.way.n_pieces, self.way.second_size))
         return None if way == self.way else (program, dataclasses.replace(self, way=way))
 
     def _halved(self, most: int) -> Plan:

@@ -157,8 +157,8 @@ def way_in_words(program: Program, way: Way, schedule: Schedule) -> str:
             f"activations recomputed in up to {n_segments} segments (a second forward of all but "
             "the last)"
         )
-    if way.n_across:
-        words.append(f"the last layers in {way.n_pieces} pieces along dim {way.across}")
+    if way.second_size:
+        words.append(f"the last layers in {way.n_pieces} pieces along dim {way.second_dim}")
     elif schedule.head is not None:
         words.append(f"the last layers in {way.n_pieces} pieces of each chunk")
     again, offloaded, emptied = map(schedule.values_of, (Op.REMAKE, Op.STORE, Op.EMPTY))

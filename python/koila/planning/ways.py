@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from koila.memory import estimates, offload
-from koila.planning import across
+from koila.planning import second_axis
 from koila.planning.missing import Missing
 from koila.planning.policies import Families, Policies
 from koila.staged import hooks
@@ -24,7 +24,7 @@ CHUNK_SHARE = 0.9
 # The values of the fields of a Way that are tried: n_pieces of rows, n_pieces of a second axis,
 # n_segments.
 _PIECES = 2, 4, 8, 16, 32
-_ACROSS = 2, 4, 8, 16, 32, 64
+_PIECES_ALONG = 2, 4, 8, 16, 32, 64
 SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
 #: The numbers of chunks for which a way is made that frees just what is missing then, and how many
 #: of these ways are measured.
@@ -225,7 +225,7 @@ class Ways:
             return []
         if known.along is None:
             known.along = []
-            by_head: dict[tuple[int, ...], across.Found | None] = {}
+            by_head: dict[tuple[int, ...], second_axis.Found | None] = {}
             n_before = self._n_cut(AS_IT_IS)
             is_able = self._is_back and program.is_tail_linear
             for n_segments in (1, *SEGMENTS) if is_able else ():
@@ -235,12 +235,14 @@ class Ways:
                 n_before, cut = self._n_cut(way), program.cut_for(way)
                 head = tuple(cut.last_segment.nodes)
                 if head not in by_head:
-                    by_head[head] = across.find(cut, cut.last_segment)
+                    by_head[head] = second_axis.find(cut, cut.last_segment)
                 found = by_head[head]
-                for n_pieces in _ACROSS:
+                for n_pieces in _PIECES_ALONG:
                     if found is not None and found.is_in(n_pieces):
                         pieces = way._replace(n_pieces=n_pieces)
-                        known.along.append(pieces._replace(n_across=found.n, across=found.dim))
+                        known.along.append(
+                            pieces._replace(second_size=found.n, second_dim=found.dim)
+                        )
         return known.along
 
     def _n_cut(self, way: Way) -> int:
@@ -266,7 +268,7 @@ class Ways:
 
     def is_there(self, way: Way) -> bool:
         """Tell whether a way does something that no way before it in its list does."""
-        if way.n_across or way == AS_IT_IS:
+        if way.second_size or way == AS_IT_IS:
             return True
         if way.n_pieces > 1:
             return self._n_cut(way) > self._n_cut(AS_IT_IS)
@@ -280,7 +282,7 @@ class Ways:
     def _saving_more(self, way: Way) -> Way | None:
         """Return a way that needs no more bytes in chunks of any size; None: none is known."""
         if way.n_pieces > 1:
-            some = self.along() if way.n_across else _IN_PIECES
+            some = self.along() if way.second_size else _IN_PIECES
             alike = (one for one in some if one.n_segments == way.n_segments)
             return max(alike, key=lambda one: one.n_pieces)
         offloading = self.offloading()
@@ -308,7 +310,9 @@ class Ways:
         left = self._left()
         if not left:
             return 0
-        base = way._replace(n_segments=min(1, way.n_segments), n_pieces=1, n_across=0, across=0)
+        base = way._replace(
+            n_segments=min(1, way.n_segments), n_pieces=1, second_size=0, second_dim=0
+        )
         freed = self._freed(base) if base != AS_IT_IS else ()
         return sum(left.values()) - sum(left.get(self._program.info(v).storage, 0) for v in freed)
 

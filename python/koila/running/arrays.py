@@ -16,7 +16,7 @@ import torch
 from koila import _core
 from koila.basics import lines
 from koila.messages.errors import StaleError
-from koila.running import given
+from koila.running import read_numbers
 from koila.staged import meta
 from koila.staged.facts import Info, name_of_node, where_of_node
 from koila.staged.program import Program
@@ -78,7 +78,7 @@ def note(lazy: Any, number: torch.Tensor, shared: torch.Tensor) -> None:
     """Note that an array has the memory of a lazy's number, as the tensor `shared`: from now on a
     write to it is noticed, if a gradient flows through the value."""
     value = _core.id(lazy)
-    given.watch(number)
+    read_numbers.watch(number)
     if value is None or not number.numel():
         return
     info = Info.of(value)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.autograd.graph import GradientEdge
 
-from koila.planning import across
+from koila.planning import second_axis
 from koila.running import cheap, retained, tail, visible, watched
 from koila.running.cross import Awaiting, Cross, add
 from koila.running.sending import edges_of, own, send_back
@@ -135,7 +135,7 @@ class Interpreter:
                 self.retained[run.index] = of
             self.retained[run.index].run(chunk)
             return
-        if step.graph == Graph.ACROSS:
+        if step.graph == Graph.SECOND_AXIS:
             self.open[run.index] = self._record(run)
             return
         is_first = step.graph == Graph.FIRST and chunk == 0
@@ -146,14 +146,14 @@ class Interpreter:
         elif step.graph == Graph.NOW:
             self.open[run.index] = env
 
-    def _record(self, run: Run) -> across.Recorded:
+    def _record(self, run: Run) -> second_axis.Recorded:
         """Record the last segment on this chunk again, to run it in pieces of a second axis."""
         stages = self.stages
         start, stop = stages.grid_of(run)[self.chunk]
         imports = stages.prepared(run, True).inputs(self.chunk, self.pieces)
         stages.begin_outputs(run.exports)  # `seeds` looks up their gradients there
-        dim = stages.planned.way.across
-        return across.record(stages.program, run, imports, stop - start, start, dim)
+        dim = stages.planned.way.second_dim
+        return second_axis.record(stages.program, run, imports, stop - start, start, dim)
 
     def _tail(self, step: Step) -> None:
         if self.loops[0].chunk or self.chunk:  # not the first chunk, or piece of one
@@ -163,7 +163,7 @@ class Interpreter:
             if run.index in self.open:
                 self.parts.update(tail.parts_of(run, self.open[run.index]))
         made = self.open[last.index]
-        left = made.shapes() if isinstance(made, across.Recorded) else made
+        left = made.shapes() if isinstance(made, second_axis.Recorded) else made
         self.parts.update((value, left[value]) for value in last.exports)
         self.is_certain = tail.seed(self.stages, step, self.parts, self.stages.gradients)
         self.parts.clear()
@@ -174,11 +174,13 @@ class Interpreter:
         stages, (run,), chunk = self.stages, step.runs, self.chunk
         if step.graph == Graph.RETAIN:
             self.retained[run.index].send_back(chunk)
-        elif step.graph == Graph.ACROSS:
+        elif step.graph == Graph.SECOND_AXIS:
             recorded = self.open.pop(run.index)
             pairs = stages.seeds(run, recorded.left, chunk)
             n_pieces = stages.planned.way.n_pieces
-            across.send_back([(out, seed) for out, seed in pairs if out.requires_grad], n_pieces)
+            second_axis.send_back(
+                [(out, seed) for out, seed in pairs if out.requires_grad], n_pieces
+            )
             own(stages.awaiting)
             stages.collect(run, recorded.numbers(), chunk, run.exports)
         else:

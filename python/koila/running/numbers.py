@@ -13,7 +13,7 @@ from koila import _core
 from koila.basics import rows
 from koila.basics.rows import as_inference, as_new
 from koila.basics.threads import in_turn
-from koila.running import given, views
+from koila.running import read_numbers, views
 from koila.running.cross import Cross
 from koila.running.freed_graphs import of_freed_graph, outdated
 from koila.staged import hooks, layouts, leaves
@@ -199,7 +199,7 @@ class Numbers:
         for value, result, is_final in self.found:
             number = hooks.give(value, result) if value in self.freed else result
             if is_final and not number.requires_grad:
-                given.note(value, number)
+                read_numbers.note(value, number)
             _core.deliver(value, number, is_final)
             if leaves.is_begun(value):
                 _core.cut(value, number)

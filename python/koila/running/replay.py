@@ -25,10 +25,10 @@ from koila.running import (
     checkpoints,
     deliver,
     freed_graphs,
-    given,
     interpret,
     kept_casts,
     overwritten,
+    read_numbers,
     unwritten,
     visible,
 )
@@ -215,7 +215,7 @@ def _stage(
         return program, plans.Plan(0)
     arrays.check(program)
     if roots:
-        given.check(program)
+        read_numbers.check(program)
         # torch's engine is running if this is the backward of a part that was cut off.
         is_some = gets is not None or not torch.autograd._is_checkpoint_valid()
         checkpoints.check(program, is_some)

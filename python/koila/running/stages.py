@@ -70,7 +70,7 @@ class Stages(Store):
         if not self.is_forward and not saved.are_hooks_allowed():
             n_chunks = saved.NEVER
         schedule = self.program.schedule(not self.is_forward, self.planned.way, n_chunks)
-        if schedule.head is not None and not self.planned.way.n_across:
+        if schedule.head is not None and not self.planned.way.second_size:
             self._cut_in_pieces(schedule.head)
         if not self.is_forward and n_chunks > 1:
             for axis in _counted_at_once(self.program):

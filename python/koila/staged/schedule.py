@@ -39,7 +39,7 @@ class Graph(enum.IntEnum):
     NOW = 1
     FIRST = 2
     RETAIN = 3
-    ACROSS = 4
+    SECOND_AXIS = 4
 
 
 class Policy(enum.IntEnum):
@@ -69,16 +69,16 @@ class Way(NamedTuple):
         n_pieces: if above 1, the last body is cut before its head (a model's scores and their
             loss). The head then runs forward and backward in this many pieces of each chunk, while
             the graph of the calls before it is kept.
-        n_across: pieces are parts of a second axis, with this many entries a row; the calls before
-            the head may then be cut into segments too. 0: pieces are rows.
-        across: the dim of that axis, in the largest tensor that the head reads.
+        second_size: pieces are parts of a second axis, with this many entries a row; the calls
+            before the head may then be cut into segments too. 0: pieces are rows.
+        second_dim: the dim of that axis, in the largest tensor that the head reads.
     """
 
     n_segments: int = 1
     policies: bytes = b""
     n_pieces: int = 1
-    n_across: int = 0
-    across: int = 0
+    second_size: int = 0
+    second_dim: int = 0
 
     def as_tuple(self, is_graph: bool, is_live: bool = False, n_chunks: int = 0) -> Arguments:
         """Return the fields of the core's KlPolicy.
@@ -88,7 +88,7 @@ class Way(NamedTuple):
             is_live: for measuring a run of the whole batch, in the order of the calls.
             n_chunks: how many chunks there will be; 0: not known.
         """
-        return is_graph, self.policies, self.n_pieces, self.n_across, is_live, n_chunks
+        return is_graph, self.policies, self.n_pieces, self.second_size, is_live, n_chunks
 
     @property
     def cuts(self) -> tuple[int, bool]:

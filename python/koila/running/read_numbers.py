@@ -19,7 +19,7 @@ from koila.staged.facts import Info
 from koila.staged.program import Program
 
 
-class _Given:
+class _ReadNumber:
     """A number in the memory of a recorded value.
 
     Args:
@@ -54,15 +54,15 @@ class _Given:
 def note(value: int, number: torch.Tensor) -> None:
     """Note that the user has the number of a value of this thread's tape."""
     if number.numel() and not number.is_inference():
-        given: list[_Given] = _core.notes().setdefault("given_numbers", [])
-        given.append(_Given(Info.of(value).storage, number))
+        noted: list[_ReadNumber] = _core.notes().setdefault("read_numbers", [])
+        noted.append(_ReadNumber(Info.of(value).storage, number))
 
 
 def watch(tensor: torch.Tensor) -> None:
     """Note that x.data, or an array, was taken of a tensor: torch counts no write to it."""
-    given: list[_Given] = _core.notes().get("given_numbers", [])
-    memory = aliases.memory_of(tensor) if given else None
-    for one in given:
+    noted: list[_ReadNumber] = _core.notes().get("read_numbers", [])
+    memory = aliases.memory_of(tensor) if noted else None
+    for one in noted:
         if memory is not None and one.memory == memory:
             one.watch()
 
@@ -74,8 +74,8 @@ def check(program: Program) -> None:
         RuntimeError: torch's error, after a write that torch counted.
         StaleError: after a write through .data.
     """
-    given: list[_Given] = _core.notes().get("given_numbers", [])
-    if written := list(filter(_Given.is_written, given)):
+    noted: list[_ReadNumber] = _core.notes().get("read_numbers", [])
+    if written := list(filter(_ReadNumber.is_written, noted)):
         storages = {one.storage for one in written if not one.is_counted()} | program.uncounted
         uncounted = overwritten.values_in(program, storages)
         everything = overwritten.values_in(program, {one.storage for one in written})

@@ -74,11 +74,11 @@ def _along(program: Program, run: Run, imports: Sequence[Any], dim: int) -> Iter
 
 def _largest(program: Program, run: Run, imports: Sequence[Any]) -> torch.Tensor:
     """Return the largest activation that a segment reads from the segments before it."""
-    tensors: Iterator[torch.Tensor] = (imports[i] for i in handed(program, run))
+    tensors: Iterator[torch.Tensor] = (imports[i] for i in activations_of(program, run))
     return max(tensors, key=torch.Tensor.numel)
 
 
-def handed(program: Program, run: Run) -> Iterator[int]:
+def activations_of(program: Program, run: Run) -> Iterator[int]:
     """Yield the imports with rows that the segments before made: activations, no inputs."""
     for import_id in run.imports:
         value, place, is_range = program.imports[import_id]
@@ -166,7 +166,7 @@ class Found(NamedTuple):
 
 def find(program: Program, run: Run) -> Found | None:
     """Return the second axis along which a segment needs the least memory; None: there is none."""
-    if not any(handed(program, run)) or not can_run(program, run):
+    if not any(activations_of(program, run)) or not can_run(program, run):
         return None
     imports: list[Any] = [None] * program.n_imports
     for import_id in run.imports:

@@ -16,7 +16,7 @@ import koila
 from allocations import Allocations
 from koila import _core
 from koila.memory import estimates
-from koila.planning import across, fitting, plans
+from koila.planning import fitting, plans, second_axis
 from koila.reporting.report_types import ProgramReport
 from koila.staged.program import Program
 from koila.staged.schedule import Way
@@ -226,7 +226,7 @@ def test_no_second_axis() -> None:
 
 
 def across_at(dim: int) -> Way:
-    return Way(n_pieces=2, n_across=(1, LENGTH, WIDTH)[dim], across=dim)
+    return Way(n_pieces=2, second_size=(1, LENGTH, WIDTH)[dim], second_dim=dim)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -302,13 +302,13 @@ def test_what_a_piece_needs() -> None:
         a, b = koila.lazy(x, y)
         program = Program([LOSSES["flat"](model(a), b)]).cut_for(Way(n_pieces=2))
         head = max((run for run in program.runs if run.is_body), key=lambda run: run.index)
-        found = across.find(program, head)
+        found = second_axis.find(program, head)
         assert found is not None
         assert (found.dim, found.n) == (1, LENGTH)
         assert all(found.is_in(n) for n in (2, 8, 16))
         assert not found.is_in(LENGTH + 1)
         whole = estimates.estimate(program, True).peak(1)[0]
-        way = Way(n_pieces=16, n_across=found.n, across=found.dim)
+        way = Way(n_pieces=16, second_size=found.n, second_dim=found.dim)
         assert estimates.estimate(program, True, way).peak(1)[0] < 0.4 * whole
         _core.forget()
 

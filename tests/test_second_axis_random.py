@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random heads, along every dim of what they are handed: a wrong guess costs memory, no number."""
+"""Random heads, along every dim of what they read: a wrong guess costs memory, no number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import koila
 from koila import _core
-from koila.planning import across, fitting, plans
+from koila.planning import fitting, plans, second_axis
 from koila.staged.program import Program
 from koila.staged.schedule import Way
 from oracle import assert_close
@@ -99,20 +99,22 @@ def make(seed: int) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor,
 
 
 def ways(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> list[Way]:
-    """Every way across that its program can be run in, whether it makes sense or not."""
+    """Every way along a second axis that its program can be run in, sensible or not."""
     found = []
     loss = run(*koila.lazy(x, y))  # held: a program that nobody can ask for ends
     program = Program([loss])
     for n_segments in (1, 2) if program.is_tail_linear else ():
         cut = program.cut_for(Way(n_segments, n_pieces=2))
         last = max((r for r in cut.runs if r.is_body), key=lambda r: r.index, default=None)
-        if last is None or cut.n_cut <= program.n_cut or not across.can_run(cut, last):
+        if last is None or cut.n_cut <= program.n_cut or not second_axis.can_run(cut, last):
             continue
-        handed = [cut.info(cut.imports[i].value) for i in across.handed(cut, last)]
-        n_dims = min((len(info.shape) for info in handed), default=0)
+        activations = [
+            cut.info(cut.imports[i].value) for i in second_axis.activations_of(cut, last)
+        ]
+        n_dims = min((len(info.shape) for info in activations), default=0)
         for dim in range(n_dims):
             n_pieces = 2 + (dim + n_segments) % 3
-            found.append(Way(n_segments, b"", n_pieces, handed[0].shape[dim], dim))
+            found.append(Way(n_segments, b"", n_pieces, activations[0].shape[dim], dim))
     _core.forget()
     return found
 
