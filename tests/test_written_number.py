@@ -146,7 +146,7 @@ def test_a_sum_that_a_plain_tensor_starts() -> None:
             got, gradients = step_of_flow(koila.lazy)
         assert len(koila.report().programs) == 1
         assert got.peak - want.left < 0.6 * (want.peak - want.left)
-        assert got.left <= want.left
+        assert got.left <= want.left + 8  # the gradient that the tail sent, for the next step
         torch.testing.assert_close(gradients, wanted, rtol=1e-4, atol=1e-6)
 
 

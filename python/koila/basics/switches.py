@@ -72,19 +72,26 @@ def _determinism() -> tuple[bool, bool]:
     )
 
 
+#: Each number is a setting that the recorder keeps; so many blocks do not wait at once.
+_N_BLOCKS = 64
+
+
 class _Blocks:
     """The outermost blocks of autocast, by number."""
 
     number = 0  # of that in which calls are recorded now, or in which a replay runs them
     cached = 0  # of that whose casts torch has
-    is_waited_for = (
-        False  # it has ended, and torch keeps its casts for calls that still have to run
-    )
+    is_waited_for = False  # it has ended, and torch keeps its casts for calls that have to run
 
     def begin(self, is_pending: bool) -> None:
-        """Begin a block. It is number 0 if no call waits, so that the steps of a loop are alike."""
+        """Begin a block.
+
+        Args:
+            is_pending: calls with a gradient wait. If not, the block is number 0, so that the steps
+                of a loop are alike.
+        """
         self.drop()
-        number = self.number + 1 if is_pending else 0
+        number = self.number % _N_BLOCKS + 1 if is_pending else 0
         if number != self.number:
             self.number = number
             _note((*_current[0][:-1], number))

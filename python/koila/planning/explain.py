@@ -76,7 +76,10 @@ def layers_of(program: Program, planned: plans.Plan) -> tuple[Layer, ...]:
     key = lines.user_line(), program.n_nodes
     rows = layers.rows_of(program)
     if key not in _known_layers:
-        _known_layers[key] = layers.of(program), rows
+        try:
+            _known_layers[key] = layers.of(program), rows
+        except MemoryError:  # the step has run, or is refused anyway: the report names no layers
+            return ()
         while len(_known_layers) > _N_KNOWN:
             _known_layers.pop(next(iter(_known_layers)))
     found, rows_then = _known_layers[key]

@@ -83,7 +83,7 @@ def beginning(enter: Callable[[], int]) -> Callable[[], int]:
     def patched() -> int:
         nesting = enter()
         if nesting == 1 and not _core.is_busy():
-            switches.blocks.begin(_core.pending_bytes(False) > 0)
+            switches.blocks.begin(_core.pending_bytes(True) > 0)
         return nesting
 
     return patched
@@ -98,7 +98,7 @@ def ending(clear: Callable[[], None]) -> Callable[[], None]:
         if switches.autocast_nesting() or _core.is_busy():
             clear()
         else:
-            switches.blocks.end(_core.pending_bytes(False) > 0)
+            switches.blocks.end(_core.pending_bytes(True) > 0)
         forget([one for ref in _written.values() if (one := ref()) is not None])
         _written.clear()
         _in_chunks.clear()
