@@ -154,6 +154,7 @@ def defragment() -> None:
     The GPU allocators do so themselves before they fail; but afterwards their cache is split into
     blocks of the sizes of the failed run, and the next run has other sizes.
     """
+    heap.free_of_mkl()
     _core.return_free()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

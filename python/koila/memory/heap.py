@@ -14,8 +14,15 @@ times the bytes in use. Taking new pages for each block instead can cost half of
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from koila import _core
 from koila.memory import resident
@@ -129,3 +136,19 @@ class Bounded(resident.Peak):
         if self.n_returns >= _OFTEN:
             _n_to_measure = max(_n_to_measure, 1)
         return found
+
+
+@functools.cache
+def _freeing_mkl() -> Callable[[], Any]:
+    """Return the function of MKL that frees its buffers, as torch's library has it."""
+    path = Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"
+    with contextlib.suppress(OSError, AttributeError):  # torch was built without MKL
+        free: Callable[[], Any] = ctypes.CDLL(str(path)).mkl_serv_free_buffers
+        return free
+    return lambda: None
+
+
+def free_of_mkl() -> None:
+    """Free the buffers that MKL keeps for its next products. On some CPUs these are many MiB, which
+    count against a limit of the process."""
+    _freeing_mkl()()
