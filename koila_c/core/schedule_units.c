@@ -141,9 +141,9 @@ find_open(KlBuild *build)
     }
 }
 
-/* Return the policy of a result of a body for which `asked` is asked. What something reads whole is one tensor. What the user's checkpoints cover is recomputed,
- * unless it is offloaded. No fused body may be the last reader of an emptied value: nothing would be saved between its
- * forward and its backward. */
+/* Return the policy of a result of a body for which `asked` is asked. What something reads whole is one tensor. What the
+ * user's checkpoints cover is recomputed, unless it is offloaded. No fused body may be the last reader of an emptied
+ * value: nothing would be saved between its forward and its backward. */
 static uint8_t
 policy_of(const KlBuild *build, KlValueId value, uint8_t asked)
 {
