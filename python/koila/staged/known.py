@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from koila import _core
@@ -12,6 +13,8 @@ from koila.staged.schedule import Arguments, Cheap, Graph, Op, Schedule, Step, W
 _OPS, _GRAPHS = tuple(Op), tuple(Graph)
 #: The programs that are kept have at most so many calls together: a call takes 2.4 KB.
 _N_KEPT = 2**9
+#: So many schedules of a program are kept: a plan looks at many that no step runs.
+_N_SCHEDULES = 8
 
 
 class Known:
@@ -77,6 +80,9 @@ class Known:
             ]
             freed = {value: Cheap(*cheap) for value, cheap in cheap_values.items()}
             found = self._schedules[policy] = Schedule(made, n_forward, freed, head_of(made))
+            with contextlib.suppress(KeyError):  # another thread has dropped it
+                if len(self._schedules) > _N_SCHEDULES:
+                    del self._schedules[next(iter(self._schedules))]
         return found
 
 
