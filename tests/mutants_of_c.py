@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(
         "schedule: graphs keep inputs that are elsewhere meanwhile",
         "koila_c/core/schedule_units.c",
-        "is_near = kl_policy_is_near(build->policies[value]);",
+        "is_near = build->policies[value] <= KL_POLICY_EMPTY;",
         "is_near = build->policies[value] <= KL_POLICY_OFFLOAD;",
         "tests/test_core_c.py -k test_schedule",
     ),
@@ -290,7 +290,7 @@ MUTANTS = [
     Mutant(
         "measure: what hooks return is not counted",
         "koila_c/core/measure_gradients.c",
-        "if (walk->tape->values[value].is_hooked && walk->sweep.sizes[value].needs_gradient) {",
+        "if (walk->tape->values[value].is_hooked && needs_gradient(walk, value)) {",
         "if (walk->depth > 99) {",
         "tests/test_bytes.py::test_gradients_that_hooks_return",
     ),

@@ -145,23 +145,3 @@ def test_bytes(name: str, dim: int, chunks: int, monkeypatch: pytest.MonkeyPatch
     assert min(off.values()) >= -max(0.01 * peak, SLACK), off
     rows = [n for step, n in off.items() if step.startswith("RUN")]
     assert max(rows) <= max(0.03 * peak, SLACK), off
-
-
-@pytest.mark.parametrize("chunks", [3, 13])
-def test_graphs_do_not_retain_copies(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graphs of all chunks together would keep a second input."""
-    program = Program(
-        "copies",
-        lambda: nn.Linear(256, 8),
-        lambda n, g: (torch.randn(8, n, 256, generator=g),),
-        lambda model, x: (model(x) - model(x).mean()).pow(2).mean().sqrt(),
-        dims=1,
-    )
-    monkeypatch.setattr(steps, "_known", {})
-    measure(program, 8, koila.lazy, **kernels.single)
-    memory = Allocations()
-    found = Instructions(memory, monkeypatch)
-    with split(chunks):
-        _, peak = measure(program, 257, koila.lazy, memory, **kernels.single)
-    off = found.off()
-    assert min(off.values()) >= -max(0.01 * peak, SLACK), off

@@ -152,7 +152,9 @@ deliver(KlWalk *walk)
     while (end > 0 && walk->program->stages.node_stage[end - 1] == KL_STAGE_NONE) {
         end--;
     }
-    kl_walk_note(walk, (KlMoment){.fixed = more, .node = end > 0 ? end - 1 : 0});
+    if (end > 0) {
+        kl_walk_note(walk, (KlMoment){.fixed = more, .node = end - 1});
+    }
 }
 
 /* -- the whole -------------------------------------------------------------------------------------------- */

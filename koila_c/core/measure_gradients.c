@@ -23,7 +23,7 @@ kl_walk_gather_gradients(KlWalk *walk, const KlRun *run, uint32_t body, bool are
         if (are_copies && gradient(walk, value) == whole(walk, value)) {
             continue;
         }
-        if (!known->is_gathering && size->needs_gradient && known->body != body) {
+        if (!known->is_gathering && needs_gradient(walk, value) && known->body != body) {
             bool is_by_chunks =
                 kl_program_is_body(run) && size->is_by_rows && !known->is_one_gradient;
             known->is_gathering = true;
@@ -43,7 +43,7 @@ kl_walk_hold_segment_gradients(KlWalk *walk, const KlRun *run)
         KlValueId value = kl_program_import(walk->program, run, i)->value;
         KlMeasureValue *known = &walk->values[value];
         bool is_first = known->body == walk->loop->run + 1 && !known->is_coming;
-        if (is_first && walk->sweep.sizes[value].needs_gradient) {
+        if (is_first && needs_gradient(walk, value)) {
             known->is_coming = true;
             walk->sweep.sizes[value].is_remade |= known->is_gathering;
             kl_walk_hold_gradients(walk, 0, walk->sweep.sizes[value].per_row);
@@ -82,7 +82,7 @@ kl_walk_call_hooks(KlWalk *walk, const KlStep *step)
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = kl_program_export(walk->program, run, i);
             KlNodeId of_node = walk->tape->values[value].node;
-            if (walk->tape->values[value].is_hooked && walk->sweep.sizes[value].needs_gradient) {
+            if (walk->tape->values[value].is_hooked && needs_gradient(walk, value)) {
                 double made = gradient(walk, value);
                 kl_walk_note(walk,
                              (KlMoment){.fixed = made, .gradients = (float)made, .node = of_node});

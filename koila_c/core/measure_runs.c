@@ -134,9 +134,8 @@ gradients_beside(const KlWalk *walk, const KlRun *last)
     for (uint32_t i = 0; i < last->imports.n && !is_one; i++) {
         const KlImport *import = kl_program_import(walk->program, last, i);
         bool is_whole = !kl_place_is_rows(&import->place);
-        gradients += is_whole && walk->sweep.sizes[import->value].needs_gradient
-                         ? whole(walk, import->value)
-                         : 0;
+        gradients +=
+            is_whole && needs_gradient(walk, import->value) ? whole(walk, import->value) : 0;
     }
     return gradients;
 }

@@ -93,7 +93,7 @@ kl_walk_combine(KlWalk *walk, const KlRun *run, bool is_back)
         KlNodeId id = walk->program->combined.ids[run->combined.first + i];
         KlValueId value = walk->tape->nodes[id].first_out;
         const KlParts *parts = parts_of(walk, value);
-        double saved = walk->policy->is_graph && walk->sweep.sizes[value].needs_gradient ? 1 : 0;
+        double saved = walk->policy->is_graph && needs_gradient(walk, value) ? 1 : 0;
         const double *most = is_back ? parts->sending : parts->combining;
         hold_share(walk, value, parts->combined, is_back ? -saved : 0);
         hold_share(walk, value, most, is_back ? saved : 1);

@@ -69,6 +69,12 @@ whole(const KlWalk *walk, KlValueId value)
     return (double)(size->n_elements * size->itemsize);
 }
 
+static inline bool
+needs_gradient(const KlWalk *walk, KlValueId value)
+{
+    return walk->sweep.sizes[value].needs_gradient;
+}
+
 static inline KlStorageId
 storage_of(const KlWalk *walk, KlValueId value)
 {

@@ -106,7 +106,8 @@ save(const KlRetained *retained, const KlNode *node, uint32_t k, bool is_output,
     const KlValue *v = &retained->tape->values[value];
     if ((*known & IS_MADE) == 0) {
         const KlPlace *place = &kl_tape_inputs(retained->tape, node)[k].place;
-        *retains &= !kl_place_is_rows(place) || retained->policies[value] != KL_POLICY_WHOLE ||
+        *retains &= !kl_place_is_rows(place) ||
+                    kl_tape_is_place(retained->tape, &v->meta.place, place) ||
                     kl_meta_is_cut_in_place(&v->meta, place);
         return cheap_number(retained, value) != 0 ? need(retained, value, needs) : KL_OK;
     }
@@ -187,7 +188,7 @@ note_left(const KlRetained *retained, const KlRun *run)
         const KlValue *v = &retained->tape->values[value];
         bool is_parts = retained->tape->nodes[v->node].mode == KL_MODE_REDUCE;
         if (kl_place_is_rows(&v->meta.place) && !is_parts) {
-            bool is_near = kl_policy_is_near(retained->policies[value]);
+            bool is_near = retained->policies[value] <= KL_POLICY_EMPTY;
             retained->known[value] |= is_near ? IS_LEFT | IS_STORED : IS_LEFT;
         }
     }

@@ -16,21 +16,14 @@
 
 #include "program.h"
 
-/* How the number of a boundary value, which a body leaves for others, is stored between the passes. Some
+/* How the number of a boundary value, which a body leaves for others, is stored between the passes. Values up to EMPTY
  * are near: in memory, or recomputed by cheap calls alone. */
 typedef enum KlValuePolicy {
-    KL_POLICY_KEEP,    /* by chunk */
+    KL_POLICY_KEEP,
     KL_POLICY_EMPTY,   /* its storage is freed, and cheap calls recompute it */
     KL_POLICY_REMAKE,  /* it is freed, and its run recomputes it */
     KL_POLICY_OFFLOAD, /* it is in another memory */
-    KL_POLICY_WHOLE,   /* its chunks are written into one tensor; never asked for */
 } KlValuePolicy;
-
-static inline bool
-kl_policy_is_near(uint8_t policy)
-{
-    return policy <= KL_POLICY_EMPTY || policy == KL_POLICY_WHOLE;
-}
 
 /* A result of a body that cheap calls recompute. */
 typedef struct KlCheap {

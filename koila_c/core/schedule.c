@@ -127,10 +127,14 @@ is_made_for_segments(const KlBuild *build, KlValueId value)
     return facts->is_for_segments && (facts->is_inner || facts->is_freed);
 }
 
+/* Whether a result of a body is written into one tensor of all rows, because something reads it whole. */
 static bool
 is_put_together(const KlBuild *build, KlValueId value)
 {
-    return build->policies[value] == KL_POLICY_WHOLE;
+    const KlMeta *meta = &build->tape->values[value].meta;
+    const KlFacts *facts = &build->facts[value];
+    return (facts->is_read_whole || build->program->is_kept[value]) &&
+           kl_place_is_rows(&meta->place) && !kl_units_is_parts(build, value);
 }
 
 /* Whether all chunks of a body's result are kept in memory. Those of a fused body that nobody reads are not. */
@@ -538,7 +542,6 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlPolicy *
     for (size_t v = 0; v < n_values; v++) {
         build.facts[v].unit = build.facts[v].run = build.facts[v].last_read = KL_NOWHERE;
     }
-    memset(build.policies, KL_POLICY_WHOLE, n_values); /* of what no body makes */
     kl_units_find(&build);
     go_forward(&build);
     if (policy->is_graph) {

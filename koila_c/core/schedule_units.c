@@ -141,18 +141,13 @@ find_open(KlBuild *build)
     }
 }
 
-/* Return the policy of a result of a body for which `asked` is asked. What something reads whole is one tensor. What the
- * user's checkpoints cover is recomputed, unless it is offloaded. No fused body may be the last reader of an emptied
- * value: nothing would be saved between its forward and its backward. */
+/* Return the policy of a result of a body for which `asked` is asked. What the user's checkpoints cover is recomputed,
+ * unless it is offloaded. No fused body may be the last reader of an emptied value: nothing would be saved between its
+ * forward and its backward. */
 static uint8_t
 policy_of(const KlBuild *build, KlValueId value, uint8_t asked)
 {
     const KlFacts *facts = &build->facts[value];
-    const KlPlace *place = &build->tape->values[value].meta.place;
-    bool is_one = facts->is_read_whole || build->program->is_kept[value];
-    if (is_one && kl_place_is_rows(place) && !kl_units_is_parts(build, value)) {
-        return KL_POLICY_WHOLE;
-    }
     bool has_gradient = build->units[facts->unit].has_gradient;
     bool is_covered = build->program->is_checkpointed && has_gradient && !facts->is_open &&
                       build->tape->nodes[build->tape->values[value].node].region != 0;
@@ -173,10 +168,10 @@ choose_policies(KlBuild *build, const uint8_t *asked, size_t n)
         const KlRun *run = &build->program->runs[r];
         for (uint32_t i = 0; i < run->exports.n && kl_program_is_body(run); i++) {
             KlValueId value = kl_program_export(build->program, run, i);
-            bool is_inner = build->facts[value].is_inner;
-            uint8_t next = at < n ? asked[at] : KL_POLICY_KEEP;
-            build->policies[value] = is_inner ? KL_POLICY_KEEP : policy_of(build, value, next);
-            at += !is_inner;
+            if (!build->facts[value].is_inner) {
+                build->policies[value] = policy_of(build, value, at < n ? asked[at] : 0);
+                at++;
+            }
         }
     }
     return at;
@@ -191,7 +186,7 @@ is_near_to_its_backward(const KlBuild *build, const KlUnit *unit)
     const KlRun *run = kl_units_run(build, unit, 0);
     for (uint32_t i = 0; i < run->imports.n && is_near; i++) {
         KlValueId value = kl_program_import(build->program, run, i)->value;
-        is_near = kl_policy_is_near(build->policies[value]);
+        is_near = build->policies[value] <= KL_POLICY_EMPTY;
     }
     return is_near;
 }
@@ -211,7 +206,7 @@ is_worth_it(const KlBuild *build, const KlRun *run)
         KlValueId value = kl_program_export(build->program, run, i);
         const KlMeta *meta = &build->tape->values[value].meta;
         bool is_stored = !kl_units_is_parts(build, value) && kl_place_is_rows(&meta->place) &&
-                         kl_policy_is_near(build->policies[value]);
+                         build->policies[value] <= KL_POLICY_EMPTY;
         left +=
             is_stored ? (uint64_t)kl_meta_n_elements(meta) * kl_meta_dtype_bytes(meta->dtype) : 0;
     }

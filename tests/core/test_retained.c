@@ -225,7 +225,6 @@ test_copies(void)
         meta.strides[0] = is_apart ? 1 : meta.strides[0];
         meta.strides[1] = is_apart ? 8 : meta.strides[1];
         KlValueId weights = leaf(&made.p, meta);
-        made.policies[weights] = KL_POLICY_WHOLE;
         KlValueId weighed = call2(&made.p, "mul", made.given, weights);
         CHECK(find(&made, call2(&made.p, "linear", weighed, made.square)) == KL_OK);
         CHECK(made.retains == !is_apart);
