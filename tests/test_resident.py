@@ -34,12 +34,13 @@ MIB = 2**20
 ROUNDING, LIBRARIES = 1.05, 16 * MIB
 
 
-def run(*words: object, ulimit: int | None = None) -> dict[str, Any]:
+def run(*words: object, ulimit: int | None = None, **environment: str) -> dict[str, Any]:
     """Run a program in a process of its own.
 
     Args:
         words: the command line.
         ulimit: the bytes of data that the process may have, from its start; None: any number.
+        environment: more variables.
     """
     unwanted = "MALLOC_", "ONEDNN_PRIMITIVE_CACHE", "DNNL_PRIMITIVE_CACHE"
     kept = {name: text for name, text in os.environ.items() if not name.startswith(unwanted)}
@@ -50,7 +51,7 @@ def run(*words: object, ulimit: int | None = None) -> dict[str, Any]:
         timeout=900,
         capture_output=True,
         text=True,
-        env=kept,
+        env=kept | environment,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -66,6 +67,8 @@ def eager(name: str) -> dict[str, Any]:
 
 CASES = [(name, share) for name in PROGRAMS for share in (0.5, 0.3)]
 LEAST = [("mixed_up", 0.215)]  # the least that it runs in, in many chunks
+#: On some CPUs the buffers that MKL keeps take what the script's own calls need.
+MKL = {"packed_lstm"}
 #: On some CPUs libraries take all that the share leaves beside tensors: it is refused then.
 REFUSED = {("packed_lstm", 0.3)}
 #: Losses are float32, and their sums are taken in another order.
@@ -101,6 +104,8 @@ def test_a_limit_of_the_process_holds(name: str, share: float) -> None:
     wanted = eager(name)
     limit = int(share * wanted["tensors"])
     found = run(name, "process", ulimit=wanted["there"] + limit)
+    if name in MKL and "error" in found:
+        found = run(name, "process", ulimit=wanted["there"] + limit, MKL_DISABLE_FAST_MM="1")
     if (name, share) in REFUSED and "error" in found:
         assert found["error"].startswith("MemoryLimitError: memory ran out, though"), found["error"]
         return

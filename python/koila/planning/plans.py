@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 
 from koila.basics import config
 from koila.basics.rows import UNIT, largest
-from koila.memory import budget, heap
+from koila.memory import budget
 from koila.planning import limits, ways
 from koila.planning.limits import Needs
 from koila.staged.program import Program
@@ -101,7 +101,6 @@ class Plan:
     def keep(self, program: Program) -> None:
         """Remember, after a run that went well, its chunks for the next program of this shape."""
         if self.shape is not None and is_measured():
-            heap.free_of_mkl()
             last = Lasting(self.n_chunks, self.unit, limits.allowed_for(program), self.way)
             remember(lasting, self.shape, last)
 
