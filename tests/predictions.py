@@ -27,14 +27,24 @@ def predicted_and_taken(
     def loss_of(lazy: Lazy) -> Tensor:
         return call(net(lazy(x)).tanh()).sin().sum()
 
+    return of_step(loss_of, net.zero_grad)
+
+
+def of_step(loss_of: Callable[[Lazy], Tensor], clear: Callable[[], None]) -> tuple[float, int]:
+    """Return the bytes of a step, predicted and measured.
+
+    Args:
+        loss_of: makes the loss, of inputs that it makes lazy with its argument.
+        clear: removes the gradients that a step leaves.
+    """
     loss_of(eager).backward()
-    net.zero_grad()
+    clear()
     memory = Allocations()
     with memory:
         pass
     with memory:
         loss_of(eager).backward()
-    net.zero_grad()
+    clear()
     with koila.config(memory_limit=2**40):
         loss = loss_of(koila.lazy)
         predicted = estimate(Program([loss]), True).whole

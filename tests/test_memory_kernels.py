@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 import koila
+import predictions
 from allocations import Allocations, measure
 from chunked import split
 from koila import _core
-from koila.memory.estimates import estimate
 from koila.recording import functions
-from koila.staged.program import Program as Staged
 from limits import made_up, there
-from oracle import eager
+from oracle import Lazy, eager
 from profiled import bytes_over_time
 from programs_kit import Program
 from programs_losses import labels, randn
@@ -501,24 +500,15 @@ def test_convolutions_with_channels_last(
     x = torch.randn(n_rows, 64, size, size).to(memory_format=torch.channels_last)
     scale = torch.ones((), requires_grad=True)
 
-    def loss_of(rows: Tensor) -> Tensor:
-        return layer(rows * scale).sum()
+    def loss_of(lazy: Lazy) -> Tensor:
+        return layer(lazy(x) * scale).sum()
 
-    loss_of(x).backward()
-    layer.zero_grad()
-    scale.grad = None
-    memory = Allocations()
-    with memory:
-        pass
-    with memory:
-        loss_of(x).backward()
-    layer.zero_grad()
-    scale.grad = None
-    with koila.config(memory_limit=2**40):
-        loss = loss_of(koila.lazy(x))
-        predicted = estimate(Staged([loss]), True).whole
-        _core.forget()
-    assert 0.97 <= predicted / memory.peak <= 1.03
+    def clear() -> None:
+        layer.zero_grad()
+        scale.grad = None
+
+    predicted, taken = predictions.of_step(loss_of, clear)
+    assert 0.97 <= predicted / taken <= 1.03
 
 
 class PlainLayer(nn.Module):

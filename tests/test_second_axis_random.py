@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random heads, along every dim of what they read: a wrong guess costs memory, no number."""
+"""Random heads run in pieces along every dim of their inputs: a wrong dim costs memory only."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ struct Tape {
     bool is_cut_off;     /* the bridge cut it off: no more calls, statistics already written */
     bool is_aside;       /* a run abandoned its calls, and the thread has left it */
     KlNodeId raised;     /* the call at which the last run in chunks raised, or KL_ID_NONE */
-    PyObject *notes;     /* dict of what Python notes about the program; NULL until asked for */
+    PyObject *notes;     /* the dict that _core.notes() returns; NULL until Python asks for it */
 };
 
 /* How koila treats a torch callable that meets a LazyTensor. */

@@ -101,7 +101,7 @@ hold_chunk(KlWalk *walk, const KlStep *put)
     }
 }
 
-/* Return the bytes per row of what RUN keeps, if all chunks of it are held: until a chunk makes its own, one is missing. */
+/* Return the bytes per row of the results that RUN keeps and of which all chunks are counted: it makes this chunk now. */
 static double
 missing(const KlWalk *walk, const KlStep *step)
 {

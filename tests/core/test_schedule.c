@@ -236,8 +236,8 @@ layers(Made *made, Start s, KlValueId *crossing, uint32_t n)
     return call1(&made->p, "mean", h);
 }
 
-/* What is recomputed is let go once it was read, made again before its reader goes back, and let go for good before
- * its own body does; what is kept is let go once, whatever becomes of others. */
+/* The step frees a recomputed value after its last reader, recomputes it before that reader's backward, and frees it
+ * again before the backward of its own body. It frees a kept value once, however others are stored. */
 static void
 test_what_is_made_again(void)
 {
@@ -251,7 +251,7 @@ test_what_is_made_again(void)
         }
         build(&made, loss, 1, true);
         for (uint32_t i = 0; i < 4; i++) {
-            /* The last one is read by a body that goes back at once. */
+            /* A fused body reads the last value: its backward follows each chunk's forward. */
             uint32_t n_again = i < 3 && (mix >> i & 1) != 0;
             CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == n_again);
             CHECK(n_times(&made, KL_STEP_FREE, crossing[i]) == 1 + n_again);

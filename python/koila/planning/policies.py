@@ -27,7 +27,7 @@ class Families(NamedTuple):
     """Policies that are tried, each without those that do nothing else than one before."""
 
     emptying: list[bytes]  # what cheap calls recompute is emptied, in ever longer chains
-    remaking: list[bytes]  # a part of what bodies leave is kept, the rest recomputed by their runs
+    remaking: list[bytes]  # each n-th body's results are kept; the runs of others recompute theirs
     offloading: list[bytes]  # a part of it is offloaded; the last one offloads all
 
 

@@ -373,7 +373,7 @@ class Ways:
         return found
 
     def enough(self, allowed: float, found: Fitting | None = None) -> Fitting | None:
-        """Return a way that frees no more of what bodies leave for each other than is missing;
+        """Return a way that frees only as many boundary values as the memory that is missing needs;
         `found` if none was found that fits and is cheaper."""
         bases = (AS_IT_IS, WITHOUT_CHECKPOINTS)[: 1 + self._program.has_checkpoints]
         for base in bases if self._is_back else ():

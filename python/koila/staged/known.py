@@ -13,8 +13,9 @@ from koila.staged.schedule import Arguments, Cheap, Graph, Op, Schedule, Step, W
 _OPS, _GRAPHS = tuple(Op), tuple(Graph)
 #: The programs that are kept have at most so many calls together: a call takes 2.4 KB.
 _N_KEPT = 2**9
-#: So many schedules of a program are kept: a plan looks at many that no step runs.
-_N_SCHEDULES = 8
+#: So many schedules of a program are kept, about twice those that one plan looks at: plans under
+#: other limits look at others.
+_N_SCHEDULES = 128
 
 
 class Known:
