@@ -169,3 +169,15 @@ def test_the_oldest_are_dropped(made: list[known.Known], monkeypatch: pytest.Mon
         gradients(of_other_rows, model, True)
     assert len(made) == 6
     made[:] = made[-1:]
+
+
+def test_calls_after_a_second_block_of_autocast_are_as_before_it(made: list[known.Known]) -> None:
+    model = network()
+    gradients(as_it_is, model, True)
+    x = koila.lazy(torch.randn(N_ROWS, 4), batch=0)
+    for _ in range(2):  # the calls of the first block wait in the second
+        with torch.autocast("cpu", torch.bfloat16):
+            x = model[0](x).float()[:, :4]  # type: ignore[index]
+    del x
+    gradients(as_it_is, model, True)
+    assert len(made) == 1

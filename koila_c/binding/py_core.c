@@ -564,9 +564,10 @@ KL_DEFINE(pending_bytes, is_graph)
     long long bytes = 0;
     for (size_t i = 0; tape != NULL && i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];
-        const KlSaves *saves = &node->saves;
-        if (is_graph == Py_False || tape->core.values[node->first_out].meta.requires_grad) {
-            bytes += node->is_done ? 0 : kl_tape_n_bytes(&tape->core, (KlNodeId)i);
+        const KlMeta *out = &tape->core.values[node->first_out].meta;
+        if (!node->is_done && (is_graph == Py_False || out->requires_grad)) {
+            const KlSaves *saves = &node->saves;
+            bytes += kl_tape_n_bytes(&tape->core, (KlNodeId)i);
             bytes += saves->bytes_extra + saves->bytes_fixed + saves->bytes_workspace;
         }
     }

@@ -205,7 +205,18 @@ def test_pending_bytes() -> None:
     assert core.pending_bytes(False) == 0
 
 
-def test_memo_lives_as_long_as_the_program() -> None:
+def test_pending_bytes_are_not_of_steps_that_are_done() -> None:
+    """While a call waits that shares their tape."""
+    w = weight()
+    waiting = koila.lazy(batch(), batch=0) * w
+    n_bytes = core.pending_bytes(True)
+    with koila.config(chunks=2):
+        koila.lazy(batch(), batch=0).mul(w).exp().sum().backward()
+    assert core.pending_bytes(True) == n_bytes > 0
+    core.force(waiting)
+
+
+def test_notes_live_as_long_as_the_program() -> None:
     lazy = pending()
     core.notes()["mine"] = 1
     assert core.notes() == {"mine": 1}

@@ -79,8 +79,9 @@ _N_BLOCKS = 64
 class _Blocks:
     """The outermost blocks of autocast, by number."""
 
-    number = 0  # of that in which calls are recorded now, or in which a replay runs them
+    number = -1  # of that in which calls are recorded now, or in which a replay runs them; or none
     cached = 0  # of that whose casts torch has
+    last = 0  # of that which began last
     is_waited_for = False  # it has ended, and torch keeps its casts for calls that have to run
 
     def begin(self, is_pending: bool) -> None:
@@ -91,17 +92,20 @@ class _Blocks:
                 of a loop are alike.
         """
         self.drop()
-        number = self.number % _N_BLOCKS + 1 if is_pending else 0
-        if number != self.number:
-            self.number = number
-            _note((*_current[0][:-1], number))
-        self.cached = number
+        self.last = self.last % _N_BLOCKS + 1 if is_pending else 0
+        self.cached = self.last
+        self._record_in(self.last)
 
     def end(self, is_pending: bool) -> None:
         """End a block. Torch's casts stay as long as calls of the block wait."""
         self.is_waited_for = True
         if not is_pending:
             self.drop()
+        self._record_in(-1)
+
+    def _record_in(self, number: int) -> None:
+        self.number = number
+        _note((*_current[0][:-1], number))
 
     def drop(self) -> None:
         """Drop the casts of a block that has ended."""
@@ -113,7 +117,7 @@ class _Blocks:
         """Let the next calls of a replay have the casts of their own block. But in a block of the
         user's torch has that block's."""
         self.number = number
-        if number != self.cached and autocast_nesting() == 1:  # that of the replay
+        if number not in (-1, self.cached) and autocast_nesting() == 1:  # that of the replay
             self.cached = number
             _clear_casts()
 
@@ -175,6 +179,7 @@ SWITCHES = _make()
 SETTERS = {switch.setter for switch in SWITCHES if switch.setter.startswith("_")}
 SETTERS.add("_set_default_tensor_type")  # it sets the default dtype
 _numbers: dict[Setting, int] = {}
+_settings: list[Setting] = []  # by number
 _current: list[Setting] = []  # the setting that was noted or chosen last
 
 
@@ -202,13 +207,15 @@ def note() -> None:
 
 def _note(setting: Setting) -> None:
     _current[:] = [setting]
-    number = _numbers.setdefault(setting, len(_numbers))
+    number = _numbers.setdefault(setting, len(_settings))
+    if number == len(_settings):
+        _settings.append(setting)
     _core.note_switches(number, _C._get_flash_sdp_enabled())
 
 
 def choose(number: int) -> None:
     """Restore the setting of this number, under which the next call of a replay was recorded."""
-    setting = next(setting for setting, i in _numbers.items() if i == number)
+    setting = _settings[number]
     if setting[:-1] == _current[0][:-1]:
         blocks.choose(setting[-1])
     else:
