@@ -266,3 +266,36 @@ def test_an_index_may_be_shuffled_in_place() -> None:
         order[:] = np.roll(order, 5)
     for got, wanted in zip(batches, want, strict=True):
         assert torch.equal(got.detach().clone(), wanted)
+
+
+MASKS = {
+    "rows": np.arange(ROWS) % 3 != 1,
+    "columns": np.array([True, False, True, True, False]),
+    "both": np.arange(ROWS * 5).reshape(ROWS, 5) % 3 != 1,
+    "bytes": (np.arange(ROWS) % 3 != 1).astype(np.uint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("chunks", [None, *CHUNKS])
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_written_before_backward(name: str, chunks: int | None) -> None:
+    """A call that runs at once keeps the array, as eager does; others are refused."""
+
+    def run(x: Tensor) -> Tensor:
+        mask = MASKS[name].copy()
+        h = x * torch.full((5,), 2.0, dtype=F64, requires_grad=True)
+        taken = (h[:, mask] if name == "columns" else h[mask]).pow(2)
+        mask[...] = np.flip(mask).copy()
+        loss = taken.sum()
+        (found,) = torch.autograd.grad(loss, h)
+        return found.clone()
+
+    x = torch.arange(ROWS * 5, dtype=F64).view(ROWS, 5)
+    want = run(x.clone())
+    with koila.config(chunks=chunks):
+        if name == "bytes" or chunks == 1:
+            assert torch.equal(run(koila.lazy(x.clone())), want)
+        else:
+            with pytest.raises(koila.StaleError, match="through a NumPy"):
+                run(koila.lazy(x.clone()))

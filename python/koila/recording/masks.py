@@ -15,6 +15,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from koila import _core
 from koila.basics import config
 from koila.reporting import reports
+from koila.running import arrays
 
 LazyTensor = _core.LazyTensor
 
@@ -23,7 +24,9 @@ def _mask_as_indices(item: Any) -> tuple[Any, ...] | None:
     """Read a mask and return the indices where it is True; None if `item` is no mask."""
     if not isinstance(item, Tensor) or item.dtype is not torch.bool or item.dim() == 0:
         return None
-    return _read_number(item).nonzero(as_tuple=True)
+    made = _read_number(item).nonzero(as_tuple=True)
+    arrays.note_made_of(item, made)
+    return made
 
 
 def _read_number(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from koila import _core
+from koila.basics import config
 from koila.running import arrays
 
 LazyTensor = _core.LazyTensor
@@ -65,6 +66,8 @@ def _of_array(array: Any, is_saved: bool) -> torch.Tensor:
     shared = torch.from_numpy(array)
     if shared.dtype not in (torch.int64, torch.uint8, torch.bool):
         return shared.to(torch.int64, copy=True)
+    if shared.dtype is torch.uint8 or (shared.dtype is torch.bool and config.is_one_chunk()):
+        return shared  # the call runs at once
     index = shared.clone()
     if is_saved:
         arrays.note_index(index, shared)

@@ -98,6 +98,14 @@ def note_index(index: torch.Tensor, shared: torch.Tensor) -> None:
     _core.notes().setdefault("indices", {})[id(index)] = index, _Array(shared, shared)
 
 
+def note_made_of(index: torch.Tensor, made: tuple[torch.Tensor, ...]) -> None:
+    """Note that a recorded call has `made` for an index of `note_index`, a mask."""
+    indices = _core.notes().get("indices", {})
+    if id(index) in indices:
+        array = indices[id(index)][1]
+        indices.update((id(one), (one, array)) for one in made)
+
+
 def _written_indices() -> dict[int, str]:
     """Return the ids of copies whose arrays were written since, with the lines that made them."""
     indices = _core.notes().get("indices", {})
