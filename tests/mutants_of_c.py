@@ -248,8 +248,8 @@ MUTANTS = [
     Mutant(
         "bridge: what was changed before a call writes it is kept for what was read before",
         "koila_c/binding/py_core.c",
-        "(!is_lost && kl_py_append_new(",
-        "(is_lost < 2 && kl_py_append_new(",
+        "if (is_lost <= 0) {",
+        "if (is_lost < 2) {",
         "tests/test_written_behind_a_cut.py",
     ),
     Mutant(

@@ -91,7 +91,7 @@ PRIVATE_OF_PYTHON = {
 # The line that names the license is not counted: it is no code.
 N_LINES_OF_A_FILE = 1000
 N_LINES_OF_A_FUNCTION = 60
-N_LINES_OF_KOILA_C = 32_255
+N_LINES_OF_KOILA_C = 31_840
 # "file.c:function": "why it may be longer"
 LONG_FUNCTIONS: dict[str, str] = {}
 
@@ -148,7 +148,7 @@ def bodies_of(path: Path) -> dict[str, str]:
         r'/\*.*?\*/|"(?:\\.|[^"\\])*"|^ *#[^\n]*', "", path.read_text(), flags=re.S | re.M
     )
     # Heads of functions: see methods.h and rules.h.
-    text = re.sub(r"^KL_DEFINE\((\w+).*\)$", r"core_\1()", text, flags=re.M)
+    text = re.sub(r"^KL_DEFINE\w*\((\w+).*\)$", r"core_\1()", text, flags=re.M)
     rule = r"^KL_([A-Z]+)\((\w+)\)$"
     text = re.sub(rule, lambda head: f"{head[1].lower()}_{head[2]}()", text, flags=re.M)
     found = re.finditer(r"^(?!\s)[^;{}=]*?\b(\w+)\([^;{}]*\)\s*\{(.*?)^\}", text, re.S | re.M)

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* methods.h - the functions of koila._core; methods.def says what each does. */
-#ifndef KL_METHODS_H
-#define KL_METHODS_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -17,5 +16,3 @@
 #include "methods.def"
 #undef KL_METHOD
 #undef KL_METHOD_OF
-
-#endif

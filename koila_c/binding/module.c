@@ -68,14 +68,10 @@ static PyMethodDef functions[] = {
 #undef KL_METHOD
 #undef KL_METHOD_OF
 
-/* Look up the objects that all files use, and strings (of no module); the exception names what is missing. 0 or -1. */
 static int
-find_names(void)
+import_torch(void)
 {
-    const struct {
-        PyObject **where;
-        const char *module, *name;
-    } names[] = {
+    const KlName names[] = {
         {(PyObject **)&kl_py.tensor_base, "torch._C", "TensorBase"},
         {(PyObject **)&kl_py.tensor, "torch", "Tensor"},
         {&kl_py.len_dispatch_stack, "torch._C", "_len_torch_dispatch_stack"},
@@ -95,24 +91,7 @@ find_names(void)
         {&kl_py.version, NULL, "_version"},
         {&kl_py.data_ptr, NULL, "data_ptr"},
     };
-    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
-        bool is_text = names[i].module == NULL;
-        PyObject *module = is_text ? NULL : PyImport_ImportModule(names[i].module);
-        *names[i].where = is_text          ? PyUnicode_InternFromString(names[i].name)
-                          : module != NULL ? PyObject_GetAttrString(module, names[i].name)
-                                           : NULL;
-        Py_XDECREF(module);
-        if (*names[i].where == NULL) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int
-import_torch(void)
-{
-    if (find_names() < 0) {
+    if (kl_py_look_up(names, sizeof(names) / sizeof(names[0])) < 0) {
         return -1;
     }
     kl_py.empty_tuple = PyTuple_New(0);

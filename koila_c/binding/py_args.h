@@ -10,8 +10,7 @@
  *     kl_py_bound_fini(&bound);                                             always, after the call is read
  *
  * Binding reads no tensor data, runs no user code, and allocates nothing for calls of ordinary size. */
-#ifndef KL_PY_ARGS_H
-#define KL_PY_ARGS_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -111,5 +110,3 @@ void kl_py_bound_fini(KlPyBound *bound);
  * not fit the signature, so that the row declines it; -1: exception. */
 int kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
                          void *context, PyObject *args, PyObject *kwargs);
-
-#endif

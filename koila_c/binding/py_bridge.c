@@ -41,13 +41,8 @@ KL_DEFINE(can_cut, ignored)
     return PyBool_FromLong(result);
 }
 
-KL_DEFINE(behind, object)
+KL_DEFINE_AT_VALUE(behind, tape, id)
 {
-    KlValueId id = KL_ID_NONE;
-    const Tape *tape = kl_tape_open_at(object, false, &id);
-    if (tape == NULL) {
-        return NULL;
-    }
     const KlTape *core = &tape->core;
     PyObject *leaves = PyList_New(0), *held = PyList_New(0);
     bool *is_reached = kl_alloc_zeroed(core->n_values, sizeof(*is_reached));
@@ -68,9 +63,13 @@ KL_DEFINE(behind, object)
                 continue;
             }
             const KlPyValue *entry = &tape->values[input];
-            is_good = (entry->real == NULL || PyList_Append(leaves, entry->real) == 0) &&
-                      (entry->handle == NULL || is_reached[input] ||
-                       kl_py_append_new(held, PyLong_FromUnsignedLong(input)) == 0);
+            if (entry->real != NULL) {
+                kl_py_add(&leaves, Py_NewRef(entry->real));
+            }
+            if (entry->handle != NULL && !is_reached[input]) {
+                kl_py_add(&held, PyLong_FromUnsignedLong(input));
+            }
+            is_good = leaves != NULL && held != NULL;
             is_reached[input] = true;
         }
     }
@@ -98,9 +97,8 @@ KL_DEFINE(reached, ignored)
         }
         is_possible = core->values[i].state == KL_STATE_KNOWN && tape->values[i].result != NULL &&
                       can_hand_out(core, id);
-        if (is_possible &&
-            kl_py_append_new(handed, Py_BuildValue("(IO)", id, tape->values[i].result)) < 0) {
-            Py_CLEAR(handed);
+        if (is_possible) {
+            kl_py_add(&handed, Py_BuildValue("(IO)", id, tape->values[i].result));
         }
     }
     if (handed != NULL && !is_possible) {
@@ -116,9 +114,8 @@ KL_DEFINE(left_numbers, is_any)
     for (size_t i = 0; found != NULL && tape != NULL && i < tape->core.n_values; i++) {
         const KlPyValue *entry = &tape->values[i];
         bool is_known = entry->result != NULL && tape->core.values[i].n_pending > 0;
-        if (is_known && (is_any == Py_True || entry->handle == NULL) &&
-            kl_py_append_new(found, Py_BuildValue("(nO)", i, entry->result)) < 0) {
-            Py_CLEAR(found);
+        if (is_known && (is_any == Py_True || entry->handle == NULL)) {
+            kl_py_add(&found, Py_BuildValue("(nO)", i, entry->result));
         }
     }
     return found;

@@ -194,9 +194,7 @@ decode_list(Decoder *decoder, uint32_t n)
 {
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list != NULL && i < n; i++) {
-        if (kl_py_append_new(list, decode(decoder)) < 0) {
-            Py_CLEAR(list);
-        }
+        kl_py_add(&list, decode(decoder));
     }
     return list;
 }
@@ -319,37 +317,38 @@ error:
 /* -- looking for LazyTensors in a call that is not recorded --------------------------------------------- */
 
 int
-kl_call_visit(PyObject *object, int (*visit)(PyObject *, void *), void *context)
+kl_call_visit_as(PyObject *object, bool (*is_met)(PyObject *), int (*visit)(PyObject *, void *),
+                 void *context)
 {
-    if (kl_lazy_check(object)) {
+    int result = 0;
+    if (is_met(object)) {
         return visit(object, context);
     }
     if (PyList_Check(object) || PyTuple_Check(object)) {
-        for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(object); i++) {
-            int result = kl_call_visit(PySequence_Fast_GET_ITEM(object, i), visit, context);
-            if (result != 0) {
-                return result;
-            }
+        for (Py_ssize_t i = 0; result == 0 && i < PySequence_Fast_GET_SIZE(object); i++) {
+            PyObject *item = PySequence_Fast_GET_ITEM(object, i);
+            result = kl_call_visit_as(item, is_met, visit, context);
         }
     } else if (PyDict_Check(object)) {
         PyObject *key = NULL, *item = NULL;
         Py_ssize_t position = 0;
-        while (PyDict_Next(object, &position, &key, &item)) {
-            int result = kl_call_visit(item, visit, context);
-            if (result != 0) {
-                return result;
-            }
+        while (result == 0 && PyDict_Next(object, &position, &key, &item)) {
+            result = kl_call_visit_as(item, is_met, visit, context);
         }
     } else if (PySlice_Check(object)) {
         const PySliceObject *slice = (const PySliceObject *)object;
         PyObject *parts[3] = {slice->start, slice->stop, slice->step};
-        int result = 0;
-        for (int i = 0; i < 3 && result == 0; i++) {
-            result = kl_call_visit(parts[i], visit, context);
+        for (int i = 0; result == 0 && i < 3; i++) {
+            result = kl_call_visit_as(parts[i], is_met, visit, context);
         }
-        return result;
     }
-    return 0;
+    return result;
+}
+
+int
+kl_call_visit(PyObject *object, int (*visit)(PyObject *, void *), void *context)
+{
+    return kl_call_visit_as(object, kl_lazy_check, visit, context);
 }
 
 int
@@ -361,15 +360,15 @@ kl_call_visit_both(PyObject *args, PyObject *kwargs, int (*visit)(PyObject *, vo
 }
 
 static int
-is_met(PyObject *Py_UNUSED(lazy), void *Py_UNUSED(context))
+stop(PyObject *Py_UNUSED(found), void *Py_UNUSED(context))
 {
     return 1;
 }
 
 bool
-kl_call_holds_lazy(PyObject *object)
+kl_call_holds(PyObject *object, bool (*is_met)(PyObject *))
 {
-    return kl_call_visit(object, is_met, NULL) != 0;
+    return kl_call_visit_as(object, is_met, stop, NULL) != 0;
 }
 
 static PyObject *
@@ -394,9 +393,7 @@ kl_call_map(PyObject *object, PyObject *(*item)(void *, PyObject *), void *conte
     Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
     PyObject *list = PyList_New(0);
     for (Py_ssize_t i = 0; list != NULL && i < n; i++) {
-        if (kl_py_append_new(list, item(context, PySequence_Fast_GET_ITEM(object, i))) < 0) {
-            Py_CLEAR(list);
-        }
+        kl_py_add(&list, item(context, PySequence_Fast_GET_ITEM(object, i)));
     }
     if (list != NULL && PyTuple_Check(object)) {
         Py_SETREF(list, PyList_AsTuple(list));
@@ -430,7 +427,7 @@ real_slice(const PySliceObject *slice)
 PyObject *
 kl_call_real(PyObject *object)
 {
-    if (!kl_call_holds_lazy(object)) {
+    if (!kl_call_holds(object, kl_lazy_check)) {
         return Py_NewRef(object); /* the user's own list, as eager would pass it */
     }
     if (kl_lazy_check(object)) {

@@ -499,49 +499,24 @@ kl_context_end(KlContextSwitch *context)
 int
 kl_context_init(void)
 {
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *c = torch != NULL ? PyObject_GetAttrString(torch, "_C") : NULL;
-    int result = -1;
-    if (c == NULL) {
-        goto error;
-    }
-    const struct {
-        PyObject **where;
-        const char *name;
-        bool is_private;
-    } names[] = {
-        {&state.is_grad_enabled, "is_grad_enabled", false},
-        {&state.set_grad_enabled, "_set_grad_enabled", true},
-        {&state.is_inference_enabled, "is_inference_mode_enabled", false},
-        {&state.inference_mode, "_InferenceMode", true},
-        {&state.is_any_autocast, "_is_any_autocast_enabled", true},
-        {&state.is_autocast_enabled, "is_autocast_enabled", false},
-        {&state.get_autocast_dtype, "get_autocast_dtype", false},
-        {&state.is_cache_enabled, "is_autocast_cache_enabled", false},
-        {&state.set_autocast_enabled, "set_autocast_enabled", false},
-        {&state.set_autocast_dtype, "set_autocast_dtype", false},
-        {&state.set_cache_enabled, "set_autocast_cache_enabled", false},
-        {&state.increment_nesting, "autocast_increment_nesting", false},
-        {&state.decrement_nesting, "autocast_decrement_nesting", false},
-        {&state.clear_cache, "clear_autocast_cache", false},
+    const KlName names[] = {
+        {&state.is_grad_enabled, "torch", "is_grad_enabled"},
+        {&state.set_grad_enabled, "torch._C", "_set_grad_enabled"},
+        {&state.is_inference_enabled, "torch", "is_inference_mode_enabled"},
+        {&state.inference_mode, "torch._C", "_InferenceMode"},
+        {&state.is_any_autocast, "torch._C", "_is_any_autocast_enabled"},
+        {&state.is_autocast_enabled, "torch", "is_autocast_enabled"},
+        {&state.get_autocast_dtype, "torch", "get_autocast_dtype"},
+        {&state.is_cache_enabled, "torch", "is_autocast_cache_enabled"},
+        {&state.set_autocast_enabled, "torch", "set_autocast_enabled"},
+        {&state.set_autocast_dtype, "torch", "set_autocast_dtype"},
+        {&state.set_cache_enabled, "torch", "set_autocast_cache_enabled"},
+        {&state.increment_nesting, "torch", "autocast_increment_nesting"},
+        {&state.decrement_nesting, "torch", "autocast_decrement_nesting"},
+        {&state.clear_cache, "torch", "clear_autocast_cache"},
+        {&state.device_names[0], NULL, "cpu"},
+        {&state.device_names[1], NULL, "cuda"},
     };
-    for (size_t i = 0; i < sizeof(names) / sizeof(names[0]); i++) {
-        *names[i].where = PyObject_GetAttrString(names[i].is_private ? c : torch, names[i].name);
-        if (*names[i].where == NULL) {
-            goto error;
-        }
-    }
     find_symbols();
-    static const char *const devices[KL_N_DEVICES] = {"cpu", "cuda"};
-    for (int i = 0; i < KL_N_DEVICES; i++) {
-        state.device_names[i] = PyUnicode_InternFromString(devices[i]);
-        if (state.device_names[i] == NULL) {
-            goto error;
-        }
-    }
-    result = 0;
-error:
-    Py_XDECREF(c);
-    Py_XDECREF(torch);
-    return result;
+    return kl_py_look_up(names, sizeof(names) / sizeof(names[0]));
 }

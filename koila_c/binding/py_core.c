@@ -14,6 +14,16 @@ value_argument(PyObject *object)
     return kl_lazy_checked(object);
 }
 
+/* The head of the definition of _core.<name>(lazy): `value` is the Value of the LazyTensor. */
+#define KL_DEFINE_OF(name, value)                                                                  \
+    static PyObject *name##_of(Value *value);                                                      \
+    KL_DEFINE(name, object)                                                                        \
+    {                                                                                              \
+        Value *found = value_argument(object);                                                     \
+        return found != NULL ? name##_of(found) : NULL;                                            \
+    }                                                                                              \
+    static PyObject *name##_of(Value *value)
+
 KL_DEFINE(new_axis, ignored)
 {
     return PyLong_FromUnsignedLongLong(++kl_py.n_axis_keys);
@@ -58,23 +68,20 @@ KL_DEFINE(like, args)
     return kl_lazy_new_detached(tensor, &place, key, rows, true);
 }
 
-KL_DEFINE(force, object)
+KL_DEFINE_OF(force, value)
 {
-    Value *value = value_argument(object);
-    return value == NULL ? NULL : kl_live_force(value);
+    return kl_live_force(value);
 }
 
-KL_DEFINE(real, object)
+KL_DEFINE_OF(real, value)
 {
-    Value *value = value_argument(object);
-    PyObject *real = value == NULL ? NULL : kl_lazy_real(value);
-    return value == NULL ? NULL : Py_NewRef(real != NULL ? real : Py_None);
+    PyObject *real = kl_lazy_real(value);
+    return Py_NewRef(real != NULL ? real : Py_None);
 }
 
-KL_DEFINE(is_input, object)
+KL_DEFINE_OF(is_input, value)
 {
-    Value *value = value_argument(object);
-    return value == NULL ? NULL : PyBool_FromLong(value->is_input);
+    return PyBool_FromLong(value->is_input);
 }
 
 KL_DEFINE(is_held_by, args)
@@ -99,24 +106,16 @@ KL_DEFINE(is_held_by, args)
     return PyBool_FromLong(real != NULL && Py_REFCNT(real) == n);
 }
 
-KL_DEFINE(rows_dim, object)
+KL_DEFINE_OF(rows_dim, value)
 {
-    const Value *value = value_argument(object);
-    if (value == NULL) {
-        return NULL;
-    }
     bool is_attached = value->tape != NULL;
     KlPlace place = is_attached ? value->tape->core.values[value->id].meta.place : value->place;
     bool is_alone = place.outer == 1 && place.inner == 1;
     return PyLong_FromLong(!kl_place_is_rows(&place) ? -1 : is_alone ? place.dim : -2);
 }
 
-KL_DEFINE(is_pending_here, object)
+KL_DEFINE_OF(is_pending_here, value)
 {
-    const Value *value = value_argument(object);
-    if (value == NULL) {
-        return NULL;
-    }
     bool is_here = value->tape != NULL && value->tape == kl_tape_open_or_null();
     return PyBool_FromLong(is_here && kl_lazy_real(value) == NULL);
 }
@@ -211,20 +210,15 @@ KL_DEFINE(has_numbers, ignored)
     return Py_NewRef(Py_False);
 }
 
-KL_DEFINE(read, object)
+KL_DEFINE_OF(read, value)
 {
-    Value *value = value_argument(object);
-    return value == NULL || kl_live_read(value) < 0 ? NULL : Py_XNewRef(kl_lazy_number(value));
+    return kl_live_read(value) < 0 ? NULL : Py_XNewRef(kl_lazy_number(value));
 }
 
 /* A write to the tensor would show in other LazyTensors of its memory, while those still show a value on the tape.
  * So then the tensor is not handed out. A known value is detached from the tape, whose own calls keep their tensor. */
-KL_DEFINE(leave, object)
+KL_DEFINE_OF(leave, value)
 {
-    Value *value = value_argument(object);
-    if (value == NULL) {
-        return NULL;
-    }
     Tape *tape = value->tape;
     if (tape == NULL) {
         return Py_NewRef(value->real);
@@ -251,20 +245,13 @@ KL_DEFINE(release, ignored)
     return is_still && kl_stale_release(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(call, object)
+KL_DEFINE_AT_NODE(call, tape, id)
 {
-    KlNodeId id = KL_ID_NONE;
-    Tape *tape = kl_tape_open_at(object, true, &id);
-    return tape == NULL ? NULL : kl_call_describe(tape, id, NULL, NULL);
+    return kl_call_describe(tape, id, NULL, NULL);
 }
 
-KL_DEFINE(refresh_leaf, object)
+KL_DEFINE_AT_VALUE(refresh_leaf, tape, id)
 {
-    KlValueId id = KL_ID_NONE;
-    Tape *tape = kl_tape_open_at(object, false, &id);
-    if (tape == NULL) {
-        return NULL;
-    }
     if (tape->values[id].real == NULL) {
         return PyErr_Format(PyExc_IndexError, "there is no leaf %u", id);
     }
@@ -336,8 +323,8 @@ KL_DEFINE(leaves_of, tensor)
             continue;
         }
         int is_lost = kl_stale_is_lost(tape, (KlValueId)i); /* then its readers raise anyway */
-        if (is_lost < 0 || (!is_lost && kl_py_append_new(list, PyLong_FromSize_t(i)) < 0)) {
-            Py_CLEAR(list);
+        if (is_lost <= 0) {
+            kl_py_add(&list, is_lost < 0 ? NULL : PyLong_FromSize_t(i));
         }
     }
     return list;
@@ -365,12 +352,11 @@ KL_DEFINE(swap, args)
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(storage, object)
+KL_DEFINE_OF(storage, value)
 {
     const Tape *tape = kl_tape_open_or_null();
-    const Value *value = value_argument(object);
-    if (value == NULL || tape == NULL || value->tape != tape) {
-        return value == NULL ? NULL : Py_NewRef(Py_None);
+    if (tape == NULL || value->tape != tape) {
+        return Py_NewRef(Py_None);
     }
     KlStorageId id = tape->core.values[value->id].storage;
     const KlStorage *storage = &tape->core.storages[id];
@@ -378,27 +364,22 @@ KL_DEFINE(storage, object)
     return is_own ? PyLong_FromUnsignedLong(id) : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(has_views, object)
+KL_DEFINE_OF(has_views, value)
 {
     const Tape *tape = kl_tape_open_or_null();
-    const Value *value = value_argument(object);
-    bool has_views = false, is_on_tape = value != NULL && tape != NULL && value->tape == tape;
+    bool has_views = false, is_on_tape = tape != NULL && value->tape == tape;
     const KlValue *own = is_on_tape ? &tape->core.values[value->id] : NULL;
     for (size_t i = 0; own != NULL && own->view_of == KL_ID_NONE && i < tape->core.n_values; i++) {
         const KlValue *other = &tape->core.values[i];
         bool is_view = other->storage == own->storage && other->view_of != KL_ID_NONE;
         has_views = has_views || (is_view && other->meta.requires_grad);
     }
-    return value != NULL ? PyBool_FromLong(has_views) : NULL;
+    return PyBool_FromLong(has_views);
 }
 
-KL_DEFINE(set_for_chunks, object)
+KL_DEFINE_OF(set_for_chunks, value)
 {
     Tape *tape = kl_tape_open_or_null();
-    const Value *value = value_argument(object);
-    if (value == NULL) {
-        return NULL;
-    }
     bool is_on_tape = tape != NULL && value->tape == tape;
     KlNodeId id = is_on_tape ? tape->core.values[value->id].node : KL_ID_NONE;
     bool is_reduction = id != KL_ID_NONE && tape->core.nodes[id].mode == KL_MODE_REDUCE &&
@@ -423,9 +404,7 @@ KL_DEFINE(waiting_draws, ignored)
     KlNodeId id = tape != NULL ? kl_tape_next_draw(&tape->core, 0) : KL_ID_NONE;
     while (list != NULL && id != KL_ID_NONE) {
         const KlNode *node = &tape->core.nodes[id];
-        if (kl_py_append_new(list, Py_BuildValue("(III)", id, node->first_out, node->n_outs)) < 0) {
-            Py_CLEAR(list);
-        }
+        kl_py_add(&list, Py_BuildValue("(III)", id, node->first_out, node->n_outs));
         id = kl_tape_next_draw(&tape->core, id + 1);
     }
     return list;
@@ -480,25 +459,20 @@ KL_DEFINE(retained, args)
     return as != KL_ID_NONE ? PyLong_FromUnsignedLong(as) : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(graph_of, object)
+KL_DEFINE_AT_VALUE(graph_of, tape, id)
 {
-    KlValueId id = KL_ID_NONE;
-    Tape *tape = kl_tape_open_at(object, false, &id);
-    return tape == NULL ? NULL : PyLong_FromUnsignedLong(kl_view_of_graph(tape, id));
+    return PyLong_FromUnsignedLong(kl_view_of_graph(tape, id));
 }
 
-KL_DEFINE(id, object)
+KL_DEFINE_OF(id, value)
 {
-    const Value *value = value_argument(object);
-    bool is_here = value != NULL && value->tape != NULL && value->tape == kl_tape_open_or_null();
-    return value == NULL ? NULL : is_here ? PyLong_FromUnsignedLong(value->id) : Py_NewRef(Py_None);
+    bool is_here = value->tape != NULL && value->tape == kl_tape_open_or_null();
+    return is_here ? PyLong_FromUnsignedLong(value->id) : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(lazy_of, object)
+KL_DEFINE_AT_VALUE(lazy_of, tape, id)
 {
-    KlValueId id = KL_ID_NONE;
-    Tape *tape = kl_tape_open_at(object, false, &id);
-    return tape == NULL ? NULL : kl_lazy_of(tape, id);
+    return kl_lazy_of(tape, id);
 }
 
 KL_DEFINE(is_graph_freed, object)
@@ -509,13 +483,8 @@ KL_DEFINE(is_graph_freed, object)
     return PyBool_FromLong(node != KL_ID_NONE && core->nodes[node].is_graph_freed);
 }
 
-KL_DEFINE(note_drawn, object)
+KL_DEFINE_AT_NODE(note_drawn, tape, id)
 {
-    KlNodeId id = KL_ID_NONE;
-    Tape *tape = kl_tape_open_at(object, true, &id);
-    if (tape == NULL) {
-        return NULL;
-    }
     tape->core.nodes[id].is_drawn = true;
     return Py_NewRef(Py_None);
 }

@@ -35,15 +35,14 @@ KL_DEFINE(overwritten, args)
     }
     const KlNode *node = &core->nodes[id];
     PyObject *found = PyList_New(0);
-    int status = found != NULL ? 0 : -1;
-    for (uint32_t i = 0; i < node->n_inputs + node->n_outs && status == 0; i++) {
+    for (uint32_t i = 0; found != NULL && i < node->n_inputs + node->n_outs; i++) {
         bool is_output = i >= node->n_inputs;
         uint32_t k = is_output ? i - node->n_inputs : i;
         KlValueId value =
             is_output ? node->first_out + k : core->inputs[node->first_input + k].value;
         if (kl_stage_is_overwritten(core, node, k, is_output)) {
-            status = kl_py_append_new(found, PyLong_FromUnsignedLong(value));
+            kl_py_add(&found, PyLong_FromUnsignedLong(value));
         }
     }
-    return status == 0 ? Py_BuildValue("(IN)", id, found) : (Py_XDECREF(found), NULL);
+    return Py_BuildValue("(IN)", id, found); /* NULL, too, if there is no list */
 }

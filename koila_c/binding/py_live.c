@@ -594,26 +594,17 @@ find_rows(const LazyArgs *lazy_args, PyObject *real, KlPlace *place)
     return NULL;
 }
 
-/* Call `visit` with the tensors in tuples, lists and dicts, until it returns another number than 0; return that. */
+static bool
+is_tensor(PyObject *object)
+{
+    return PyObject_TypeCheck(object, kl_py.tensor_base);
+}
+
+/* Call `visit` with the tensors in an object, or NULL, until it returns another number than 0; return that. */
 static int
 visit_tensors(PyObject *object, int (*visit)(PyObject *, void *), void *context)
 {
-    int result = 0;
-    if (object == NULL || PyObject_TypeCheck(object, kl_py.tensor_base)) {
-        return object != NULL ? visit(object, context) : 0;
-    }
-    if (PyDict_Check(object)) {
-        PyObject *key = NULL, *item = NULL;
-        Py_ssize_t position = 0;
-        while (result == 0 && PyDict_Next(object, &position, &key, &item)) {
-            result = visit_tensors(item, visit, context);
-        }
-    } else if (PyTuple_Check(object) || PyList_Check(object)) {
-        for (Py_ssize_t i = 0; result == 0 && i < PySequence_Fast_GET_SIZE(object); i++) {
-            result = visit_tensors(PySequence_Fast_GET_ITEM(object, i), visit, context);
-        }
-    }
-    return result;
+    return object != NULL ? kl_call_visit_as(object, is_tensor, visit, context) : 0;
 }
 
 static int
@@ -642,19 +633,13 @@ wrap_tensor(const LazyArgs *lazy_args, PyObject *real)
                : kl_lazy_new_detached(real, &place, source->axis_key, source->rows, false);
 }
 
-static int
-is_tensor(PyObject *Py_UNUSED(tensor), void *Py_UNUSED(context))
-{
-    return 1;
-}
-
 static PyObject *
 wrap(void *lazy_args, PyObject *object)
 {
-    if (PyDict_Check(object) || visit_tensors(object, is_tensor, NULL) == 0) {
+    if (PyDict_Check(object) || !kl_call_holds(object, is_tensor)) {
         return Py_NewRef(object); /* torch.Size and the like keep their type */
     }
-    if (PyObject_TypeCheck(object, kl_py.tensor_base)) {
+    if (is_tensor(object)) {
         return kl_lazy_check(object) ? Py_NewRef(object) : wrap_tensor(lazy_args, object);
     }
     return kl_call_map(object, wrap, lazy_args);

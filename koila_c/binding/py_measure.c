@@ -192,9 +192,7 @@ KL_DEFINE(moments, args)
         PyObject *entry =
             Py_BuildValue("(IIOddd)", moment->step, moment->node,
                           moment->is_back ? Py_True : Py_False, bytes, gradients, temporary);
-        if (kl_py_append_new(list, entry) < 0) {
-            Py_CLEAR(list);
-        }
+        kl_py_add(&list, entry);
     }
     return list;
 }

@@ -416,12 +416,13 @@ kl_py_place(const KlPlace *place)
                          (long long)place->inner);
 }
 
-int
-kl_py_append_new(PyObject *list, PyObject *item)
+void
+kl_py_add(PyObject **list, PyObject *item)
 {
-    int status = item == NULL ? -1 : PyList_Append(list, item);
+    if (*list != NULL && (item == NULL || PyList_Append(*list, item) < 0)) {
+        Py_CLEAR(*list);
+    }
     Py_XDECREF(item);
-    return status;
 }
 
 bool

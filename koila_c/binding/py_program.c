@@ -77,9 +77,7 @@ kl_program_ids(const KlIds *ids, KlSlice slice)
 {
     PyObject *list = PyList_New(0);
     for (uint32_t i = 0; list != NULL && i < slice.n; i++) {
-        if (kl_py_append_new(list, PyLong_FromUnsignedLong(ids->ids[slice.first + i])) < 0) {
-            Py_CLEAR(list);
-        }
+        kl_py_add(&list, PyLong_FromUnsignedLong(ids->ids[slice.first + i]));
     }
     return list;
 }
@@ -120,18 +118,18 @@ count_handles(const Tape *tape, KlScratch *scratch)
 /* Lazies that share memory must share it when they have their numbers: their storage is wanted as a whole,
  * to take the others from it. `shared` gets (storage, how many lazies are of it) where there are several. */
 static int
-find_shared(const Tape *tape, KlIds *wanted, PyObject *shared, KlScratch *scratch)
+find_shared(const Tape *tape, KlIds *wanted, PyObject **shared, KlScratch *scratch)
 {
     uint32_t *n_handles = count_handles(tape, scratch);
     if (n_handles == NULL) {
         return kl_py_done(PyErr_NoMemory());
     }
-    int result = 0;
-    for (size_t i = 0; i < tape->core.n_storages && result == 0; i++) {
+    for (size_t i = 0; i < tape->core.n_storages && *shared != NULL; i++) {
         if (n_handles[i] >= 2) {
-            result = kl_py_append_new(shared, Py_BuildValue("(nI)", (Py_ssize_t)i, n_handles[i]));
+            kl_py_add(shared, Py_BuildValue("(nI)", (Py_ssize_t)i, n_handles[i]));
         }
     }
+    int result = *shared != NULL ? 0 : -1;
     for (size_t i = wanted->n; i-- > 0 && result == 0;) {
         KlStorageId storage = tape->core.values[wanted->ids[i]].storage;
         KlValueId base = tape->core.storages[storage].base;
@@ -394,8 +392,8 @@ axes_object(const KlTape *core, const KlProgram *program)
     for (size_t i = 0; axes != NULL && i < program->n_runs; i++) {
         KlAxisId axis = program->runs[i].axis; /* of a barrier: KL_ID_NONE */
         long long rows = axis != KL_ID_NONE ? core->axis_rows[kl_tape_axis_find(core, axis)] : 0;
-        if (axis != KL_ID_NONE && kl_py_append_new(axes, Py_BuildValue("(IL)", axis, rows)) < 0) {
-            Py_CLEAR(axes);
+        if (axis != KL_ID_NONE) {
+            kl_py_add(&axes, Py_BuildValue("(IL)", axis, rows));
         }
     }
     return axes;
@@ -476,9 +474,7 @@ KL_DEFINE(facts_of, args)
                          : is_runs   ? run_object(program, &program->runs[i])
                          : is_values ? value_object(&tape->core, program, (KlValueId)i)
                                      : import_object(&stages->imports[i]);
-        if (kl_py_append_new(list, item) < 0) {
-            Py_CLEAR(list);
-        }
+        kl_py_add(&list, item);
     }
     return list;
 }
@@ -633,7 +629,7 @@ KL_DEFINE(stage, args)
         !PyArg_ParseTuple(args, "O!p|O:stage", &PyList_Type, &roots, &is_known_only, &gets) ||
         refresh(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
         (is_known_only ? find_known : find_wanted)(tape, &wanted, &reached) < 0 ||
-        find_shared(tape, &wanted, shared, &scratch) < 0) {
+        find_shared(tape, &wanted, &shared, &scratch) < 0) {
         goto error;
     }
     KlAsked asked = {.goal = {.wanted = wanted.ids,
@@ -714,13 +710,8 @@ view_object(const Tape *tape, KlValueId value)
     return Py_BuildValue("(III)", first->node, origin, first->view_of);
 }
 
-KL_DEFINE(value, object)
+KL_DEFINE_AT_VALUE(value, tape, id)
 {
-    KlValueId id = KL_ID_NONE;
-    const Tape *tape = kl_tape_open_at(object, false, &id);
-    if (tape == NULL) {
-        return NULL;
-    }
     const KlValue *value = &tape->core.values[id];
     const KlPyValue *entry = &tape->values[id];
     KlPlace place = value->meta.place;
@@ -740,13 +731,8 @@ KL_DEFINE(value, object)
                          is_uncertain ? Py_True : Py_False);
 }
 
-KL_DEFINE(node, object)
+KL_DEFINE_AT_NODE(node, tape, id)
 {
-    KlNodeId id = KL_ID_NONE;
-    Tape *tape = kl_tape_open_at(object, true, &id);
-    if (tape == NULL) {
-        return NULL;
-    }
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
     const KlSaves *saves = &node->saves;
@@ -779,22 +765,16 @@ describe_inputs(const Tape *tape, const KlNode *node, bool is_real)
         }
         bool is_aside = is_real && k < 32 && (node->leaf_writes >> k & 1) != 0;
         real = is_aside ? PyObject_CallMethod(real, "clone", NULL) : Py_NewRef(real);
-        if (real == NULL ||
-            kl_py_append_new(
-                list, Py_BuildValue("(INN)", input->value, kl_py_place(&input->place), real)) < 0) {
-            Py_CLEAR(list);
-        }
+        kl_py_add(&list, Py_BuildValue("(INN)", input->value, kl_py_place(&input->place), real));
     }
     return list;
 }
 
-KL_DEFINE(maker_of, object)
+KL_DEFINE_AT_VALUE(maker_of, tape, id)
 {
-    KlValueId id = KL_ID_NONE;
-    Tape *tape = kl_tape_open_at(object, false, &id);
-    KlNodeId maker = tape != NULL ? tape->core.values[id].node : KL_ID_NONE;
-    if (tape == NULL || maker == KL_ID_NONE) {
-        return tape != NULL ? Py_NewRef(Py_None) : NULL;
+    KlNodeId maker = tape->core.values[id].node;
+    if (maker == KL_ID_NONE) {
+        return Py_NewRef(Py_None);
     }
     const KlNode *node = &tape->core.nodes[maker];
     return Py_BuildValue("(IIN)", maker, node->first_out + node->n_outs,
@@ -807,13 +787,8 @@ kl_program_run_again(Tape *tape, KlNodeId id)
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
     PyObject *inputs = describe_inputs(tape, node, true);
-    PyObject *result =
-        inputs != NULL
-            ? PyObject_CallFunction(kl_py.run_again, "IiOIIOn", id,
-                                    axis == KL_ID_NONE ? -1 : (int)axis, inputs, node->first_out,
-                                    node->n_outs, node->writes != 0 ? Py_True : Py_False,
-                                    (Py_ssize_t)tape->core.n_values)
-            : NULL;
-    Py_XDECREF(inputs);
-    return result;
+    return PyObject_CallFunction(kl_py.run_again, "IiNIIOn", id,
+                                 axis == KL_ID_NONE ? -1 : (int)axis, inputs, node->first_out,
+                                 node->n_outs, node->writes != 0 ? Py_True : Py_False,
+                                 (Py_ssize_t)tape->core.n_values);
 }

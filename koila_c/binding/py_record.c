@@ -85,25 +85,6 @@ inspect_lazy(PyObject *lazy, void *context)
     return 0;
 }
 
-/* Whether an argument is or holds an operand whose class torch asks what a call does. */
-static bool
-holds_own_class(PyObject *object)
-{
-    PyObject *key = NULL, *item = NULL;
-    Py_ssize_t position = 0;
-    bool result = false;
-    if (PyTuple_Check(object) || PyList_Check(object)) {
-        for (Py_ssize_t i = 0; !result && i < PySequence_Fast_GET_SIZE(object); i++) {
-            result = holds_own_class(PySequence_Fast_GET_ITEM(object, i));
-        }
-        return result;
-    }
-    while (PyDict_CheckExact(object) && !result && PyDict_Next(object, &position, &key, &item)) {
-        result = holds_own_class(item);
-    }
-    return result || kl_meta_has_own_class(object);
-}
-
 /* Add what an argument holds to `found`. 0 or -1. The quick answers come first: most arguments are LazyTensors,
  * plain tensors and ints. */
 static int
@@ -116,7 +97,8 @@ inspect_argument(PyObject *argument, LazyArgs *found)
         PyLong_CheckExact(argument)) {
         return 0;
     }
-    found->is_any_own_class = found->is_any_own_class || holds_own_class(argument);
+    found->is_any_own_class =
+        found->is_any_own_class || kl_call_holds(argument, kl_meta_has_own_class);
     bool is_watched = kl_meta_is_watched((PyObject *)Py_TYPE(argument));
     if (is_watched && kl_py_done(PyObject_CallOneArg(kl_py.write_elsewhere, argument)) < 0) {
         return -1;

@@ -3,8 +3,6 @@
  * self-test at import finds that torch's objects have the expected layout. */
 #include "py_tape.h"
 
-#include <string.h>
-
 #define KL_FREE_MAX 256
 
 /* Since torch 2.10 the object owns its TensorImpl, and these fields follow the object's header. */

@@ -46,8 +46,8 @@ may_be_read(PyObject *self, PyObject *args, PyObject *kwargs)
     int64_t context = kl_context_now(NULL); /* autocast may keep a cast: kept_casts.py */
     return !kl_tape_is_busy(tape) && kl_py.n_transforms == 0 && context >= 0 &&
            (is_pending || kl_py.n_cut_off > 0 || kl_context_is_autocast((uint32_t)context)) &&
-           !kl_lazy_check(self) && (args == NULL || !kl_call_holds_lazy(args)) &&
-           (kwargs == NULL || !kl_call_holds_lazy(kwargs));
+           !kl_lazy_check(self) && (args == NULL || !kl_call_holds(args, kl_lazy_check)) &&
+           (kwargs == NULL || !kl_call_holds(kwargs, kl_lazy_check));
 }
 
 /* Call what by(tensor) has returned before the write, unless that is None. 0 or -1. */

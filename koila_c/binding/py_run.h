@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_run.h - what records calls and runs them, on the state of a program */
-#ifndef KL_PY_RUN_H
-#define KL_PY_RUN_H
+#pragma once
 
 #include "py_tape.h"
 
@@ -126,5 +125,3 @@ void kl_dispatch_install(void);
 /* -- py_class.c: LazyTensor, the type ------------------------------------------------------------- */
 
 int kl_class_init(PyObject *module);
-
-#endif

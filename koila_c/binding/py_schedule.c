@@ -72,9 +72,7 @@ KL_DEFINE(schedule, args)
         PyObject *item =
             Py_BuildValue("(iiIINN)", (int)step->op, (int)step->graph, step->run, step->n_runs,
                           ids_in(values, step->values), ids_in(values, step->others));
-        if (kl_py_append_new(list, item) < 0) {
-            Py_CLEAR(list);
-        }
+        kl_py_add(&list, item);
     }
     /* "N" steals its references also on failure, and treats NULL as an error. */
     PyObject *result = list != NULL ? Py_BuildValue("(NnN)", list, (Py_ssize_t)schedule.n_forward,

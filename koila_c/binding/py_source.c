@@ -3,8 +3,6 @@
  * frame are kept; they become a file and a line when a message needs them. */
 #include "py_state.h"
 
-#include <string.h>
-
 /* A cache by the identity of a code object's file name: programs have few files. */
 #define KL_N_FILES 256
 

@@ -283,7 +283,7 @@ kl_stale_is_enough(const Tape *tape, KlValueId value)
  * Without `is_cutting`: those that LazyTensors point at; returns 0 if one of them has no number. With it: those whose
  * number is enough for their readers. 1: done; -1 on failure. `lost`: scratch, [n_values]. */
 static int
-find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject *list, bool is_cutting)
+find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject **list, bool is_cutting)
 {
     const KlTape *core = &tape->core;
     for (size_t i = 0; i < core->n_values; i++) {
@@ -308,14 +308,14 @@ find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject *list, bool i
                 continue;
             }
             if (!is_known && !is_cutting) {
-                return 0;
+                return *list != NULL ? 0 : -1;
             }
-            if (is_known && kl_py_append_new(list, PyLong_FromUnsignedLong(out)) < 0) {
-                return -1;
+            if (is_known) {
+                kl_py_add(list, PyLong_FromUnsignedLong(out));
             }
         }
     }
-    return 1;
+    return *list != NULL ? 1 : -1;
 }
 
 KL_DEFINE(outdated, is_over)
@@ -334,11 +334,11 @@ KL_DEFINE(outdated, is_over)
                      ? kl_alloc_zeroed(tape->core.n_values, sizeof(*lost))
                      : NULL;
     if (lost != NULL) {
-        status = find_outdated(tape, is_over == Py_True, lost, list, false);
+        status = find_outdated(tape, is_over == Py_True, lost, &list, false);
     }
     if (status == 0) { /* a pending call needs one of them: make leaves where numbers are enough */
         status = PyList_SetSlice(list, 0, PyList_GET_SIZE(list), NULL);
-        status = status == 0 ? find_outdated(tape, is_over == Py_True, lost, cuts, true) : status;
+        status = status == 0 ? find_outdated(tape, is_over == Py_True, lost, &cuts, true) : status;
     }
     kl_alloc_free(lost);
     for (size_t i = 0; i < tape->core.n_values; i++) {

@@ -39,3 +39,20 @@ kl_py_id(PyObject *object, void *id)
     *(unsigned int *)id = (unsigned int)wide;
     return 1;
 }
+
+int
+kl_py_look_up(const KlName *names, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        bool is_text = names[i].module == NULL;
+        PyObject *module = is_text ? NULL : PyImport_ImportModule(names[i].module);
+        *names[i].where = is_text          ? PyUnicode_InternFromString(names[i].name)
+                          : module != NULL ? PyObject_GetAttrString(module, names[i].name)
+                                           : NULL;
+        Py_XDECREF(module);
+        if (*names[i].where == NULL) {
+            return -1;
+        }
+    }
+    return 0;
+}

@@ -5,8 +5,7 @@
  * LazyTensor ──▶ Value ──▶ Tape ──▶ the Python call of each node, the real tensor of each value. References point
  * one way. A tape knows a Value only by a borrowed pointer, which the Value clears when it dies: that is how a tape
  * learns that the user can no longer ask for a number. */
-#ifndef KL_PY_STATE_H
-#define KL_PY_STATE_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -203,6 +202,14 @@ extern _Thread_local bool kl_py_is_in_function;
 /* Converter for "O&" of PyArg_ParseTuple: the id of a node or value. IndexError if it is out of range. */
 int kl_py_id(PyObject *object, void *id);
 
+/* An object to look up once: an attribute of a module; without a module, the name itself as a str. */
+typedef struct KlName {
+    PyObject **where;
+    const char *module, *name;
+} KlName;
+/* The exception names what is missing. 0 or -1. */
+int kl_py_look_up(const KlName *names, size_t n);
+
 /* Raise the exception that `error` describes. Returns NULL. */
 PyObject *kl_py_raise(const KlError *error);
 
@@ -266,8 +273,9 @@ int kl_meta_requires_grad(PyObject *tensor);
 PyObject *kl_meta_ints(const int64_t *ints, int32_t n); /* a tuple */
 /* (axis, dim, outer, inner) of a place of rows; None: there are none. */
 PyObject *kl_py_place(const KlPlace *place);
-/* Append an item, and drop the caller's reference to it. NULL: an exception is set already. 0 or -1. */
-int kl_py_append_new(PyObject *list, PyObject *item);
+/* Append an item, and drop the caller's reference to it. If the item is NULL, or on failure, drop the list instead, and
+ * set `*list` to NULL; an exception is set then. */
+void kl_py_add(PyObject **list, PyObject *item);
 /* Index in kl_py.devices of a torch.device or its name; -1 if it is not known. */
 int kl_meta_device_from(PyObject *device);
 /* Set meta->device: 0 is the CPU, other devices are numbered as they are first met. 0 or -1. */
@@ -353,5 +361,3 @@ int kl_function_init(PyObject *module);
 Function *kl_function_find(PyObject *func);
 /* Whether a call writes its first argument, by its row or by its name. */
 bool kl_function_is_in_place(const Function *function);
-
-#endif

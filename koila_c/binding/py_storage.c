@@ -393,9 +393,7 @@ KL_DEFINE(unsettled_storages, ignored)
         PyObject *entry =
             Py_BuildValue("(NN)", PyLong_FromVoidPtr((void *)(uintptr_t)known->storage),
                           PyLong_FromVoidPtr((void *)(uintptr_t)known->storage->data));
-        if (kl_py_append_new(result, entry) < 0) {
-            Py_CLEAR(result);
-        }
+        kl_py_add(&result, entry);
     }
     return result;
 }

@@ -38,9 +38,7 @@ KL_DEFINE(parts_table, unused)
             "(sIdddNNNI)", is_last ? "" : of->name, is_last ? 0 : of->n_parts, parts->left,
             parts->combined[0], parts->seeds, amount_object(parts->keeps), held_object(parts->held),
             PyBool_FromLong(parts->of_row), parts->added);
-        if (kl_py_append_new(table, entry) < 0) {
-            Py_CLEAR(table);
-        }
+        kl_py_add(&table, entry);
     }
     return table;
 }
@@ -53,8 +51,8 @@ row_object(const KlRow *row)
     const char *alias = NULL;
     const KlRow *target = NULL;
     for (uint32_t i = 0; names != NULL && kl_ops_alias(i, &alias, &target); i++) {
-        if (target == row && kl_py_append_new(names, PyUnicode_FromString(alias)) < 0) {
-            Py_CLEAR(names);
+        if (target == row) {
+            kl_py_add(&names, PyUnicode_FromString(alias));
         }
     }
     if (names == NULL) {
@@ -72,9 +70,7 @@ KL_DEFINE(op_table, unused)
 {
     PyObject *table = PyList_New(0);
     for (uint32_t i = 0; table != NULL && i < kl_ops_n_rows; i++) {
-        if (kl_py_append_new(table, row_object(&kl_ops_rows[i])) < 0) {
-            Py_CLEAR(table);
-        }
+        kl_py_add(&table, row_object(&kl_ops_rows[i]));
     }
     return table;
 }

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_tape.h - the state of a program: the tape, the LazyTensors that stand for its values, views after a write, leaves
  * that changed, calls that failed, arguments as slots. These files hold one another, and call each other. */
-#ifndef KL_PY_TAPE_H
-#define KL_PY_TAPE_H
+#pragma once
 
 #include "py_state.h"
 
@@ -15,6 +14,18 @@ Tape *kl_tape_open(void);
 Tape *kl_tape_open_or_null(void);
 /* This thread's tape, and the id of a node or value of it; NULL with an exception: it has none with that number. */
 Tape *kl_tape_open_at(PyObject *object, bool is_node, uint32_t *id);
+/* The heads of the definitions of _core.<name>(id), where `id` is that of a value, or a node, of this thread's tape. */
+#define KL_DEFINE_AT_VALUE(name, tape, id) KL_DEFINE_AT(name, false, tape, id)
+#define KL_DEFINE_AT_NODE(name, tape, id) KL_DEFINE_AT(name, true, tape, id)
+#define KL_DEFINE_AT(name, is_node, tape, id)                                                      \
+    static PyObject *name##_at(Tape *tape, uint32_t id);                                           \
+    KL_DEFINE(name, object)                                                                        \
+    {                                                                                              \
+        uint32_t at = KL_ID_NONE;                                                                  \
+        Tape *open = kl_tape_open_at(object, is_node, &at);                                        \
+        return open != NULL ? name##_at(open, at) : NULL;                                          \
+    }                                                                                              \
+    static PyObject *name##_at(Tape *tape, uint32_t id)
 /* Enter a real tensor as a WHOLE leaf; a tensor object that is a leaf already keeps its value. 0 or -1. */
 int kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value);
 /* The leaf of a real tensor, or KL_ID_NONE if it has not entered. */
@@ -217,12 +228,14 @@ PyObject *kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlV
 PyObject *kl_call_real(PyObject *object);
 /* A list or tuple of the type of `object`, with item(context, entry) in place of each entry. */
 PyObject *kl_call_map(PyObject *object, PyObject *(*item)(void *, PyObject *), void *context);
-/* Call `visit` for each LazyTensor in `object`, nested ones too. Stops at, and returns, a non-zero result. */
+/* Call `visit` for each object in `object` for which `is_met` holds, nested ones too. Stops at, and returns, a non-zero
+ * result. */
+int kl_call_visit_as(PyObject *object, bool (*is_met)(PyObject *),
+                     int (*visit)(PyObject *found, void *), void *context);
+/* Likewise for each LazyTensor. */
 int kl_call_visit(PyObject *object, int (*visit)(PyObject *lazy, void *), void *context);
 /* kl_call_visit() for the arguments of a call; kwargs may be NULL or None. */
 int kl_call_visit_both(PyObject *args, PyObject *kwargs, int (*visit)(PyObject *lazy, void *),
                        void *context);
-/* Whether an argument, or the arguments of a call, hold a LazyTensor. */
-bool kl_call_holds_lazy(PyObject *object);
-
-#endif
+/* Whether an argument, or the arguments of a call, hold an object for which `is_met` holds. */
+bool kl_call_holds(PyObject *object, bool (*is_met)(PyObject *));

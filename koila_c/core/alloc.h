@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* alloc.h - all allocations of the core. Tests can make the nth allocation fail. */
-#ifndef KL_ALLOC_H
-#define KL_ALLOC_H
+#pragma once
 
 #include "base.h"
 
@@ -36,5 +35,3 @@ void kl_alloc_fail_after(int64_t n);
 
 /* Return the number of allocated blocks, for leak tests. */
 int64_t kl_alloc_n_blocks(void);
-
-#endif

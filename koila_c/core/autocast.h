@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* autocast.h - the dtypes to which torch's autocast casts the inputs of a call. The lists of ops are torch's own
  * (ATen/autocast_mode.h and autocast_mode.cpp), by device type. */
-#ifndef KL_AUTOCAST_H
-#define KL_AUTOCAST_H
+#pragma once
 
 #include "ops.h"
 
@@ -18,5 +17,3 @@ KlStatus kl_autocast_inputs(const KlAutocast *autocast, const KlCall *call, KlMe
 
 /* Correct `saves` for inputs that were cast: autograd saves the cast copy, so clear the input's bit and add the bytes. */
 void kl_autocast_saves(const KlCall *call, const KlMeta *const *seen, KlSaves *saves);
-
-#endif

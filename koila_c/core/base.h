@@ -3,8 +3,7 @@
  *
  * The core is plain C without Python: numbers in, numbers out. A function that can fail returns a KlStatus, leaves its
  * arguments unchanged on failure, and writes the error text into a KlError where it detects the failure. */
-#ifndef KL_BASE_H
-#define KL_BASE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -45,5 +44,3 @@ kl_larger(int64_t left, int64_t right)
 {
     return left > right ? left : right;
 }
-
-#endif

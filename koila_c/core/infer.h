@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* infer.h - infers the outputs of a call from its row: shapes, dtypes, requires_grad, places, and how it is split. */
-#ifndef KL_INFER_H
-#define KL_INFER_H
+#pragma once
 
 #include "ops.h"
 
@@ -15,5 +14,3 @@ void kl_infer_saves(const KlCall *call, const KlInferred *result, KlSaves *saves
 
 /* Free the arrays of `result`. */
 void kl_infer_fini(KlInferred *result);
-
-#endif

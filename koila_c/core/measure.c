@@ -5,8 +5,6 @@
  * measure_runs.c. */
 #include "measure.h"
 
-#include <string.h>
-
 #include "alloc.h"
 #include "measure_walk.h"
 

@@ -4,8 +4,7 @@
  * It walks the instructions of the schedule, as replay.py does. Inside a body the live bytes are
  * fixed + per_row * rows (sweep.h). Whatever outlives a run is fixed: values that other stages read, accumulated
  * gradients, the graphs of barriers until their backward. Partial results of reductions take per_chunk bytes. */
-#ifndef KL_MEASURE_H
-#define KL_MEASURE_H
+#pragma once
 
 #include "schedule.h"
 #include "sweep.h"
@@ -43,5 +42,3 @@ double kl_measure_at(const KlMeasured *measured, const KlMoment *moment, int64_t
 
 /* Return the peak with chunks of `rows` rows and store its first moment in `worst`; 0 if there are no moments. */
 double kl_measure_peak(const KlMeasured *measured, int64_t rows, KlMoment *worst);
-
-#endif

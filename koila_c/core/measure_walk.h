@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* measure_walk.h - the state of the fold over a schedule: of the step, of each value and of each storage. */
-#ifndef KL_MEASURE_WALK_H
-#define KL_MEASURE_WALK_H
+#pragma once
 
 #include "measure.h"
 
@@ -170,5 +169,3 @@ void kl_walk_hold_gradients(KlWalk *walk, double bytes, double per_row);
 
 /* Hold the gradients that a segment's backward made for results of earlier segments, until their backward. */
 void kl_walk_hold_segment_gradients(KlWalk *walk, const KlRun *run);
-
-#endif

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* meta.h - the metadata of a value, known without running it: dtype, shape, strides, and where its rows are. */
-#ifndef KL_META_H
-#define KL_META_H
+#pragma once
 
 #include "base.h"
 
@@ -86,5 +85,3 @@ kl_place_is_rows(const KlPlace *place)
 bool kl_meta_is_cut_in_place(const KlMeta *meta, const KlPlace *place);
 
 bool kl_place_is_equal(const KlPlace *left, const KlPlace *right);
-
-#endif

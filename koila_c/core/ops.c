@@ -40,7 +40,7 @@ enum { WEIGHT_CHEAP = false, WEIGHT_HEAVY = true };
 
 /* The cells `saves` that list arguments and outputs which torch saves for backward (derivatives.yaml). The other cells
  * are functions. `for_grad`: saved only if the gradient that needs it is required. */
-enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
+enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8, W4 = 16 };
 #define KEEPS(...) kl_rules_keep, .keeps = {__VA_ARGS__}
 #define saves_nothing KEEPS(.words = 0)
 #define saves_no_grad KEEPS(.has_no_gradient = true)
@@ -71,19 +71,34 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define saves_word2 KEEPS(.words = W2)
 
 /* Cells with parameters, and variants of rules: conv(2) is the rule shape_conv() with n_spatial 2. */
+#define shape_added(equation_) shape_product, .equation = equation_, .has_addend = true
+#define shape_added_outer(equation_) shape_outer, .equation = equation_, .has_addend = true
 #define shape_adaptive_pool(n_, outs_) shape_adaptive_pool, .n_spatial = n_, .n_outs = outs_
 #define shape_avg_pool(n_) shape_avg_pool, .n_spatial = n_, .n_outs = 1
 #define shape_conv(n_) shape_conv, .n_spatial = n_
 #define shape_conv_transpose(n_) shape_conv, .n_spatial = n_, .is_transposed = true
 #define shape_cumulate(outs_) shape_cumulate, .n_outs = outs_
-#define shape_linear_between(n_) shape_linear_between, .n_spatial = n_
+#define shape_feature_dropout shape_dropout, .is_feature = true
+#define shape_like(option_) shape_like, .first_option = option_
+#define shape_loss_cosine shape_loss_cosine, .plain = W2
+#define shape_loss_equal(plain_) shape_loss_equal, .plain = plain_
+#define shape_loss_margin shape_loss_margin, .plain = W4
+#define shape_loss_plain(plain_) shape_loss, .plain = plain_
 #define shape_max_pool(n_, outs_) shape_max_pool, .n_spatial = n_, .n_outs = outs_
-#define shape_nearest(n_) shape_nearest, .n_spatial = n_
+#define shape_new(option_) shape_new, .first_option = option_
+#define shape_outer(equation_) shape_outer, .equation = equation_
 #define shape_packed_rnn(gates_) shape_rnn, .n_gates = gates_, .is_packed = true
+#define shape_pair(dim_) shape_pair, .pair_dim = dim_
+#define shape_product(equation_) shape_product, .equation = equation_
+#define shape_reshape shape_view, .can_copy = true
+#define shape_reshape_as shape_view_as, .can_copy = true
 #define shape_rnn(gates_) shape_rnn, .n_gates = gates_
 #define shape_rnn_cell(gates_) shape_rnn_cell, .n_gates = gates_
 #define shape_sort(outs_) shape_sort, .n_outs = outs_
 #define shape_std(outs_) shape_std, .n_outs = outs_
+#define shape_unsafe_chunk shape_chunk, .is_untracked = true
+#define shape_unsafe_split shape_split, .is_untracked = true
+#define shape_upsample(n_) shape_upsample, .n_spatial = n_
 #define dtype_compare_ordered dtype_compare, .kinds = KL_KINDS_ORDERED
 #define dtype_promote_bits dtype_promote, .kinds = KL_KINDS_BITS
 #define dtype_promote_number dtype_promote, .kinds = KL_KINDS_REAL
@@ -97,10 +112,16 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8 };
 #define dtype_to_float_real dtype_to_float, .kinds = KL_KINDS_ORDERED
 #define dtype_cast(to_) dtype_cast, .dtype_to = KL_DTYPE_##to_
 #define place_batch_norm place_batch_norm, .is_batch_norm = true
+#define place_but_last(n_, reason_) place_but_last, .n_mixed = n_, .reason = reason_
 #define place_cat place_cat, .is_joining = true
+#define place_col2im place_but_last(2, "the batch is in channels or positions")
+#define place_conv(n_)                                                                             \
+    place_but_last((n_) + 1, "the batch is in channels, positions or weights of a convolution")
 #define place_gradient_of place_gradient_of, .is_derivative = true
+#define place_im2col place_but_last(3, "the batch is in channels or positions")
+#define place_once(reason_) place_once, .reason = reason_
 #define place_reduced(by_) place_reduced, .reduce = KL_REDUCE_##by_
-#define place_spatial(n_) place_spatial, .n_mixed = n_
+#define place_spatial(n_) place_but_last(n_, "the batch is in positions of a window")
 
 /* Declare the rules, which begin what a cell stands for. If one is not defined, the extension does not link: hidden names
  * are not looked up when it is loaded. */

@@ -3,8 +3,7 @@
  *
  * A *call* is a row with bound arguments: args[i] belongs to the i-th word of the row's call signature.
  * A rule sees metas, ints and floats, never data and never a Python object. */
-#ifndef KL_OPS_H
-#define KL_OPS_H
+#pragma once
 
 #include "meta.h"
 
@@ -287,6 +286,8 @@ typedef enum {
     KL_KINDS_NUMBER = KL_KINDS_REAL | KL_KINDS_COMPLEX,
 } KlKinds;
 
+enum { KL_PAIR_LAST = -2 }; /* always the last dim */
+
 /* The arguments that torch saves for backward, as words of the signature: bit i is word i. */
 typedef struct KlKeeps {
     uint8_t words;        /* saved if any gradient is needed */
@@ -306,12 +307,21 @@ struct KlRow {
     KlKeeps keeps;
     KlEffects effects;
     /* Parameters of cells, as the 2 of conv(2): */
-    uint8_t n_spatial;  /* spatial dims, at the end */
-    bool is_transposed; /* a convolution */
-    uint8_t n_outs;     /* outputs, if a shape rule can make one or two */
-    uint8_t n_gates;    /* of a recurrent layer or cell */
-    bool is_packed;     /* a recurrent layer over sequences of several lengths */
+    uint8_t n_spatial;    /* spatial dims, at the end */
+    bool is_transposed;   /* a convolution */
+    const char *equation; /* of a product, as einsum's: "rs,sc->rc" */
+    bool has_addend;      /* a product that is added to the first argument */
+    uint8_t n_outs;       /* outputs, if a shape rule can make one or two */
+    uint8_t n_gates;      /* of a recurrent layer or cell */
+    bool is_packed;       /* a recurrent layer over sequences of several lengths */
     uint8_t n_mixed;    /* dims at the end whose entries the op mixes: they cannot hold the rows */
+    const char *reason; /* why the call runs once: always, or if its rows are in a mixed dim */
+    uint8_t first_option; /* the word `dtype` of a new value, before other options */
+    bool can_copy;        /* a view, or a copy if the strides allow none */
+    bool is_feature;      /* a dropout that drops whole features */
+    bool is_untracked;    /* parts that autograd does not track */
+    uint8_t plain;        /* bit i: a loss that is declined if word i requires grad */
+    int8_t pair_dim;      /* the dim along which two arguments are compared, or KL_PAIR_LAST */
     KlDtype dtype_to;
     KlKinds kinds; /* of dtypes that a dtype rule accepts */
     KlReduce reduce;
@@ -361,5 +371,3 @@ bool kl_ops_alias(uint32_t n, const char **alias, const KlRow **row);
 
 /* Set n_outs to `n` and allocate the outputs, zeroed and WHOLE. */
 KlStatus kl_ops_reserve_outs(KlInferred *result, uint32_t n, KlError *error);
-
-#endif

@@ -376,8 +376,7 @@ finish_run(Build *build, KlRun *run)
     for (uint32_t i = 0; i < run->nodes.n; i++) {
         KlNodeId id = program->nodes.ids[run->nodes.first + i];
         const KlNode *node = &tape->nodes[id];
-        for (uint32_t k = 0; k < node->n_outs; k++) {
-            KlValueId out = node->first_out + k;
+        for (KlValueId out = node->first_out; out < node->first_out + node->n_outs; out++) {
             build->last_use[out] = i;
             const bool is_part = program->parts.ids[run->nodes.first + i] != 0;
             build->made_in[out] = is_part || program->stages.is_leaf[out] ? 0 : serial;
@@ -388,8 +387,7 @@ finish_run(Build *build, KlRun *run)
     }
     for (uint32_t i = 0; i < run->combined.n; i++) {
         const KlNode *node = &tape->nodes[program->combined.ids[run->combined.first + i]];
-        for (uint32_t k = 0; k < node->n_outs; k++) {
-            KlValueId out = node->first_out + k;
+        for (KlValueId out = node->first_out; out < node->first_out + node->n_outs; out++) {
             build->made_in[out] = program->stages.is_leaf[out] ? 0 : serial;
         }
     }

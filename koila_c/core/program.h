@@ -5,8 +5,7 @@
  * order. A run's imports are the values it reads from outside, its exports the values that others read. The lists
  * of all runs are slices of the program's arrays, so building them takes few allocations. The time is linear in
  * nodes, inputs and outputs, except for sorting the nodes of each body. */
-#ifndef KL_PROGRAM_H
-#define KL_PROGRAM_H
+#pragma once
 
 #include "stage.h"
 
@@ -127,5 +126,3 @@ kl_program_is_tail(const KlProgram *program, const KlRun *run)
     return !kl_program_is_body(run) && program->stages.last_body != KL_STAGE_NONE &&
            run->stage > program->stages.last_body;
 }
-
-#endif

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* resident.h - the resident private memory of this process, measured and bounded by a thread. On Linux only: elsewhere
  * nothing is measured. */
-#ifndef KL_RESIDENT_H
-#define KL_RESIDENT_H
+#pragma once
 
 #include "base.h"
 
@@ -23,5 +22,3 @@ KlResident *kl_resident_watch(int64_t bound);
 /* Stop the thread and free `watch`. Return the most bytes that were resident; set `*n_returns` to how often free memory was
  * returned. */
 int64_t kl_resident_stop(KlResident *watch, int64_t *n_returns);
-
-#endif

@@ -11,8 +11,7 @@
  * Likewise the storage of a result of a body can be freed between the passes, even if graphs saved it, and cheap
  * calls recompute it chunk by chunk: for example a residual sum whose terms are kept anyway. The inputs of these
  * calls may be such values themselves, but must be in memory otherwise. */
-#ifndef KL_RETAINED_H
-#define KL_RETAINED_H
+#pragma once
 
 #include "program.h"
 
@@ -59,5 +58,3 @@ KlStatus kl_retained_find_cheap(const KlRetained *retained, uint32_t run);
  * all results are invalid. */
 KlStatus kl_retained_find(const KlRetained *retained, const KlRun *run, bool *retains, KlIds *again,
                           KlIds *needs);
-
-#endif

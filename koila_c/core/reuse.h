@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* reuse.h - memory that a library freed is used again for blocks of the same size. With glibc only. */
-#ifndef KL_REUSE_H
-#define KL_REUSE_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -9,5 +8,3 @@
  * and until the process ends. Return whether they do: not so if the library is not loaded, or if it does not take its
  * blocks from glibc. May be called again. */
 bool kl_reuse_freed(const char *library);
-
-#endif

@@ -7,8 +7,7 @@
  * call is missing or has an unknown dtype. It calls a place rule only if an input has rows (is in ROWS), over
  * one axis that is not empty, and starts with mode ROWS, each input at its own place, and each output WHOLE.
  * A rule returns KL_DECLINED for anything that it does not support. */
-#ifndef KL_RULES_H
-#define KL_RULES_H
+#pragma once
 
 #include "infer.h"
 
@@ -257,5 +256,3 @@ KlRule dtype_all_same, dtype_promote, dtype_same, dtype_uniform_float, dtype_val
 KlRule place_along, place_moved, place_rowwise, place_scan;
 KlSavesRule kl_rules_keep; /* as KlRow.keeps says */
 KlSavesRule saves_all, saves_index;
-
-#endif

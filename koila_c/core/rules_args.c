@@ -3,8 +3,6 @@
  * declined: it may be legal, but the rule cannot describe it. */
 #include "rules.h"
 
-#include <string.h>
-
 bool
 kl_rules_is_given(const KlCall *call, uint32_t arg)
 {

@@ -156,13 +156,6 @@ KL_SHAPE(conv)
     return status;
 }
 
-KL_PLACE(conv)
-{
-    bool is_batched = call->inputs[0]->n_dims == call->inputs[1]->n_dims;
-    return kl_rules_wire_alike(call, result, kl_rules_letters(is_batched),
-                               "the batch is in channels, positions or weights of a convolution");
-}
-
 /* Whether the kernel reads the input without a copy: if it is row-major, or channels last if input or weight is. With
  * unknown strides it is taken to make a copy. Set `is_last` if the kernel is one for channels last. */
 static bool

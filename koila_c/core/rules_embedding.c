@@ -51,11 +51,6 @@ KL_SHAPE(embedding_renorm)
     return is_fit ? kl_rules_out(result, weight, error) : KL_DECLINED;
 }
 
-KL_PLACE(embedding_renorm)
-{
-    return kl_rules_once(result, "the whole batch shrinks one table");
-}
-
 KL_SHAPE(one_hot)
 {
     const KlMeta *input = kl_rules_input(call, 0);
@@ -67,11 +62,6 @@ KL_SHAPE(one_hot)
     KlMeta out = *input;
     out.shape[out.n_dims++] = n_classes;
     return kl_rules_out_contiguous(result, &out, error);
-}
-
-KL_PLACE(one_hot)
-{
-    return kl_rules_wire_alike(call, result, kl_rules_letters(call->inputs[0]->n_dims), NULL);
 }
 
 /* --- embedding_bag: input (n, l), weight (v, d), ..., per_sample_weights (n, l) -> (n, d). Bags of several lengths

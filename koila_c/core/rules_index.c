@@ -2,8 +2,6 @@
 /* rules_index.c - x[...] and x[...] = v: shapes and places from the outline of the index. */
 #include "rules_outline.h"
 
-#include <string.h>
-
 /* Set the strides of an indexed result. torch runs indexing as an elementwise op over the value, with stride 0 in the
  * indexed dims, and the index tensors. */
 static KlStatus

@@ -3,8 +3,6 @@
  * the size left or right of the row's digit (NOTE [digits] in rules_digits.c). */
 #include "rules.h"
 
-#include <string.h>
-
 static const char not_all_rows[] = "samples are joined with values that are none";
 static const char several_batches[] = "two different batches are combined";
 static const char batch_split[] = "the batch itself is split";
@@ -209,6 +207,16 @@ take_part(const KlCall *call, KlMeta *out, int32_t at, int64_t size)
     out->shape[at] = size;
 }
 
+/* Autograd does not track the views of unsafe ops, so in no_grad mode they require no grad. */
+static KlStatus
+finish_parts(const KlCall *call, KlInferred *result)
+{
+    bool is_untracked = call->row->is_untracked && !call->is_grad_enabled;
+    result->outs_no_grad = is_untracked ? UINT64_MAX : 0;
+    kl_rules_alias(result, KL_ALIAS_VIEW, 0);
+    return is_untracked && result->n_outs > 64 ? KL_DECLINED : KL_OK;
+}
+
 static KlStatus
 split_evenly(const KlCall *call, KlInferred *result, int32_t at, int64_t size, KlError *error)
 {
@@ -222,8 +230,7 @@ split_evenly(const KlCall *call, KlInferred *result, int32_t at, int64_t size, K
     for (int64_t i = 0; status == KL_OK && i < n; i++) {
         take_part(call, &result->outs[i], at, i + 1 < n ? size : total - size * (n - 1));
     }
-    kl_rules_alias(result, KL_ALIAS_VIEW, 0);
-    return status;
+    return status == KL_OK ? finish_parts(call, result) : status;
 }
 
 static KlStatus
@@ -246,8 +253,7 @@ split_by(const KlCall *call, KlInferred *result, int32_t at, const int64_t *size
     for (uint32_t i = 0; status == KL_OK && i < n; i++) {
         take_part(call, &result->outs[i], at, sizes[i]);
     }
-    kl_rules_alias(result, KL_ALIAS_VIEW, 0);
-    return status;
+    return status == KL_OK ? finish_parts(call, result) : status;
 }
 
 /* split(x, size, dim) and split(x, [sizes], dim) */
@@ -282,27 +288,6 @@ KL_SHAPE(chunk)
         return KL_DECLINED;
     }
     return split_evenly(call, result, at, (call->inputs[0]->shape[at] + n - 1) / n, error);
-}
-
-/* Return `status`. Autograd does not track the views of these ops, so in no_grad mode they require no grad. */
-static KlStatus
-untracked(KlStatus status, const KlCall *call, KlInferred *result)
-{
-    if (!call->is_grad_enabled && status == KL_OK) {
-        result->outs_no_grad = UINT64_MAX;
-        return result->n_outs <= 64 ? KL_OK : KL_DECLINED;
-    }
-    return status;
-}
-
-KL_SHAPE(unsafe_chunk)
-{
-    return untracked(shape_chunk(call, result, error), call, result);
-}
-
-KL_SHAPE(unsafe_split)
-{
-    return untracked(shape_split(call, result, error), call, result);
 }
 
 KL_SHAPE(unbind)

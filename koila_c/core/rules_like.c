@@ -2,8 +2,6 @@
 /* rules_like.c - copies, casts, and new values that take only a shape or a dtype from another. */
 #include "rules.h"
 
-#include <string.h>
-
 /* Get the memory format in args[arg]; PRESERVE is torch's default for copies. */
 static KlStatus
 get_format(const KlCall *call, uint32_t arg, KlFormat fallback, KlFormat *format)
@@ -194,6 +192,18 @@ KL_DTYPE(type)
 
 /* --- new values ------------------------------------------------------------------------------------------ */
 
+/* Check that the words from `first` to the options are numbers; they may be left out. */
+static KlStatus
+check_numbers(const KlCall *call, uint32_t first)
+{
+    for (uint32_t i = first; i < call->row->first_option; i++) {
+        if (call->args[i].kind != KL_ARG_ABSENT && !kl_rules_is_number(&call->args[i])) {
+            return KL_DECLINED;
+        }
+    }
+    return KL_OK;
+}
+
 /* Check args[first] to args[first + 4]: dtype, layout, device, pin_memory, requires_grad. Set only the device. */
 static KlStatus
 read_options(const KlCall *call, KlInferred *result, uint32_t first)
@@ -216,30 +226,16 @@ read_options(const KlCall *call, KlInferred *result, uint32_t first)
     return has_dtype && !is_dtype ? KL_DECLINED : KL_OK;
 }
 
-static KlStatus
-like(const KlCall *call, KlInferred *result, uint32_t first, KlError *error)
+/* input, numbers, options, memory_format */
+KL_SHAPE(like)
 {
+    const uint32_t first = call->row->first_option;
     KlFormat format = KL_FORMAT_PRESERVE;
-    KlStatus status = read_options(call, result, first);
+    KlStatus status = check_numbers(call, 1);
+    status = status == KL_OK ? read_options(call, result, first) : status;
     status = status == KL_OK ? get_format(call, first + 5, KL_FORMAT_PRESERVE, &format) : status;
     status = status == KL_OK ? kl_rules_out(result, call->inputs[0], error) : status;
     return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], format) : status;
-}
-
-KL_SHAPE(like)
-{
-    return like(call, result, 1, error);
-}
-
-/* input, low, high, options */
-KL_SHAPE(randint_like)
-{
-    return call->n_inputs == 1 ? like(call, result, 3, error) : KL_DECLINED;
-}
-
-KL_SHAPE(full_like)
-{
-    return kl_rules_is_number(&call->args[1]) ? like(call, result, 2, error) : KL_DECLINED;
 }
 
 KL_DTYPE(like)
@@ -260,13 +256,14 @@ KL_DTYPE(like_real)
                                                                               : status;
 }
 
-static KlStatus
-new_value(const KlCall *call, KlInferred *result, uint32_t first, KlError *error)
+/* input, sizes, numbers, options */
+KL_SHAPE(new)
 {
     const int64_t *sizes = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, 1, &sizes, &n);
-    status = status == KL_OK ? read_options(call, result, first) : status;
+    KlStatus status = check_numbers(call, 2);
+    status = status == KL_OK ? kl_rules_ints(call, 1, &sizes, &n) : status;
+    status = status == KL_OK ? read_options(call, result, call->row->first_option) : status;
     for (uint32_t i = 0; status == KL_OK && i < n; i++) {
         if (sizes[i] < 0) {
             return kl_error_set(error, KL_ERROR_ARGUMENT, "a size of %lld", (long long)sizes[i]);
@@ -277,16 +274,6 @@ new_value(const KlCall *call, KlInferred *result, uint32_t first, KlError *error
         kl_meta_set_contiguous(&result->outs[0]);
     }
     return status;
-}
-
-KL_SHAPE(new)
-{
-    return new_value(call, result, 2, error);
-}
-
-KL_SHAPE(new_full)
-{
-    return kl_rules_is_number(&call->args[2]) ? new_value(call, result, 3, error) : KL_DECLINED;
 }
 
 /* The value depends on no row. Whether one of its sizes is the number of rows is decided when a call reads it. */

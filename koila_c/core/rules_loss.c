@@ -42,6 +42,12 @@ kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms, 
     if (status != KL_OK) {
         return status;
     }
+    /* Of these torch refuses a gradient, or saves tensors that no rule describes. */
+    for (uint32_t arg = 0; call->row->plain >> arg != 0; arg++) {
+        if ((call->row->plain >> arg & 1) != 0 && kl_rules_needs_grad(call, arg)) {
+            return KL_DECLINED;
+        }
+    }
     const KlMeta scalar = {.n_dims = 0};
     return is_reduced ? kl_rules_out_contiguous(result, &scalar, error)
                       : kl_rules_out_plain(call, result, terms, error);
@@ -76,25 +82,12 @@ KL_SHAPE(loss)
     return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
 }
 
-/* Decline targets, args[1], that require grad: torch refuses them, or saves tensors that no rule describes. */
-KL_SHAPE(loss_plain_target)
-{
-    return kl_rules_needs_grad(call, 1) ? KL_DECLINED : shape_loss(call, result, error);
-}
-
-/* margin_ranking_loss: the third argument is the target */
-KL_SHAPE(loss_ranking)
-{
-    return kl_rules_needs_grad(call, 2) ? KL_DECLINED : shape_loss(call, result, error);
-}
-
-/* input and target have one shape; weights broadcast to it and require no grad */
+/* input and target have one shape; weights broadcast to it */
 KL_SHAPE(loss_equal)
 {
     const KlMeta *input = kl_rules_input(call, 0), *target = kl_rules_input(call, 1);
     KlMeta terms = {.n_dims = 0};
-    if (input == NULL || target == NULL || input->n_dims != target->n_dims ||
-        kl_rules_needs_grad(call, 2) || kl_rules_needs_grad(call, 3)) {
+    if (input == NULL || target == NULL || input->n_dims != target->n_dims) {
         return KL_DECLINED;
     }
     bool is_fit = kl_rules_broadcast_all(call, &terms, NULL) == KL_OK &&
@@ -102,11 +95,6 @@ KL_SHAPE(loss_equal)
                   kl_rules_are_alike(&terms, input, terms.n_dims) &&
                   kl_rules_are_alike(&terms, target, terms.n_dims);
     return is_fit ? kl_rules_make_loss(call, result, &terms, error) : KL_DECLINED;
-}
-
-KL_SHAPE(loss_equal_target)
-{
-    return kl_rules_needs_grad(call, 1) ? KL_DECLINED : shape_loss_equal(call, result, error);
 }
 
 KL_PLACE(loss)
@@ -212,7 +200,7 @@ shape_vectors(const KlCall *call, uint32_t n_vectors, KlInferred *result, KlErro
 
 KL_SHAPE(loss_cosine)
 {
-    return kl_rules_needs_grad(call, 2) ? KL_DECLINED : shape_vectors(call, 2, result, error);
+    return shape_vectors(call, 2, result, error);
 }
 
 KL_SHAPE(loss_triplet)
@@ -244,9 +232,7 @@ KL_SHAPE(loss_margin)
         weight == NULL || (input != NULL && weight->n_dims == 1 && weight->dtype == input->dtype &&
                            weight->shape[0] == input->shape[1]);
     bool is_known = kl_rules_int(call, 2, 1, &p) == KL_OK && (p == 1 || p == 2);
-    return is_fit && is_known && !kl_rules_needs_grad(call, 4)
-               ? make_margins(call, 1, result, error)
-               : KL_DECLINED;
+    return is_fit && is_known ? make_margins(call, 1, result, error) : KL_DECLINED;
 }
 
 KL_SHAPE(loss_multilabel)

@@ -205,11 +205,6 @@ KL_SHAPE(ctc)
     return kl_rules_make_loss(call, result, &terms, error);
 }
 
-KL_PLACE(ctc)
-{
-    return kl_rules_once(result, "ctc_loss takes the lengths of all samples at once");
-}
-
 /* The forward variables of each path are saved, (n, t, 2 * longest target + 1), and backward allocates as many beside
  * them. The length of the longest target depends on the data; it is at most the targets' size. */
 KL_SAVES(ctc)

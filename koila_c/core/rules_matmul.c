@@ -2,6 +2,8 @@
 /* rules_matmul.c - products of vectors, matrices and batches of matrices, except einsum. */
 #include "rules.h"
 
+#include <string.h>
+
 /* Letters: batch dims 1, 2, ... from the left of the output, then these. */
 enum { LETTER_ROW = 20, LETTER_SUM = 21, LETTER_COLUMN = 22 };
 
@@ -40,32 +42,37 @@ letters(uint8_t first, uint8_t second, uint8_t third)
     return (KlLabels){{first, second, third}};
 }
 
-/* Make the product of args[arg] and args[arg + 1], of `n_left` and `n_right` dims: it sums over the last dim of the
- * left and the last but one (or only) dim of the right. */
+/* Read the equation of a product, as "rs,sc->rc", and check the dims of its two operands: equal letters have one size.
+ * `terms` gets the letters of the operands and of the result, whose shape is `out`. */
 static KlStatus
-shape_pair(const KlCall *call, uint32_t arg, int32_t n_left, int32_t n_right, KlInferred *result,
-           KlError *error)
+read_product(const KlCall *call, KlLabels *terms, KlMeta *out, KlError *error)
 {
-    const KlMeta *left = NULL, *right = NULL;
-    KlStatus status = get_pair(call, arg, &left, &right);
-    status = status == KL_OK ? expect_dims(left, n_left, error) : status;
-    status = status == KL_OK ? expect_dims(right, n_right, error) : status;
-    if (status == KL_OK) {
-        int32_t dim = n_right >= 2 ? n_right - 2 : 0;
-        status = expect_size(left->shape[n_left - 1], right->shape[dim], error);
+    int64_t sizes[128]; /* by letter; -1: not seen yet */
+    int32_t n_dims[3] = {0};
+    int term = 0;
+    memset(sizes, 0xff, sizeof(sizes));
+    for (const char *at = call->row->equation; *at != '\0'; at++) {
+        if (*at == ',' || *at == '>') {
+            term++;
+        } else if (*at != '-') {
+            terms[term].of[n_dims[term]++] = (uint8_t)*at;
+        }
     }
-    if (status == KL_OK && n_left == 3) {
-        status = expect_size(left->shape[0], right->shape[0], error);
+    KlStatus status = KL_OK;
+    for (uint32_t i = 0; status == KL_OK && i < 2; i++) {
+        const KlMeta *operand = kl_rules_input(call, call->row->has_addend + i);
+        status = operand != NULL ? expect_dims(operand, n_dims[i], error) : KL_DECLINED;
+        for (int32_t dim = 0; status == KL_OK && dim < operand->n_dims; dim++) {
+            int64_t *size = &sizes[terms[i].of[dim]], own = operand->shape[dim];
+            status = expect_size(*size < 0 ? own : *size, own, error);
+            *size = own;
+        }
     }
-    if (status != KL_OK) {
-        return status;
+    *out = (KlMeta){.n_dims = n_dims[2]};
+    for (int32_t dim = 0; dim < out->n_dims; dim++) {
+        out->shape[dim] = sizes[terms[2].of[dim]];
     }
-    KlMeta out = *left;
-    out.n_dims = n_left - 1;
-    if (n_right >= 2) {
-        out.shape[out.n_dims++] = right->shape[n_right - 1];
-    }
-    return kl_rules_out_contiguous(result, &out, error);
+    return status;
 }
 
 /* Check that the first argument, which is added to the product, broadcasts to it. */
@@ -86,28 +93,51 @@ check_addend(const KlCall *call, const KlInferred *result, KlError *error)
                               "the first argument does not broadcast to the product");
 }
 
-/* The shape rule of a product of args[arg] and args[arg + 1], which have n_left and n_right dims. */
-#define SHAPE_PRODUCT(word, arg, n_left, n_right)                                                  \
-    KL_SHAPE(word)                                                                                 \
-    {                                                                                              \
-        return shape_pair(call, arg, n_left, n_right, result, error);                              \
-    }
-SHAPE_PRODUCT(mm, 0, 2, 2)
-SHAPE_PRODUCT(bmm, 0, 3, 3)
-SHAPE_PRODUCT(mv, 0, 2, 1)
-SHAPE_PRODUCT(dot, 0, 1, 1)
-#undef SHAPE_PRODUCT
+KL_SHAPE(product)
+{
+    KlLabels terms[3] = {0};
+    KlMeta out;
+    KlStatus status = read_product(call, terms, &out, error);
+    status = status == KL_OK ? kl_rules_out_contiguous(result, &out, error) : status;
+    return status == KL_OK && call->row->has_addend ? check_addend(call, result, error) : status;
+}
 
-#define SHAPE_ADDED(word, n_left, n_right)                                                         \
-    KL_SHAPE(word)                                                                                 \
-    {                                                                                              \
-        KlStatus status = shape_pair(call, 1, n_left, n_right, result, error);                     \
-        return status == KL_OK ? check_addend(call, result, error) : status;                       \
+KL_PLACE(product)
+{
+    KlLabels terms[3] = {0};
+    KlMeta out;
+    KlStatus status = read_product(call, terms, &out, error);
+    const uint32_t first = call->row->has_addend;
+    KlWiring wiring = {.outs = {terms[2]}, .reduce = KL_REDUCE_SUM};
+    wiring.inputs[first] = terms[0];
+    wiring.inputs[first + 1] = terms[1];
+    if (call->row->has_addend) {
+        wiring.inputs[0] = kl_rules_letters_right(terms[2], out.n_dims, call->inputs[0]->n_dims);
+        wiring.reduce = KL_REDUCE_NONE;
+        wiring.reason = "a tensor is added to a product that sums over the batch";
     }
-SHAPE_ADDED(addmm, 2, 2)
-SHAPE_ADDED(addmv, 2, 1)
-SHAPE_ADDED(baddbmm, 3, 3)
-#undef SHAPE_ADDED
+    return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
+}
+
+/* A product of two vectors, which sums over nothing: torch computes it as an elementwise op on a column and a row. */
+KL_SHAPE(outer)
+{
+    KlStatus status = shape_product(call, result, error);
+    if (status != KL_OK) {
+        return status;
+    }
+    if (call->row->has_addend) {
+        kl_rules_settle_plain(call, result);
+        return KL_OK;
+    }
+    const KlMeta *left = call->inputs[0];
+    KlMeta column = {.n_dims = 2, .shape = {left->shape[0], 1}};
+    const KlMeta *operands[2] = {&column, call->inputs[1]};
+    (void)kl_rules_view_strides(left, &column);
+    column.is_strided = left->is_strided;
+    kl_rules_iterate(&result->outs[0], operands, 2, false);
+    return KL_OK;
+}
 
 /* torch pads rows of the result to whole 16 bytes; sizes that need padding are declined. */
 KL_SHAPE(grouped_mm)
@@ -125,61 +155,6 @@ KL_SHAPE(grouped_mm)
     const KlMeta out = {.n_dims = 2, .shape = {left->shape[0], right->shape[2]}};
     kl_rules_lend(call, result, 2);
     return kl_rules_out_contiguous(result, &out, error);
-}
-
-KL_PLACE(grouped)
-{
-    return kl_rules_once(result, "groups of samples begin where others end");
-}
-
-KL_SHAPE(addbmm)
-{
-    KlStatus status = shape_pair(call, 1, 3, 3, result, error);
-    if (status != KL_OK) {
-        return status;
-    }
-    const KlMeta *each = &result->outs[0],
-                 out = {.n_dims = 2, .shape = {each->shape[1], each->shape[2]}};
-    status = kl_rules_out_contiguous(result, &out, error);
-    return status == KL_OK ? check_addend(call, result, error) : status;
-}
-
-/* Make the outer product of two vectors. */
-static KlStatus
-shape_pairs(const KlCall *call, uint32_t arg, KlInferred *result, KlError *error)
-{
-    const KlMeta *left = NULL, *right = NULL;
-    KlStatus status = get_pair(call, arg, &left, &right);
-    status = status == KL_OK ? expect_dims(left, 1, error) : status;
-    status = status == KL_OK ? expect_dims(right, 1, error) : status;
-    if (status != KL_OK) {
-        return status;
-    }
-    int64_t shape[2] = {left->shape[0], right->shape[0]};
-    status = kl_rules_out_shape(result, shape, 2, error);
-    if (status == KL_OK) {
-        KlMeta column = {.n_dims = 2, .shape = {left->shape[0], 1}};
-        const KlMeta *operands[2] = {&column, right};
-        (void)kl_rules_view_strides(left, &column);
-        column.is_strided = left->is_strided;
-        kl_rules_iterate(&result->outs[0], operands, 2, false);
-    }
-    return status;
-}
-
-KL_SHAPE(outer)
-{
-    return shape_pairs(call, 0, result, error);
-}
-
-KL_SHAPE(addr)
-{
-    KlStatus status = shape_pairs(call, 1, result, error);
-    status = status == KL_OK ? check_addend(call, result, error) : status;
-    if (status == KL_OK) {
-        kl_rules_settle_plain(call, result);
-    }
-    return status;
 }
 
 KL_SHAPE(linear)
@@ -222,53 +197,6 @@ KL_SHAPE(bilinear)
     }
     return status;
 }
-
-#define PLACE_PRODUCT(word, left, right, out, reduction)                                           \
-    KL_PLACE(word)                                                                                 \
-    {                                                                                              \
-        const KlWiring wiring = {.inputs = {left, right}, .outs = {out}, .reduce = reduction};     \
-        return kl_rules_wire(call, result, &wiring);                                               \
-    }
-PLACE_PRODUCT(mm, letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, LETTER_COLUMN, 0),
-              letters(LETTER_ROW, LETTER_COLUMN, 0), KL_REDUCE_SUM)
-PLACE_PRODUCT(bmm, letters(1, LETTER_ROW, LETTER_SUM), letters(1, LETTER_SUM, LETTER_COLUMN),
-              letters(1, LETTER_ROW, LETTER_COLUMN), KL_REDUCE_SUM)
-PLACE_PRODUCT(mv, letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, 0, 0),
-              letters(LETTER_ROW, 0, 0), KL_REDUCE_SUM)
-PLACE_PRODUCT(dot, letters(LETTER_SUM, 0, 0), letters(LETTER_SUM, 0, 0), letters(0, 0, 0),
-              KL_REDUCE_SUM)
-PLACE_PRODUCT(outer, letters(LETTER_ROW, 0, 0), letters(LETTER_COLUMN, 0, 0),
-              letters(LETTER_ROW, LETTER_COLUMN, 0), KL_REDUCE_NONE)
-#undef PLACE_PRODUCT
-
-/* input + left * right */
-static KlStatus
-wire_added(const KlCall *call, KlInferred *result, KlLabels left, KlLabels right, KlLabels out)
-{
-    const KlMeta *meta = &result->outs[0];
-    const KlWiring wiring = {
-        .inputs = {kl_rules_letters_right(out, meta->n_dims, call->inputs[0]->n_dims), left, right},
-        .outs = {out},
-        .reason = "a tensor is added to a product that sums over the batch"};
-    return kl_rules_wire(call, result, &wiring);
-}
-
-#define PLACE_ADDED(word, left, right, out)                                                        \
-    KL_PLACE(word)                                                                                 \
-    {                                                                                              \
-        return wire_added(call, result, left, right, out);                                         \
-    }
-PLACE_ADDED(addmm, letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, LETTER_COLUMN, 0),
-            letters(LETTER_ROW, LETTER_COLUMN, 0))
-PLACE_ADDED(addmv, letters(LETTER_ROW, LETTER_SUM, 0), letters(LETTER_SUM, 0, 0),
-            letters(LETTER_ROW, 0, 0))
-PLACE_ADDED(addr, letters(LETTER_ROW, 0, 0), letters(LETTER_COLUMN, 0, 0),
-            letters(LETTER_ROW, LETTER_COLUMN, 0))
-PLACE_ADDED(baddbmm, letters(1, LETTER_ROW, LETTER_SUM), letters(1, LETTER_SUM, LETTER_COLUMN),
-            letters(1, LETTER_ROW, LETTER_COLUMN))
-PLACE_ADDED(addbmm, letters(1, LETTER_ROW, LETTER_SUM), letters(1, LETTER_SUM, LETTER_COLUMN),
-            letters(LETTER_ROW, LETTER_COLUMN, 0))
-#undef PLACE_ADDED
 
 KL_PLACE(linear)
 {

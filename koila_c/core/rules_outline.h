@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* rules_outline.h - describes the effect of an index expression on dims: the output dim of each input dim, the sizes of
  * slices, and the dims that index tensors index. For rules_index.c. */
-#ifndef KL_RULES_OUTLINE_H
-#define KL_RULES_OUTLINE_H
+#pragma once
 
 #include "rules.h"
 
@@ -42,5 +41,3 @@ int32_t kl_outline_result_dim(const KlOutline *outline, int32_t basic_dim);
 
 /* Set the shape of the result, with the strides of the input's dims, and 0 in the block of the index tensors. */
 void kl_outline_result_shape(const KlOutline *outline, KlMeta *out);
-
-#endif

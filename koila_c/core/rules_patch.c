@@ -92,20 +92,6 @@ KL_SHAPE(col2im)
     return kl_rules_out_plain(call, result, &out, error);
 }
 
-static const char in_channels[] = "the batch is in channels or positions";
-
-KL_PLACE(im2col)
-{
-    bool is_batched = call->inputs[0]->n_dims == 4;
-    return kl_rules_wire_alike(call, result, kl_rules_letters(is_batched), in_channels);
-}
-
-KL_PLACE(col2im)
-{
-    bool is_batched = call->inputs[0]->n_dims == 3;
-    return kl_rules_wire_alike(call, result, kl_rules_letters(is_batched), in_channels);
-}
-
 /* input (n, c, [d,] h, w), grid (n, [d',] h', w', 2 or 3) -> (n, c, [d',] h', w') */
 KL_SHAPE(grid_sampler)
 {
@@ -130,7 +116,9 @@ KL_SHAPE(grid_sampler)
 
 KL_PLACE(grid_sampler)
 {
-    const KlWiring wiring = {.inputs = {{{1}}, {{1}}}, .outs = {{{1}}}, .reason = in_channels};
+    const KlWiring wiring = {.inputs = {{{1}}, {{1}}},
+                             .outs = {{{1}}},
+                             .reason = "the batch is in channels or positions"};
     return kl_rules_wire(call, result, &wiring);
 }
 

@@ -2,6 +2,19 @@
 /* rules_place.c - the place rules of ops that work row by row, or along whole dims. */
 #include "rules.h"
 
+/* The call always runs once, as the row says why. */
+KL_PLACE(once)
+{
+    return kl_rules_once(result, call->row->reason);
+}
+
+/* The entries of all dims but the last n_mixed are treated one by one; other inputs are read whole. */
+KL_PLACE(but_last)
+{
+    int32_t n_alike = call->inputs[0]->n_dims - call->row->n_mixed;
+    return kl_rules_wire_alike(call, result, kl_rules_letters(n_alike), call->row->reason);
+}
+
 /* Each row on its own; inputs are aligned from the right, by broadcasting. */
 KL_PLACE(rowwise)
 {

@@ -159,14 +159,6 @@ KL_DTYPE(with_indices)
     return status;
 }
 
-/* All dims but the last n_mixed have letters: the op treats their entries one by one. */
-KL_PLACE(spatial)
-{
-    return kl_rules_wire_alike(call, result,
-                               kl_rules_letters(call->inputs[0]->n_dims - call->row->n_mixed),
-                               "the batch is in positions of a window");
-}
-
 KL_SAVES(max_pool)
 {
     kl_rules_save(call, saves, 0);

@@ -22,10 +22,10 @@ read_dropout(const KlCall *call, double *p, bool *is_drawn)
 
 /* Return the shape of a dropout's noise: the input's shape, or (n, c, 1, ...) for feature dropouts. */
 static KlMeta
-shape_noise(const KlMeta *input, bool is_feature)
+shape_noise(const KlCall *call, const KlMeta *input)
 {
     KlMeta noise = *input;
-    if (!is_feature) {
+    if (!call->row->is_feature) {
         kl_rules_preserve(&noise, input);
         return noise;
     }
@@ -36,14 +36,13 @@ shape_noise(const KlMeta *input, bool is_feature)
     return noise;
 }
 
-static KlStatus
-shape_drop(const KlCall *call, bool is_feature, KlInferred *result, KlError *error)
+KL_SHAPE(dropout)
 {
     double p = 0.0;
     bool is_drawn = false;
     KlStatus status = read_dropout(call, &p, &is_drawn);
     const KlMeta *input = kl_rules_input(call, INPUT);
-    if (status != KL_OK || input == NULL || (is_feature && input->n_dims < 2)) {
+    if (status != KL_OK || input == NULL || (call->row->is_feature && input->n_dims < 2)) {
         return KL_DECLINED;
     }
     status = kl_rules_out(result, input, error);
@@ -60,20 +59,10 @@ shape_drop(const KlCall *call, bool is_feature, KlInferred *result, KlError *err
         return KL_OK;
     }
     const KlMeta zero = {.n_dims = 0, .is_strided = true}; /* p = 1: torch multiplies by it */
-    const KlMeta noise = p < 1.0 ? shape_noise(input, is_feature) : zero;
+    const KlMeta noise = p < 1.0 ? shape_noise(call, input) : zero;
     const KlMeta *operands[2] = {input, &noise};
     kl_rules_iterate(out, operands, 2, false);
     return KL_OK;
-}
-
-KL_SHAPE(dropout)
-{
-    return shape_drop(call, false, result, error);
-}
-
-KL_SHAPE(feature_dropout)
-{
-    return shape_drop(call, true, result, error);
 }
 
 /* input, p, train -> output, mask */
@@ -116,26 +105,15 @@ KL_PLACE(feature_dropout)
                                "one draw serves all the samples");
 }
 
-static void
-save_noise(const KlCall *call, const KlInferred *result, KlSaves *saves, bool is_feature)
+KL_SAVES(dropout)
 {
     double p = 0.0;
     bool is_drawn = false;
     if (read_dropout(call, &p, &is_drawn) == KL_OK && is_drawn) {
         const KlMeta *input = call->inputs[0];
-        KlMeta noise = shape_noise(input, is_feature);
+        KlMeta noise = shape_noise(call, input);
         kl_rules_save_new(result, saves, p < 1.0 ? kl_meta_n_elements(&noise) : 1, input->dtype);
     }
-}
-
-KL_SAVES(dropout)
-{
-    save_noise(call, result, saves, false);
-}
-
-KL_SAVES(feature_dropout)
-{
-    save_noise(call, result, saves, true);
 }
 
 /* --- draws whose parameters are tensors ------------------------------------------------------- */
@@ -180,12 +158,6 @@ KL_SHAPE(multinomial)
     KlMeta out = *input;
     out.shape[input->n_dims - 1] = n;
     return kl_rules_out_contiguous(result, &out, error);
-}
-
-KL_PLACE(multinomial)
-{
-    return kl_rules_wire_alike(call, result, kl_rules_letters(call->inputs[0]->n_dims - 1),
-                               "the batch dim is what is drawn from");
 }
 
 /* rrelu: input, lower, upper, training. In training it is declined, since the number of draws depends on how many values

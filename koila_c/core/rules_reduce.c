@@ -135,10 +135,10 @@ KL_PLACE(max)
                                       : kl_rules_reduce_moved(call, result, KL_REDUCE_AMAX);
 }
 
-/* Reduce one dim, by default the last, to values and indices. */
-static KlStatus
-reduce_last(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error)
+/* mode, kthvalue: reduce one dim, by default the last, to values and indices. The last two words are dim and keepdim. */
+KL_SHAPE(reduce_last)
 {
+    const uint32_t arg = call->n_args - 2;
     int32_t dim = 0;
     bool is_kept = false;
     if (kl_meta_n_elements(call->inputs[0]) == 0) {
@@ -148,16 +148,6 @@ reduce_last(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error
     status = status == KL_OK ? kl_rules_bool(call, arg + 1, false, &is_kept) : status;
     return status == KL_OK ? reduce_dims(call, result, UINT32_C(1) << dim, is_kept, 2, error)
                            : status;
-}
-
-KL_SHAPE(mode)
-{
-    return reduce_last(call, result, 1, error);
-}
-
-KL_SHAPE(kthvalue)
-{
-    return reduce_last(call, result, 2, error);
 }
 
 KL_SHAPE(median)
@@ -252,9 +242,4 @@ KL_SHAPE(histc)
     int64_t bins = 0;
     KlStatus status = kl_rules_int(call, 1, 100, &bins);
     return status == KL_OK && bins > 0 ? kl_rules_out_shape(result, &bins, 1, error) : KL_DECLINED;
-}
-
-KL_PLACE(histc)
-{
-    return kl_rules_once(result, "all samples are counted");
 }

@@ -3,8 +3,6 @@
  * roll, flip; and triangles. */
 #include "rules.h"
 
-#include <string.h>
-
 /* Make the shape of repeat: `repeats` copies along each dim, new dims first. */
 static KlStatus
 repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_t n, KlError *error)

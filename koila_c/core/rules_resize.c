@@ -2,7 +2,6 @@
 /* rules_resize.c - ops that move or interpolate pixels: upsampling, padding, shuffles, patches, grids. */
 #include "rules.h"
 
-#include <math.h>
 #include <string.h>
 
 enum { SPATIAL_MAX = 3 };
@@ -10,10 +9,10 @@ enum { SPATIAL_MAX = 3 };
 /* --- upsampling: input, output_size, [align_corners,] scale_factors --------------------------- */
 
 static KlStatus
-read_sizes(const KlCall *call, uint32_t arg_scales, int32_t n, const KlMeta *input, int64_t *sizes)
+read_sizes(const KlCall *call, int32_t n, const KlMeta *input, int64_t *sizes)
 {
-    const KlArg *scales = &call->args[arg_scales];
-    bool has_scales = kl_rules_is_given(call, arg_scales);
+    const KlArg *scales = &call->args[call->n_args - 1];
+    bool has_scales = kl_rules_is_given(call, call->n_args - 1);
     if (kl_rules_is_given(call, 1)) {
         return has_scales ? KL_DECLINED : kl_rules_spatial_each(call, 1, n, sizes);
     }
@@ -33,8 +32,7 @@ read_sizes(const KlCall *call, uint32_t arg_scales, int32_t n, const KlMeta *inp
     return KL_OK;
 }
 
-static KlStatus
-upsample(const KlCall *call, uint32_t arg_scales, KlInferred *result, KlError *error)
+KL_SHAPE(upsample)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     int64_t sizes[SPATIAL_MAX] = {0};
@@ -42,7 +40,7 @@ upsample(const KlCall *call, uint32_t arg_scales, KlInferred *result, KlError *e
     if (input == NULL || input->n_dims != n + 2 || kl_meta_n_elements(input) == 0) {
         return KL_DECLINED;
     }
-    KlStatus status = read_sizes(call, arg_scales, n, input, sizes);
+    KlStatus status = read_sizes(call, n, input, sizes);
     if (status != KL_OK) {
         return status;
     }
@@ -54,17 +52,6 @@ upsample(const KlCall *call, uint32_t arg_scales, KlInferred *result, KlError *e
         out.shape[2 + i] = sizes[i];
     }
     return kl_rules_out_format(call, result, &out, error);
-}
-
-KL_SHAPE(nearest)
-{
-    return upsample(call, 2, result, error);
-}
-
-/* Linear, bilinear, bicubic. */
-KL_SHAPE(linear_between)
-{
-    return upsample(call, 3, result, error);
 }
 
 /* --- padding: input, pad, mode, value --------------------------------------------------------- */

@@ -2,8 +2,6 @@
 /* rules_softmax.c - ops along one dim of each row: softmax, cosine_similarity, distances, glu, prelu. */
 #include "rules.h"
 
-#include <string.h>
-
 /* --- softmax, log_softmax: input, dim, dtype; logs, most: of a dim of the rows, see koila/reductions/batch_softmax.py */
 
 KL_SHAPE(softmax)
@@ -53,9 +51,7 @@ typedef struct {
     bool is_kept; /* the result has that dim */
 } Pair;
 
-enum { LAST = -2 };
-
-/* Read a pair and its dim, in args[2]. `fallback` LAST: the dim is the last one, and args[4] says whether it is kept. */
+/* Read a pair and its dim, in args[2]. `fallback` KL_PAIR_LAST: the last dim, and args[4] says whether it is kept. */
 static KlStatus
 read_pair(const KlCall *call, int64_t fallback, Pair *pair, KlError *error)
 {
@@ -70,8 +66,9 @@ read_pair(const KlCall *call, int64_t fallback, Pair *pair, KlError *error)
         return status == KL_OK ? KL_DECLINED : status;
     }
     pair->dim = pair->full.n_dims - 1;
-    return fallback == LAST ? kl_rules_bool(call, 4, false, &pair->is_kept)
-                            : kl_rules_dim(call, 2, fallback, pair->full.n_dims, &pair->dim, error);
+    return fallback == KL_PAIR_LAST
+               ? kl_rules_bool(call, 4, false, &pair->is_kept)
+               : kl_rules_dim(call, 2, fallback, pair->full.n_dims, &pair->dim, error);
 }
 
 static KlStatus
@@ -104,17 +101,17 @@ wire_pair(const KlCall *call, KlInferred *result, const Pair *pair)
     return kl_rules_wire(call, result, &wiring);
 }
 
-KL_SHAPE(cosine_similarity)
+KL_SHAPE(pair)
 {
     Pair pair;
-    KlStatus status = read_pair(call, 1, &pair, error);
+    KlStatus status = read_pair(call, call->row->pair_dim, &pair, error);
     return status == KL_OK ? make_reduced(call, result, &pair, error) : status;
 }
 
-KL_PLACE(cosine_similarity)
+KL_PLACE(pair)
 {
     Pair pair;
-    KlStatus status = read_pair(call, 1, &pair, error);
+    KlStatus status = read_pair(call, call->row->pair_dim, &pair, error);
     return status == KL_OK ? wire_pair(call, result, &pair) : status;
 }
 
@@ -164,24 +161,10 @@ KL_SAVES(cosine_similarity)
 
 /* --- pairwise_distance: x1, x2, p, eps, keepdim ----------------------------------------------- */
 
-KL_SHAPE(pairwise_distance)
-{
-    Pair pair;
-    KlStatus status = read_pair(call, LAST, &pair, error);
-    return status == KL_OK ? make_reduced(call, result, &pair, error) : status;
-}
-
-KL_PLACE(pairwise_distance)
-{
-    Pair pair;
-    KlStatus status = read_pair(call, LAST, &pair, error);
-    return status == KL_OK ? wire_pair(call, result, &pair) : status;
-}
-
 KL_SAVES(pairwise_distance)
 {
     Pair pair;
-    if (read_pair(call, LAST, &pair, NULL) == KL_OK) {
+    if (read_pair(call, KL_PAIR_LAST, &pair, NULL) == KL_OK) {
         saves->outputs = 1;
         kl_rules_save_new(result, saves, kl_meta_n_elements(&pair.full), result->outs[0].dtype);
     }

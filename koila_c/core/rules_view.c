@@ -3,8 +3,6 @@
  * new shape; if the call gives the size of their dim as a number, the number is rewritten for chunks. */
 #include "rules.h"
 
-#include <string.h>
-
 /* Fill `out` with the requested sizes; -1 stands for the remaining factor. */
 static KlStatus
 resolve_sizes(const int64_t *sizes, uint32_t n, int64_t n_elements, KlMeta *out, KlError *error)
@@ -61,8 +59,7 @@ settle_view(const KlCall *call, KlInferred *result, bool can_copy, KlError *erro
     return KL_OK;
 }
 
-static KlStatus
-shape_by_sizes(const KlCall *call, KlInferred *result, bool can_copy, KlError *error)
+KL_SHAPE(view)
 {
     const int64_t *sizes = NULL;
     uint32_t n = 0;
@@ -75,21 +72,10 @@ shape_by_sizes(const KlCall *call, KlInferred *result, bool can_copy, KlError *e
         int64_t n_elements = kl_meta_n_elements(call->inputs[0]);
         status = resolve_sizes(sizes, n, n_elements, &result->outs[0], error);
     }
-    return status == KL_OK ? settle_view(call, result, can_copy, error) : status;
+    return status == KL_OK ? settle_view(call, result, call->row->can_copy, error) : status;
 }
 
-KL_SHAPE(view)
-{
-    return shape_by_sizes(call, result, false, error);
-}
-
-KL_SHAPE(reshape)
-{
-    return shape_by_sizes(call, result, true, error);
-}
-
-static KlStatus
-shape_as_other(const KlCall *call, KlInferred *result, bool can_copy, KlError *error)
+KL_SHAPE(view_as)
 {
     const KlMeta *other = kl_rules_input(call, 1);
     if (other == NULL) {
@@ -102,17 +88,7 @@ shape_as_other(const KlCall *call, KlInferred *result, bool can_copy, KlError *e
                             (long long)kl_meta_n_elements(call->inputs[0]),
                             (long long)kl_meta_n_elements(other));
     }
-    return status == KL_OK ? settle_view(call, result, can_copy, error) : status;
-}
-
-KL_SHAPE(view_as)
-{
-    return shape_as_other(call, result, false, error);
-}
-
-KL_SHAPE(reshape_as)
-{
-    return shape_as_other(call, result, true, error);
+    return status == KL_OK ? settle_view(call, result, call->row->can_copy, error) : status;
 }
 
 KL_SHAPE(flatten)

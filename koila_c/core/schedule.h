@@ -8,8 +8,7 @@
  * until its backward (by chunk, or in one tensor of all rows if something reads it whole); offloaded; or freed after
  * its last reader of the forward pass and recomputed before its backward, by its run or by cheap calls. A body whose
  * inputs are kept, or recomputed by cheap calls, can retain its chunks' graphs, so that its forward runs once. */
-#ifndef KL_SCHEDULE_H
-#define KL_SCHEDULE_H
+#pragma once
 
 #include "retained.h"
 
@@ -62,5 +61,3 @@ typedef struct KlPolicy {
 KlStatus kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlPolicy *policy,
                            KlSchedule *schedule, KlError *error);
 void kl_schedule_fini(KlSchedule *schedule);
-
-#endif

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* schedule_units.h - the bodies and barriers of a program and the values that pass between them, from which schedule.c
  * builds a schedule. */
-#ifndef KL_SCHEDULE_UNITS_H
-#define KL_SCHEDULE_UNITS_H
+#pragma once
 
 #include "schedule.h"
 
@@ -64,5 +63,3 @@ kl_units_run(const KlBuild *build, const KlUnit *unit, uint32_t i)
 {
     return &build->program->runs[unit->runs.first + i];
 }
-
-#endif

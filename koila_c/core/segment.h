@@ -5,8 +5,7 @@
  * backward pass each segment runs again with its graph. So the best cuts are where few bytes are passed on (the
  * residual stream of a transformer) and where each side saves about half of the activations. The head of a model,
  * its logits and their loss, may be a segment of its own. The time is linear in nodes and inputs. */
-#ifndef KL_SEGMENT_H
-#define KL_SEGMENT_H
+#pragma once
 
 #include "stage.h"
 
@@ -25,5 +24,3 @@ KlStatus kl_segment_regions(const KlTape *tape, const KlNodeId *nodes, size_t n,
  * of equal ones the last. `*first` becomes its position, or n if there is none. `position` is scratch. */
 KlStatus kl_segment_head(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_parts,
                          uint32_t *position, size_t *first, KlError *error);
-
-#endif

@@ -38,8 +38,7 @@ mark_needed(const KlTape *tape, const KlGoal *goal, KlStages *stages, bool *is_n
         if (needs_gradient && node->mode == KL_MODE_REDUCE) {
             stages->needs_gradient[node->first_out] = true; /* it represents the partial results */
         }
-        for (uint32_t k = 0; k < node->n_outs; k++) {
-            KlValueId out = node->first_out + k;
+        for (KlValueId out = node->first_out; out < node->first_out + node->n_outs; out++) {
             bool is_end = goal->is_end != NULL && goal->is_end[out];
             bool has_gradient =
                 stages->needs_gradient[out] && tape->values[out].meta.requires_grad && !is_end;
@@ -203,8 +202,7 @@ place_node(const KlTape *tape, KlStages *stages, KlNodeId id, uint32_t *aside)
     }
     stages->node_stage[id] = at;
     uint32_t last = after;
-    for (uint32_t k = 0; k < node->n_outs; k++) {
-        KlValueId out = node->first_out + k;
+    for (KlValueId out = node->first_out; out < node->first_out + node->n_outs; out++) {
         if (!stages->is_leaf[out]) {
             uint32_t barrier = kl_stage_is_body(after) ? after + 1 : after + 2; /* the next one */
             stages->value_stage[out] = is_hooked(tape, stages, out) ? barrier : after;
@@ -285,8 +283,7 @@ judge_tail(const KlTape *tape, KlStages *stages, bool *depends)
             reads_body = value != KL_ID_NONE && depends[value];
         }
         bool is_seen = false;
-        for (uint32_t k = 0; k < node->n_outs; k++) {
-            KlValueId out = node->first_out + k;
+        for (KlValueId out = node->first_out; out < node->first_out + node->n_outs; out++) {
             depends[out] = reads_body;
             is_seen = is_seen || is_hooked(tape, stages, out);
         }

@@ -9,8 +9,7 @@
  * results in that body, and the next barrier combines them. A node that runs once waits for all chunks of its inputs.
  * An input that a node by rows reads whole, although chunks make it, is *gathered*: the node runs a body later.
  * Cheap work on data (no gradient) runs again in each body that reads it, rather than being kept. */
-#ifndef KL_STAGE_H
-#define KL_STAGE_H
+#pragma once
 
 #include "alloc.h"
 #include "tape.h"
@@ -102,5 +101,3 @@ uint32_t kl_stage_accruing(const KlTape *tape, const KlNode *node);
 /* Whether input `k` of a node by rows is *gathered*: read whole, although chunks make it. */
 bool kl_stage_is_gathered(const KlTape *tape, const KlStages *stages, const KlNode *node,
                           uint32_t k);
-
-#endif

@@ -4,8 +4,7 @@
  * Call order: init; then for each run open, forward, live, and if it has a graph back. The state is that of
  * the run that was opened last. Live are values that later calls read, saved tensors, and gradients that are not
  * yet used; each storage counts once. The time is linear in nodes, inputs and outputs of the run. */
-#ifndef KL_SWEEP_H
-#define KL_SWEEP_H
+#pragma once
 
 #include "alloc.h"
 #include "retained.h"
@@ -155,5 +154,3 @@ KlBytes kl_sweep_live(const KlSweep *sweep);
 
 /* Run the backward of the graph that the forward built, and append its moments, if `moments` is not NULL. */
 KlStatus kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error);
-
-#endif

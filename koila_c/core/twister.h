@@ -4,8 +4,7 @@
  * The generator computes 624 words at once from the previous 624 (M. Matsumoto, T. Nishimura: Mersenne Twister, ACM
  * TOMACS 8, 1998) and returns them one by one, each tempered. Skipping computes only these words. It saves the
  * tempering, the conversion to numbers and the writes, which take most of the time of a draw. */
-#ifndef KL_TWISTER_H
-#define KL_TWISTER_H
+#pragma once
 
 #include "base.h"
 
@@ -18,5 +17,3 @@ typedef struct KlTwister {
 
 /* Skip `n` words: leave the generator in the state after `n` draws of one word each. */
 void kl_twister_skip(KlTwister *twister, uint64_t n);
-
-#endif

@@ -68,23 +68,19 @@ describe_lists(PyObject *dict, const KlInferred *result, const KlPyBound *bound,
     PyObject *places = PyList_New(0);
     PyObject *rewrites = PyList_New(0);
     PyObject *inputs = PyList_New(0);
+    for (uint32_t i = 0; outs != NULL && i < result->n_outs; i++) {
+        kl_py_add(&outs, out_object(&result->outs[i]));
+    }
+    for (uint32_t i = 0; places != NULL && inputs != NULL && i < bound->n_inputs; i++) {
+        kl_py_add(&places, kl_py_place(&result->split.places[i]));
+        kl_py_add(&inputs, input_object(bound, i, &result->split, n_args, kwargs));
+    }
+    uint32_t n_rewrites = result->split.is_open ? 0 : result->split.n_rewrites;
+    for (uint32_t i = 0; rewrites != NULL && i < n_rewrites; i++) {
+        kl_py_add(&rewrites, rewrite_object(bound, &result->split.rewrites[i], n_args, kwargs));
+    }
     bool is_new = outs != NULL && places != NULL && rewrites != NULL && inputs != NULL;
-    int status = is_new ? 0 : -1;
-    for (uint32_t i = 0; status == 0 && i < result->n_outs; i++) {
-        status = kl_py_append_new(outs, out_object(&result->outs[i]));
-    }
-    for (uint32_t i = 0; status == 0 && i < bound->n_inputs; i++) {
-        status = kl_py_append_new(places, kl_py_place(&result->split.places[i]));
-    }
-    for (uint32_t i = 0; status == 0 && i < bound->n_inputs; i++) {
-        status = kl_py_append_new(inputs, input_object(bound, i, &result->split, n_args, kwargs));
-    }
-    for (uint32_t i = 0; status == 0 && !result->split.is_open && i < result->split.n_rewrites;
-         i++) {
-        status = kl_py_append_new(
-            rewrites, rewrite_object(bound, &result->split.rewrites[i], n_args, kwargs));
-    }
-    bool is_set = status == 0 && PyDict_SetItemString(dict, "outs", outs) == 0 &&
+    bool is_set = is_new && PyDict_SetItemString(dict, "outs", outs) == 0 &&
                   PyDict_SetItemString(dict, "in_places", places) == 0 &&
                   PyDict_SetItemString(dict, "inputs", inputs) == 0 &&
                   PyDict_SetItemString(dict, "rewrites", rewrites) == 0;

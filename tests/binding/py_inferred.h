@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_inferred.h - results of inference as Python objects */
-#ifndef KL_PY_INFERRED_H
-#define KL_PY_INFERRED_H
+#pragma once
 
 #include "py_args.h"
 
@@ -13,5 +12,3 @@ int kl_py_set_new(PyObject *dict, const char *key, PyObject *value);
  * inputs, in_places, rewrites. 0, or -1 with an exception. */
 int kl_py_describe(PyObject *dict, const KlInferred *result, const KlSaves *saves,
                    const KlPyBound *bound, Py_ssize_t n_args, PyObject *kwargs);
-
-#endif

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* check.h - CHECK says where it failed and goes on; main() returns check_result(). */
-#ifndef CHECK_H
-#define CHECK_H
+#pragma once
 
 #include <stdio.h>
 
@@ -26,5 +25,3 @@ check_result(void)
 {
     return n_checks_failed == 0 ? 0 : 1;
 }
-
-#endif

@@ -3,8 +3,7 @@
  *
  * Every request for memory may be refused once (kl_alloc_fail_after): then nothing of the tape may have
  * changed, and the same request must be granted the second time. */
-#ifndef RECORD_H
-#define RECORD_H
+#pragma once
 
 #include <string.h>
 
@@ -278,5 +277,3 @@ stage(Program *program, KlValueId wanted, bool is_root, KlStages *stages)
         (void)is_refused(program, status, NULL);
     }
 }
-
-#endif
