@@ -157,7 +157,7 @@ class Model:
         outs = [self.nodes[i].outs for i in run.nodes]
         inside = {v for of in outs if of.start not in run.parts for v in of}
         run.combined = [] if run.is_body else self._combined_at(run.stage)
-        inside.update(v for node in run.combined for v in node.outs)
+        inside.update(v for i in run.combined for v in self.nodes[i].outs)
         last_reader: dict[int, int] = {}
         imports: dict[int, None] = {}
         for position, i in enumerate(run.nodes):
@@ -194,16 +194,16 @@ class Model:
                 if is_home and self.program.needs_gradient(value):
                     run.has_gradient = True
         kept = set(run.exports) | written_in(self.program, run)
-        kept.update(v for node in run.combined for v in node.outs)
+        kept.update(v for i in run.combined for v in self.nodes[i].outs)
         drops: dict[int, list[int]] = defaultdict(list)
         for value, position in last_reader.items():
             if value not in kept:
                 drops[position].append(value)
         self.drops[id(run)] = [tuple(drops[position]) for position in range(len(run.nodes))]
 
-    def _combined_at(self, stage: int) -> list[Node]:
+    def _combined_at(self, stage: int) -> list[int]:
         """Reductions whose partials become values at this barrier."""
-        return [n for n in self._at[stage - 1] if n.mode == REDUCE and n.stage + 1 == stage]
+        return [n.id for n in self._at[stage - 1] if n.mode == REDUCE and n.stage + 1 == stage]
 
     def _leaves(self, value: int, run: Run) -> bool:
         if run.is_body:
@@ -221,7 +221,7 @@ def _told(run: Run, drops: list[tuple[int, ...]]) -> tuple[Any, ...]:
         run.imports,
         run.exports,
         run.inner,
-        [node.id for node in run.combined],
+        run.combined,
     )
     sets = [set(values) for values in drops], set(run.shadows)
     return run.stage, run.axis, run.segment, *lists, *sets, run.has_gradient
@@ -260,7 +260,7 @@ def compared() -> Iterator[list[int]]:
     def init(program: Program, *args: Any, **kwargs: Any) -> None:
         original(program, *args, **kwargs)
         model = Model(program)
-        kept = {value for value in range(program.n_values) if program.made(value).is_kept}
+        kept = {value for value in range(program.n_values) if program.is_kept(value)}
         assert kept == model.kept
         ends, dropped = _core.facts_of(program.handle, "drops")
         drops = (tuple(dropped[i:end]) for i, end in zip([0, *ends], ends, strict=False))

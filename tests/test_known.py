@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import koila
+from koila import _core
 from koila.staged import known, program
 
 Step = Callable[[nn.Module, Tensor, Tensor], object]
@@ -27,27 +28,28 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[known.Known]]:
     of, begin, schedule = known.known_of, known.Known.__init__, known.Known.schedule
     is_compared = False
 
-    def told(one: known.Known) -> dict[str, Any]:
-        caches = "printed", "rows", "splits", "_schedules", "described"  # filled later
-        caches += "reads", "sent", "at_once"
-        return {name: told for name, told in vars(one).items() if name not in caches}
+    def told(one: known.Known, handle: object) -> dict[str, Any]:
+        found = {name: one.fact(name, handle) for name in ("nodes", "imports", "runs", "moved")}
+        for name in ("is_leaf", "needs_gradient", "is_kept"):
+            found[name] = [*one.fact(name, handle).__self__]
+        return found
 
     def asked_anew(handle: object) -> known.Known:
         nonlocal is_compared
         is_compared = True
         try:
-            return known.Known(handle, ())
+            return known.Known(_core.print_of(handle))
         finally:
             is_compared = False
 
-    def note(self: known.Known, handle: object, printed: Any) -> None:
+    def note(self: known.Known, printed: Any) -> None:
         if not is_compared:
             found.append(self)
-        begin(self, handle, printed)
+        begin(self, printed)
 
     def compared(handle: object) -> known.Known:
         one = of(handle)
-        assert told(one) == told(asked_anew(handle))
+        assert told(one, handle) == told(asked_anew(handle), handle)
         return one
 
     def schedule_compared(self: known.Known, handle: object, policy: Any) -> Any:
@@ -161,7 +163,7 @@ def test_what_differs_is_asked_anew(other: Step, made: list[known.Known]) -> Non
 
 
 def test_the_oldest_are_dropped(made: list[known.Known], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "_N_KEPT", 1)
+    monkeypatch.setattr(known, "_N_BYTES_KEPT", 1)
     model = network()
     for _ in range(3):
         gradients(as_it_is, model, True)

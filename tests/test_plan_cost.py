@@ -14,7 +14,9 @@ from torch import Tensor
 
 import koila
 from koila.planning import planner
+from koila.staged import known
 from koila.staged.program import Program
+from limits import there
 
 HOME = str(Path(koila.__file__).parent)
 
@@ -80,3 +82,27 @@ def cost(program: Callable[[Tensor, Tensor, int], Tensor], n: int) -> int:
 def test_cost_is_linear(program: Callable[[Tensor, Tensor, int], Tensor]) -> None:
     few, many = cost(program, 40), cost(program, 160)
     assert many < 4.5 * few, f"{few} lines for a fourth of the program, {many} for all of it"
+
+
+@pytest.mark.parametrize("program", [elementwise, linear])
+def test_no_call_is_described_to_plan(
+    program: Callable[[Tensor, Tensor, int], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ways are measured and counted by the core: calls are described when they are to run."""
+    described: list[str] = []
+    facts_of = koila._core.facts_of
+
+    def noting(handle: object, what: str) -> Any:
+        described.append(what)
+        return facts_of(handle, what)
+
+    monkeypatch.setattr(koila._core, "facts_of", noting)
+    monkeypatch.setattr(known, "_known", [])
+    w = torch.linspace(0.9, 1.1, 64, requires_grad=True)
+    loss = program(koila.lazy(torch.ones(64, 64)), w, 40)
+    with koila.config(memory_limit=there() + 40 * 64 * 64):
+        staged = Program([loss])
+        assert planner.plan(staged, True).n_chunks > 1
+        assert "nodes" not in described
+        assert staged.node(0).id == 0 and described[-1] == "nodes"
+    koila._core.forget()

@@ -94,7 +94,8 @@ measured_object(const KlMeasured *measured)
 }
 
 /* measure(program, policy, (is_cloned, bytes_noise, region_of, outer: arrays of KlOutside as bytes), (bytes of a generator's
- * state, of those kept), peak_of, (steps and turns of KlKnown's chunks, of its pieces)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
+ * state, of those kept), peak_of, (steps and turns of KlKnown's chunks, of its pieces; are the bytes of a live run
+ * known)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
 KL_DEFINE(measure, args)
 {
     const KlProgram *program = NULL;
@@ -103,16 +104,18 @@ KL_DEFINE(measure, args)
     KlPolicy policy = {0};
     KlOutside outside = {.known = {.chunks = {1, 1}, .pieces = {1, 1}}};
     KlMeasured measured = {0};
+    int is_whole_known = 0;
     KlError error;
     const Tape *tape = kl_tape_open();
     if (tape == NULL ||
-        !PyArg_ParseTuple(args, "O&O&(SSSS)(LL)O|(dddd):measure", kl_program_of, &program,
-                          kl_schedule_policy, &policy, &cloned, &noise, &regions, &outer,
-                          &outside.bytes_state, &outside.bytes_drawn, &peak_of,
-                          &outside.known.chunks.steps, &outside.known.chunks.turns,
-                          &outside.known.pieces.steps, &outside.known.pieces.turns)) {
+        !PyArg_ParseTuple(
+            args, "O&O&(SSSS)(LL)O|(ddddp):measure", kl_program_of, &program, kl_schedule_policy,
+            &policy, &cloned, &noise, &regions, &outer, &outside.bytes_state, &outside.bytes_drawn,
+            &peak_of, &outside.known.chunks.steps, &outside.known.chunks.turns,
+            &outside.known.pieces.steps, &outside.known.pieces.turns, &is_whole_known)) {
         return NULL;
     }
+    outside.is_whole_known = is_whole_known != 0;
     const KlStages *stages = &program->stages;
     Found found = {.is_cut_in_place = kl_alloc_zeroed(stages->n_imports, sizeof(bool)),
                    .has_grad = kl_alloc_zeroed(stages->n_values, sizeof(bool)),

@@ -51,18 +51,19 @@ node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
         node_inputs(&tape->core, stages->import_of, node));
 }
 
-/* (node that makes it or -1, is it a leaf, does it get a gradient, is it kept) */
+/* (is a value a leaf, does it get a gradient, is it kept): arrays of bool as bytes */
 static PyObject *
-value_object(const KlTape *core, const KlProgram *program, KlValueId id)
+values_object(const KlTape *core, const KlProgram *program)
 {
     const KlStages *stages = &program->stages;
-    bool is_leaf = stages->is_leaf[id];
-    KlNodeId node = is_leaf ? KL_ID_NONE : core->values[id].node;
-    bool is_made = node != KL_ID_NONE && stages->node_stage[node] != KL_STAGE_NONE;
-    return Py_BuildValue(
-        "(lNNN)", is_made ? (long)node : -1L, PyBool_FromLong(is_leaf),
-        PyBool_FromLong(stages->needs_gradient[id] && core->values[id].meta.requires_grad),
-        PyBool_FromLong(program->is_kept[id]));
+    Py_ssize_t n = (Py_ssize_t)stages->n_values;
+    PyObject *gets = PyBytes_FromStringAndSize(NULL, n);
+    for (Py_ssize_t i = 0; gets != NULL && i < n; i++) {
+        PyBytes_AS_STRING(gets)[i] =
+            stages->needs_gradient[i] && core->values[i].meta.requires_grad;
+    }
+    return Py_BuildValue("(y#Ny#)", (const char *)stages->is_leaf, n, gets,
+                         (const char *)program->is_kept, n);
 }
 
 static PyObject *
@@ -82,19 +83,27 @@ kl_program_ids(const KlIds *ids, KlSlice slice)
     return list;
 }
 
-/* (stage, axis or -1, segment, nodes, for each node a bit p for each part p that it leaves, imports, exports, inner,
- * combined, shadows, has gradient) */
+/* (stage, axis or -1, segment, nodes, [(first output of a reduction, a bit p for each part p that it leaves)], imports,
+ * exports, inner, combined, shadows, has gradient, bytes that its calls make) */
 static PyObject *
-run_object(const KlProgram *program, const KlRun *run)
+run_object(const KlTape *core, const KlProgram *program, const KlRun *run)
 {
-    return Py_BuildValue(
-        "(IiINNNNNNNO)", run->stage, run->axis == KL_ID_NONE ? -1 : (int)run->axis, run->segment,
-        kl_program_ids(&program->nodes, run->nodes), kl_program_ids(&program->parts, run->nodes),
-        kl_program_ids(&program->imports, run->imports),
-        kl_program_ids(&program->exports, run->exports),
-        kl_program_ids(&program->inner, run->inner),
-        kl_program_ids(&program->combined, run->combined),
-        kl_program_ids(&program->shadows, run->shadows), run->has_gradient ? Py_True : Py_False);
+    long long made = 0;
+    PyObject *parts = PyList_New(0);
+    for (uint32_t i = run->nodes.first; parts != NULL && i < run->nodes.first + run->nodes.n; i++) {
+        KlNodeId node = program->nodes.ids[i];
+        made += kl_tape_n_bytes(core, node);
+        if (program->parts.ids[i] != 0) {
+            kl_py_add(&parts,
+                      Py_BuildValue("(II)", core->nodes[node].first_out, program->parts.ids[i]));
+        }
+    }
+#define IDS(list) kl_program_ids(&program->list, run->list)
+    return Py_BuildValue("(IiINNNNNNNOL)", run->stage,
+                         run->axis == KL_ID_NONE ? -1 : (int)run->axis, run->segment, IDS(nodes),
+                         parts, IDS(imports), IDS(exports), IDS(inner), IDS(combined), IDS(shadows),
+                         run->has_gradient ? Py_True : Py_False, made);
+#undef IDS
 }
 
 static int
@@ -141,29 +150,6 @@ find_shared(const Tape *tape, KlIds *wanted, PyObject **shared, KlScratch *scrat
     return result;
 }
 
-/* Pending values the user can reach, and outputs of nodes that must run though nobody looks. */
-static int
-find_wanted(Tape *tape, KlIds *wanted, KlIds *reached)
-{
-    for (size_t i = 0; i < tape->core.n_nodes; i++) {
-        const KlNode *node = &tape->core.nodes[i];
-        for (uint32_t k = 0; k < node->n_outs && !node->is_abandoned; k++) {
-            KlValueId out = node->first_out + k;
-            bool is_pending = tape->core.values[out].state == KL_STATE_PENDING;
-            bool is_reached = is_pending && tape->core.values[out].is_wanted;
-            bool is_known =
-                tape->core.values[out].state == KL_STATE_KNOWN && tape->core.values[out].is_wanted;
-            bool has_effect = is_pending && (node->leaf_writes != 0 || node->is_random) && k == 0 &&
-                              kl_tape_is_committed(tape, (KlNodeId)i) == 0;
-            if (((is_reached || has_effect) && add_id(wanted, out) < 0) ||
-                ((is_reached || is_known) && add_id(reached, out) < 0)) {
-                return -1;
-            }
-        }
-    }
-    return 0;
-}
-
 /* Whether computing `wanted` draws: then what was to draw before it must be set up too. */
 static int
 is_drawing(const KlTape *core, const KlValueId *wanted, size_t n)
@@ -194,26 +180,31 @@ is_drawing(const KlTape *core, const KlValueId *wanted, size_t n)
     return result;
 }
 
-/* Pending values the user can reach and that have no gradient in their history, which later calls must
- * not change; and what has to draw before them. */
+/* Pending values the user can reach, and outputs of nodes that must run though nobody looks. `is_known_only`: only those
+ * that have no gradient in their history, which later calls must not change; and what has to draw before them. */
 static int
-find_known(Tape *tape, KlIds *wanted, KlIds *reached)
+find_wanted(Tape *tape, bool is_known_only, KlIds *wanted, KlIds *reached)
 {
-    (void)kl_tape_find_known(&tape->core);
+    (void)(is_known_only && kl_tape_find_known(&tape->core));
     for (size_t i = 0; i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];
-        for (uint32_t k = 0; k < node->n_outs && node->must_run; k++) {
-            KlValueId out = node->first_out + k;
-            bool is_reached = tape->core.values[out].state == KL_STATE_PENDING &&
-                              tape->core.values[out].is_wanted;
-            bool has_effect = k == 0 && kl_tape_is_committed(tape, (KlNodeId)i) == 0;
-            if (((is_reached || has_effect) && add_id(wanted, out) < 0) ||
-                (is_reached && add_id(reached, out) < 0)) {
+        bool is_asked = is_known_only ? node->must_run : !node->is_abandoned;
+        bool has_effect = is_known_only || node->leaf_writes != 0 || node->is_random;
+        for (uint32_t k = 0; k < node->n_outs && is_asked; k++) {
+            const KlValue *out = &tape->core.values[node->first_out + k];
+            bool is_pending = out->state == KL_STATE_PENDING;
+            bool is_effect = k == 0 && has_effect && (is_pending || is_known_only) &&
+                             kl_tape_is_committed(tape, (KlNodeId)i) == 0;
+            bool is_reached =
+                out->is_wanted && (is_pending || (out->state == KL_STATE_KNOWN && !is_known_only));
+            if ((((is_reached && is_pending) || is_effect) &&
+                 add_id(wanted, node->first_out + k) < 0) ||
+                (is_reached && add_id(reached, node->first_out + k) < 0)) {
                 return -1;
             }
         }
     }
-    int draws = is_drawing(&tape->core, wanted->ids, wanted->n);
+    int draws = is_known_only ? is_drawing(&tape->core, wanted->ids, wanted->n) : 0;
     for (size_t i = 0; i < tape->core.n_nodes && draws > 0; i++) {
         const KlNode *node = &tape->core.nodes[i];
         if (kl_tape_waits_to_draw(node) && add_id(wanted, node->first_out) < 0) {
@@ -263,18 +254,6 @@ find_roots(Tape *tape, PyObject *roots, KlIds *ids)
     return 0;
 }
 
-/* Whether every call that waits is staged: nothing else would run if the tape did. */
-static bool
-is_all_staged(const KlTape *core, const KlStages *stages)
-{
-    for (size_t i = core->n_done; i < core->n_nodes; i++) {
-        if (!core->nodes[i].is_done && stages->node_stage[i] == KL_STAGE_NONE) {
-            return false;
-        }
-    }
-    return true;
-}
-
 static PyObject *
 ids_object(KlIds ids)
 {
@@ -315,6 +294,8 @@ typedef struct Traits {
     size_t n_nodes;
     KlNodeId hidden; /* a call whose memory is written behind autograd's back; KL_ID_NONE */
     bool has_writes, has_effects, is_drawing, has_checkpoints;
+    bool has_aside;            /* a graph of a call leads to no root */
+    bool is_all;               /* every call that waits is staged */
     bool is_on[UINT8_MAX + 1]; /* by device: a value is made there */
     long long made, entered;   /* bytes that calls make; of rows that enter */
     long long given;           /* bytes that enter whole */
@@ -324,24 +305,28 @@ typedef struct Traits {
 static Traits
 traits_of(const KlTape *core, const KlStages *stages)
 {
-    Traits traits = {.hidden = KL_ID_NONE};
+    Traits traits = {.hidden = KL_ID_NONE, .is_all = true};
     for (size_t i = 0; i < stages->n_nodes; i++) {
         const KlNode *node = &core->nodes[i];
         if (stages->node_stage[i] == KL_STAGE_NONE) {
+            traits.is_all = traits.is_all && node->is_done;
             continue;
         }
         traits.n_nodes++;
         traits.has_writes = traits.has_writes || node->writes != 0;
         traits.has_effects = traits.has_effects || node->leaf_writes != 0;
         traits.is_drawing = traits.is_drawing || node->is_random;
-        traits.has_checkpoints |= node->region != 0 && kl_stage_has_gradient(core, stages, node);
+        bool has_gradient = kl_stage_has_gradient(core, stages, node), has_graph = false;
+        traits.has_checkpoints |= node->region != 0 && has_gradient;
         long long bytes = 0;
         for (uint32_t k = 0; k < node->n_outs; k++) {
             const KlValue *out = &core->values[node->first_out + k];
             traits.is_on[out->meta.device] = true;
+            has_graph = has_graph || out->meta.requires_grad;
             traits.hidden = core->storages[out->storage].is_hidden ? (KlNodeId)i : traits.hidden;
             bytes += out->view_of == KL_ID_NONE ? kl_meta_n_bytes(&out->meta) : 0;
         }
+        traits.has_aside |= has_graph && !has_gradient;
         traits.made += bytes;
         traits.once += node->mode == KL_MODE_ONCE ? bytes : 0;
         traits.n_once += node->mode == KL_MODE_ONCE;
@@ -384,7 +369,7 @@ entered_object(const Tape *tape, const KlStages *stages)
     return list;
 }
 
-/* [(axis, rows)] of the axes that bodies run over */
+/* [(axis, rows)] of the axes that bodies run over, of each segment */
 static PyObject *
 axes_object(const KlTape *core, const KlProgram *program)
 {
@@ -406,16 +391,16 @@ describe(const Tape *tape, KlIds roots, KlIds reached, PyObject *shared, PyObjec
     const KlStages *stages = &program->stages;
     Traits traits = traits_of(&tape->core, stages);
     return Py_BuildValue(
-        "(ONNONNNnnnINONOOOO(LLLLL)ONn)", handle, ids_object(roots), ids_object(reached), shared,
+        "(ONNONNNnnnINONOOOO(LLLLL)ONnO)", handle, ids_object(roots), ids_object(reached), shared,
         axes_object(&tape->core, program), entered_object(tape, stages), devices_object(&traits),
         (Py_ssize_t)traits.n_nodes, (Py_ssize_t)stages->n_values, (Py_ssize_t)stages->n_imports,
         stages->n_stages, stage_object(stages->last_body),
         stages->is_tail_linear ? Py_True : Py_False, stage_object(stages->tail_node),
-        is_all_staged(&tape->core, stages) ? Py_True : Py_False,
-        traits.has_writes ? Py_True : Py_False, traits.has_effects ? Py_True : Py_False,
-        traits.is_drawing ? Py_True : Py_False, traits.made, traits.once, traits.entered,
-        traits.given, traits.n_once, traits.has_checkpoints ? Py_True : Py_False,
-        stage_object(traits.hidden), (Py_ssize_t)stages->n_nodes);
+        traits.is_all ? Py_True : Py_False, traits.has_writes ? Py_True : Py_False,
+        traits.has_effects ? Py_True : Py_False, traits.is_drawing ? Py_True : Py_False,
+        traits.made, traits.once, traits.entered, traits.given, traits.n_once,
+        traits.has_checkpoints ? Py_True : Py_False, stage_object(traits.hidden),
+        (Py_ssize_t)stages->n_nodes, traits.has_aside ? Py_True : Py_False);
 }
 
 /* Whether autograd keeps something of a call for its backward. */
@@ -459,21 +444,20 @@ KL_DEFINE(facts_of, args)
     if (what[0] == 'd') {
         return Py_BuildValue("[NN]", ids_object(program->drops), ids_object(program->dropped));
     }
+    if (what[0] == 'v') {
+        return values_object(&tape->core, program);
+    }
     const KlStages *stages = &program->stages;
-    bool is_runs = what[0] == 'r', is_values = what[0] == 'v', is_nodes = what[0] == 'n';
-    size_t n = is_nodes    ? stages->n_nodes
-               : is_runs   ? program->n_staged
-               : is_values ? stages->n_values
-                           : stages->n_imports;
+    bool is_runs = what[0] == 'r', is_nodes = what[0] == 'n';
+    size_t n = is_nodes ? stages->n_nodes : is_runs ? program->n_staged : stages->n_imports;
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < n; i++) {
         if (is_nodes && stages->node_stage[i] == KL_STAGE_NONE) {
             continue;
         }
-        PyObject *item = is_nodes    ? node_object(tape, stages, (KlNodeId)i)
-                         : is_runs   ? run_object(program, &program->runs[i])
-                         : is_values ? value_object(&tape->core, program, (KlValueId)i)
-                                     : import_object(&stages->imports[i]);
+        PyObject *item = is_nodes  ? node_object(tape, stages, (KlNodeId)i)
+                         : is_runs ? run_object(&tape->core, program, &program->runs[i])
+                                   : import_object(&stages->imports[i]);
         kl_py_add(&list, item);
     }
     return list;
@@ -489,23 +473,24 @@ KL_DEFINE(print_of, args)
     }
     const KlTape *core = &tape->core;
     const KlStages *stages = &program->stages;
-    size_t n_nodes = stages->n_nodes, n_values = stages->n_values;
+    size_t n_nodes = stages->n_nodes, n_values = stages->n_values; /* when it was staged */
+    const KlNode *last = n_nodes > 0 ? &core->nodes[n_nodes - 1] : &(const KlNode){0};
+    size_t n_inputs = last->first_input + last->n_inputs;
 #define OF(array, n) (const char *)(array), (Py_ssize_t)((n) * sizeof(*(array)))
 #define IDS(list) OF(program->list.ids, program->list.n)
     return Py_BuildValue(
         "(IIiin[y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#y#])", stages->last_body,
         stages->tail_node, stages->is_tail_linear, program->is_checkpointed,
-        (Py_ssize_t)program->n_staged, OF(core->nodes, core->n_nodes),
-        OF(core->values, core->n_values), OF(core->inputs, core->n_inputs),
-        OF(core->storages, core->n_storages), OF(core->axis_rows, core->n_axes),
-        OF(core->axis_of, core->n_axes), OF(core->orders, core->n_axes),
-        OF(stages->node_stage, n_nodes), OF(stages->late_stage, n_nodes),
-        OF(stages->is_data, n_nodes), OF(stages->segment, n_nodes),
+        (Py_ssize_t)program->n_staged, OF(core->nodes, n_nodes), OF(core->values, n_values),
+        OF(core->inputs, n_inputs), OF(core->storages, core->n_storages),
+        OF(core->axis_rows, core->n_axes), OF(core->axis_of, core->n_axes),
+        OF(core->orders, core->n_axes), OF(stages->node_stage, n_nodes),
+        OF(stages->late_stage, n_nodes), OF(stages->is_data, n_nodes), OF(stages->segment, n_nodes),
         OF(stages->value_stage, n_values), OF(stages->is_leaf, n_values),
         OF(stages->needs_gradient, n_values), OF(stages->imports, stages->n_imports),
-        OF(stages->import_of, core->n_inputs), OF(program->runs, program->n_runs), IDS(nodes),
-        IDS(parts), IDS(imports), IDS(exports), IDS(inner), IDS(combined), IDS(shadows),
-        IDS(reached), IDS(roots), OF(program->is_kept, n_values), OF(program->is_unread, n_values));
+        OF(stages->import_of, n_inputs), OF(program->runs, program->n_runs), IDS(nodes), IDS(parts),
+        IDS(imports), IDS(exports), IDS(inner), IDS(combined), IDS(shadows), IDS(reached),
+        IDS(roots), OF(program->is_kept, n_values), OF(program->is_unread, n_values));
 }
 #undef IDS
 #undef OF
@@ -614,7 +599,9 @@ KL_DEFINE(cut_program, args)
         return NULL;
     }
     asked.is_headed = is_headed != 0;
-    return build(tape, &asked, PyTuple_GET_ITEM(args, 0));
+    PyObject *cut = build(tape, &asked, PyTuple_GET_ITEM(args, 0));
+    const KlProgram *program = cut != NULL ? PyCapsule_GetPointer(cut, HANDLE) : NULL;
+    return cut != NULL ? Py_BuildValue("(NN)", cut, axes_object(&tape->core, program)) : NULL;
 }
 
 KL_DEFINE(stage, args)
@@ -628,7 +615,7 @@ KL_DEFINE(stage, args)
     if (tape == NULL || shared == NULL ||
         !PyArg_ParseTuple(args, "O!p|O:stage", &PyList_Type, &roots, &is_known_only, &gets) ||
         refresh(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
-        (is_known_only ? find_known : find_wanted)(tape, &wanted, &reached) < 0 ||
+        find_wanted(tape, is_known_only != 0, &wanted, &reached) < 0 ||
         find_shared(tape, &wanted, &shared, &scratch) < 0) {
         goto error;
     }

@@ -221,7 +221,7 @@ kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *o
             deliver(&walk);
         }
     }
-    if (walk.status == KL_OK) {
+    if (walk.status == KL_OK && !outside->is_whole_known) {
         KlMoments *moments = policy->is_live ? &measured->moments : NULL;
         walk.status = kl_measure_whole(&walk.sweep, policy->is_graph, outside->bytes_graphs,
                                        moments, &measured->whole, error);

@@ -17,6 +17,7 @@ typedef struct KlOutside {
     /* [n_nodes] bytes that a random call draws for all rows at once; -1: it saves a state per chunk; NULL: all 0 */
     const int64_t *bytes_noise;
     double bytes_graphs; /* of the backward through plain graphs that existed before the program */
+    bool is_whole_known; /* the bytes of a live run are not computed */
 } KlOutside;
 
 /* Bytes that a program needs in addition to the tensors that exist already (leaves, parameters). */

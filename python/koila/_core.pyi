@@ -98,13 +98,15 @@ _Where = int | str
 # numbers of nodes, values, imports and stages, last body, is tail linear, tail node, are all
 # pending calls staged, has writes, has side effects, draws, (bytes that calls allocate, of these
 # calls that run once, bytes of imports with rows, bytes of leaves without rows, number of calls
-# that run once), has checkpoints, a call whose output is written through x.data or None
+# that run once), has checkpoints, a call whose output is written through x.data or None, calls of
+# the tape, does a graph lead to no root
+_Axes = list[tuple[int, int]]
 _Staged = tuple[
     object,
     list[int],
     list[int],
     list[tuple[int, int]],
-    list[tuple[int, int]],
+    _Axes,
     list[torch.Tensor],
     set[torch.device],
     int,
@@ -122,6 +124,7 @@ _Staged = tuple[
     bool,
     int | None,
     int,
+    bool,
 ]
 
 # Bytes as multiples: of the result, of the first operand, of the element count of the larger
@@ -274,8 +277,8 @@ def stage(
     gets: Callable[[torch.Tensor], bool] | None = None,
     /,
 ) -> _Staged: ...
-def cut_program(program: object, n_segments: int, is_headed: bool, /) -> object: ...
-def facts_of(program: object, what: str, /) -> list[Any]: ...
+def cut_program(program: object, n_segments: int, is_headed: bool, /) -> tuple[object, _Axes]: ...
+def facts_of(program: object, what: str, /) -> Any: ...
 def print_of(program: object, /) -> tuple[int, int, int, int, int, list[bytes | None]]: ...
 def overwritten(program: object, before: int, /) -> tuple[int, list[int]] | None: ...
 def writer_from(node: int, value: int, /) -> tuple[int, int] | None: ...
@@ -308,7 +311,7 @@ def measure(
     nodes: tuple[bytes, bytes, bytes, bytes],
     states: tuple[int, int],
     peak_of: Callable[[set[torch.Tensor]], float],
-    uneven: tuple[float, float, float, float] = ...,
+    uneven: tuple[float, float, float, float, bool] = ...,
     /,
 ) -> tuple[bytes, int, float]: ...
 def peak(moments: bytes, n_rows: int, rows: int, /) -> tuple[float, float, int]: ...

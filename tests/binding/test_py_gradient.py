@@ -43,8 +43,8 @@ def test_gradients_go_only_on_the_way_to_some() -> None:
     both = Program([k.sum()], False)
     one = Program([k.sum()], False, gets=lambda tensor: tensor is v)
     made = [node.first_out for node in both.nodes.values()]
-    assert all(both.made(value).needs_gradient for value in made)
-    assert [one.made(value).needs_gradient for value in made[:2]] == [False, True]
+    assert all(both.needs_gradient(value) for value in made)
+    assert [one.needs_gradient(value) for value in made[:2]] == [False, True]
 
 
 def test_who_gets_one_is_asked_in_vain() -> None:

@@ -70,8 +70,9 @@ def test_a_cut_shares_the_stages() -> None:
     x = koila.lazy(batch())
     loss = (x * weight()).exp().sin().mean()
     whole = staged_as([loss], False)
-    cut = core.cut_program(whole["handle"], 2, False)
-    again = core.cut_program(cut, 1, False)
+    cut, axes = core.cut_program(whole["handle"], 2, False)
+    again, axes_again = core.cut_program(cut, 1, False)
+    assert (len(axes), len(axes_again)) == (2, 1)
     bodies = [
         len([run for run in core.facts_of(one, "runs") if run[1] >= 0]) for one in (cut, again)
     ]

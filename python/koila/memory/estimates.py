@@ -62,8 +62,20 @@ class Estimate:
 
         That is one row, unless each chunk leaves much behind. Only powers of two are tried.
         """
+        return self._least
+
+    @functools.cached_property
+    def _least(self) -> tuple[int, float, int]:
         sizes = [1 << i for i in range(self.rows.bit_length())] or [1]
         return min(((rows, *self.peak(rows)) for rows in sizes), key=lambda entry: entry[1])
+
+    def peaks(self, rows: int) -> dict[int, float]:
+        """Return the most bytes at each instruction of the schedule, with chunks of `rows` rows."""
+        found: dict[int, float] = {}
+        for step, _, _, n_bytes, *_ in _core.moments(*self._at(rows)):
+            if n_bytes > found.get(step, 0.0):
+                found[step] = n_bytes
+        return found
 
     def course(self, rows: int) -> list[Course]:
         """Return all moments in order, with chunks of `rows` rows; equal chunks are listed once."""
@@ -106,6 +118,7 @@ def estimate(
     way: Way = AS_IT_IS,
     is_live: bool = False,
     graphs: Callable[[Iterable[torch.Tensor]], float] = outside.peak,
+    whole: float | None = None,
 ) -> Estimate:
     """Predict the bytes that a program needs, beside what exists already.
 
@@ -115,6 +128,7 @@ def estimate(
         way: the way it is scheduled.
         is_live: return the moments of a live run, of the whole batch in the order of the calls.
         graphs: returns the bytes of a backward through graphs that exist already.
+        whole: the bytes of a live run, if these are known: they are not computed again.
     """
     states = _STATE * program.is_drawing, draws.bytes_kept()
     policy = way.as_tuple(is_graph, is_live)
@@ -123,7 +137,9 @@ def estimate(
         return graphs([*found, *program.beside])
 
     arguments = program.handle, policy, _of_nodes(program), states, peak_of
-    moments, rows, whole = _core.measure(*arguments)
+    is_known = whole is not None
+    moments, rows, found = _core.measure(*arguments, (1, 1, 1, 1, is_known))
+    whole = found if whole is None else whole
     lengths = list(_core.notes().get("lengths", {}).values())
     if not lengths or is_live:
         return Estimate(moments, rows, whole)
@@ -133,7 +149,7 @@ def estimate(
     @functools.cache
     def again(of_chunk: int) -> bytes:
         shares = uneven.parts(lengths, rows, of_chunk, n_pieces)
-        return _core.measure(*arguments, shares)[0]
+        return _core.measure(*arguments, (*shares, True))[0]
 
     return Estimate(moments, rows, whole, again)
 

@@ -385,8 +385,8 @@ def explain(*losses: Any, full: bool = False) -> Explanation:
     calls = [n_calls]
     for position, run in enumerate(runs, 1):
         calls.append(schedule_words.head_of(cut, passes, run, position))
-        combined = [n for n in run.combined if n.mode == REDUCE]
-        calls += [f"    {n.id:4d} add up the results of the chunks" for n in combined]
+        combined = [i for i in run.combined if cut.node(i).mode == REDUCE]
+        calls += [f"    {i:4d} add up the results of the chunks" for i in combined]
         calls += [schedule_words.line_of(cut, cut.node(i)) for i in run.nodes]
     return Explanation(said, found, calls)
 

@@ -52,7 +52,7 @@ def ends_of(program: Program) -> list[int]:
     """Return values with a graph that lead to no root and to no other of them."""
     found: list[int] = []
     leading: set[int] = set()
-    for node in reversed(program.aside()):
+    for node in reversed(program.aside() if program.has_aside else []):
         outs = [value for value in node.outs if program.info(value).requires_grad]
         if leading.isdisjoint(outs):
             found.append(outs[0])

@@ -126,12 +126,7 @@ class Policies:
     @functools.cached_property
     def made(self) -> dict[int, int]:
         """By run of a body: the bytes that its calls make."""
-        program = self._program
-        return {
-            run.index: sum(program.bytes_made(program.node(i)) for i in run.nodes)
-            for run in program.runs
-            if run.is_body
-        }
+        return {run.index: run.made for run in self._program.runs if run.is_body}
 
     def retained(self) -> set[int]:
         """Return the bodies whose graphs are retained if all values are kept."""

@@ -84,7 +84,7 @@ def _waits_for(program: Program, run: Run) -> Node | None:
     for later in (one for one in program.runs if one.stage > run.stage):
         if not later.is_body and by_bodies.isdisjoint(later.exports):
             continue  # a mean or a metric: no chunk waits for it
-        for node in later.combined:
+        for node in map(program.node, later.combined):
             if node.id in run.nodes and not by_bodies.isdisjoint(node.outs):
                 return node
         read = {k for k in later.imports if imports[k].value in made and k not in later.shadows}

@@ -141,7 +141,8 @@ class Ways:
         options = self._known.options
         if way not in options:
             cut = self._program.cut_for(way)
-            estimate = estimates.estimate(cut, self._is_graph, way)
+            whole = options[AS_IT_IS].estimate.whole
+            estimate = estimates.estimate(cut, self._is_graph, way, whole=whole)
             options[way] = Option(way, estimate, cut.n_calls(way))
         return options[way]
 
@@ -274,8 +275,8 @@ class Ways:
             return self._n_cut(way) > self._n_cut(AS_IT_IS)
         if way.n_segments <= 1:
             return self._n_cut(way) > 0
-        shorter = (self._n_cut(Way(n)) for n in (1, *SEGMENTS) if n < way.n_segments)
-        return self._n_cut(way) > max(shorter)
+        shorter = max(n for n in (1, *SEGMENTS) if n < way.n_segments)
+        return self._n_cut(way) > self._n_cut(Way(shorter))
 
     # Bounds of a way's bytes and cost, found without measuring it.
 
@@ -386,22 +387,29 @@ class Ways:
         missing = Missing(self._program.cut_for(base), self._policies(base), self._can_offload)
         budgets = dict.fromkeys((n for n in _CHUNKS if n <= estimate.rows), CHUNK_SHARE * allowed)
         chosen: dict[int, tuple[float, Way, float]] = {}  # by chunks: price, way, spare bytes
-        stale = set(budgets)
-        for _ in range(_N_MEASURED):
-            for n_chunks in stale:
-                peaks: dict[int, float] = {}
-                for moment in estimate.course(-(-estimate.rows // n_chunks)):
-                    peaks[moment.step] = max(peaks.get(moment.step, 0), moment.n_bytes)
+        hopeless: set[int] = set()  # numbers of chunks in which it fits with no policies
+        for _ in range(_N_MEASURED if missing.options else 0):
+            most = math.inf if found is None else self.cost(*found)
+            best = min((price for price, *_ in chosen.values()), default=most)
+            for n_chunks in budgets:
+                if self._price(base, self._program.n_nodes, n_chunks) >= min(best, most):
+                    break  # no policies make this many chunks cheaper
+                if n_chunks in chosen or n_chunks in hopeless:
+                    continue
+                peaks = estimate.peaks(-(-estimate.rows // n_chunks))
                 made = missing.choose(peaks, budgets[n_chunks])
-                if made is not None:
-                    way = base._replace(policies=made.policies)
-                    price = self._price(way, self._program.n_nodes, n_chunks)
-                    chosen[n_chunks] = price, way, made.spare
+                if made is None:
+                    hopeless.add(n_chunks)
+                    continue
+                way = base._replace(policies=made.policies)
+                price = self._price(way, self._program.n_nodes, n_chunks)
+                chosen[n_chunks] = price, way, made.spare
+                best = min(best, price)
             if not chosen:
                 break
             n_chunks = min(chosen, key=chosen.__getitem__)
             price, way, spare = chosen.pop(n_chunks)
-            if found is not None and price >= self.cost(*found):
+            if price >= most:
                 break
             option, rows = self.option(way), -(-estimate.rows // n_chunks)
             fits = option.rows(allowed)
@@ -411,7 +419,6 @@ class Ways:
                 break
             # The next choice frees so much more as this one needs more than was predicted.
             budgets[n_chunks] -= option.estimate.peak(rows)[0] - CHUNK_SHARE * allowed + spare
-            stale = {n_chunks}
         return found
 
     def least(self) -> Option:
@@ -428,17 +435,22 @@ class Ways:
                     least = min(least, self.option(way).least)
             if self._holds(offloading) < least:
                 self._measure_segments(offloading)
-        measured = filter(lambda one: self.is_there(one.way), self._known.options.values())
+        measured = [
+            one
+            for way, one in self._known.options.items()
+            if way == AS_IT_IS or self._n_cut(way) > 0
+        ]
         return min(measured, key=lambda one: (one.least, self._least_price(one.way)))
 
     def _measure_segments(self, base: Way) -> None:
         """Measure the numbers of segments around the one that needs the fewest bytes. With more
         segments, bytes first fall and then grow: so the numbers are doubled until they grow, and
         then those between are measured."""
-        best, best_n = self.option(base).least, 1
+        best, best_n, n_cut = self.option(base).least, 1, self._n_cut(base)
         for n in (n for n in SEGMENTS if n.bit_count() == 1):
             way = base._replace(n_segments=n)
-            if self.is_there(way):
+            if self._n_cut(way) > n_cut:
+                n_cut = self._n_cut(way)
                 if self.option(way).least >= best:
                     break
                 best, best_n = self.option(way).least, n

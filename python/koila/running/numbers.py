@@ -152,7 +152,7 @@ class Numbers:
         return self._number_of(value)
 
     def _number_of(self, value: int) -> torch.Tensor:
-        if self.program.made(value).is_kept:
+        if self.program.is_kept(value):
             return self._of_kept(value)
         result = self._of_storage(value)
         is_new = value in self.freed and not result.requires_grad

@@ -61,12 +61,12 @@ def _reads_of(program: Program, run: Run) -> _Reads:
     reads = _Reads([], [], [])
     for import_id in run.imports:
         value, place, is_range = program.imports[import_id]
-        made = program.made(value)
-        is_made_before = made.node is None or made.node.stage != run.stage
+        node, is_leaf = program.node_of(value), program.is_leaf(value)
+        is_made_before = node is None or node.stage != run.stage
         is_once = place is None and is_made_before and not calls.is_by_chunk(program, value)
         if is_once and not is_range:
             reads.once.append((import_id, value))
-        elif made.is_leaf and place is not None and not is_range:
+        elif is_leaf and place is not None and not is_range:
             reads.cut.append((import_id, value, place))
         else:
             reads.others.append((import_id, value))
@@ -157,7 +157,7 @@ class Prepared:
         """Put the results of reductions into the `env` of a run on the whole batch, from partial
         results that chunks of earlier runs left, or that `stand_ins` have in place of them."""
         with torch.set_grad_enabled(self.is_graph):
-            for node in self.run_.combined:
+            for node in map(self.program.node, self.run_.combined):
                 value = node.first_out
                 cross = stand_ins.get(value) or self.store.cross[value]
                 combined = cross.results

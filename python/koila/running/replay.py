@@ -82,8 +82,8 @@ class Replay(Stages):
             visible.call_hooks(self, self.program.roots[0], gradients[0])
         found, is_hooked = [], False
         for value, cross in self.cross.items():
-            info, made = cross.info, self.program.made(value)
-            if not (made.is_leaf and made.needs_gradient):
+            info, program = cross.info, self.program
+            if not (program.is_leaf(value) and program.needs_gradient(value)):
                 continue
             gradient = cross.take_total_gradient()
             real = info.real if info.real is not None else info.result

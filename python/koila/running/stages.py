@@ -47,7 +47,7 @@ def _counted_at_once(program: Program) -> list[int]:
         found = []
         for run in (run for run in program.runs if run.stage == DATA):
             read = sum(program.bytes_of(program.imports[i].value) for i in run.imports)
-            made = sum(program.bytes_made(program.node(i)) for i in run.nodes)
+            made = run.made
             is_small = _MOST_HELD * (read + made) <= max(gradients, _FEW_BYTES)
             if is_small and all(calls.is_of_parts(program, v) for v in run.exports):
                 found.append(run.axis)
@@ -133,7 +133,7 @@ class Stages(Store):
         """
         env = self.run_nodes(run, 0, is_graph)
         graph: dict[int, GradientEdge] = {}
-        combined = [out for node in run.combined for out in node.outs]
+        combined = [out for i in run.combined for out in self.program.node(i).outs]
         for value in [*combined, *run.exports]:
             tensor = env[value]
             info = self.program.info(value)

@@ -64,10 +64,8 @@ class Sent:
     def __init__(self, program: Program, runs: Sequence[Run]) -> None:
         tail = list(_tail(program))
         made = {value for run in runs for value in run.parts}
-        self.nodes = [
-            node for run in tail for node in (*run.combined, *map(program.node, run.nodes))
-        ]
-        reduced = [node.first_out for run in tail for node in run.combined]
+        self.nodes = [program.node(i) for run in tail for i in (*run.combined, *run.nodes)]
+        reduced = [program.node(i).first_out for run in tail for i in run.combined]
         self.is_closed = (
             not any(run.imports for run in tail)
             and made.issuperset(reduced)
@@ -283,7 +281,7 @@ def _run(stages: Stages, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch
                 made[value] = Cross(info, False, stages.awaiting, stages.zeros(value, info.shape))
                 kept.is_from_them = True  # zeros replace it too, which the hooks cannot tell
         env = stages.run_nodes(part, 0, True, made)
-        for value in [out for node in part.combined for out in node.outs] + part.exports:
+        for value in [out for i in part.combined for out in program.node(i).outs] + part.exports:
             made[value] = Cross(program.info(value), False, stages.awaiting, env[value], True)
     return [made[root].read_whole(True) if root in made else None for root in program.roots]
 

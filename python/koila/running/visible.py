@@ -89,7 +89,7 @@ def _computed(stages: Stages) -> Iterator[int]:
     and keeps them whole."""
     program = stages.program
     for value in program.wanted:
-        info, is_whole = Info.of(value), program.made(value).is_kept
+        info, is_whole = Info.of(value), program.is_kept(value)
         if info.result is not None or info.is_uncertain:
             continue
         cross = stages.cross.get(value if is_whole else info.base)

@@ -86,15 +86,6 @@ class Import(NamedTuple):
     is_range: bool  # each chunk reads its first entries, as many as the chunk has rows
 
 
-class Made(NamedTuple):
-    """The role of a value in a program."""
-
-    node: Node | None  # the call that makes it; None: it is a leaf
-    is_leaf: bool
-    needs_gradient: bool
-    is_kept: bool  # it must exist whole at the end: it is wanted, or wanted values are views of it
-
-
 class Amounts(NamedTuple):
     """Bytes of a program's values for the whole batch; views do not count."""
 
@@ -153,9 +144,10 @@ class Run:
     imports: list[int] = field(default_factory=list)  # numbers of the imports that it reads
     exports: list[int] = field(default_factory=list)  # values that other runs or the user read
     inner: list[int] = field(default_factory=list)  # exports that only segments of its body read
-    combined: list[Node] = field(default_factory=list)  # reductions that it combines from partials
+    combined: list[int] = field(default_factory=list)  # reductions that it combines from partials
     shadows: list[int] = field(default_factory=list)  # imports of which it reads only the sizes
     has_gradient: bool = False
+    made: int = 0  # the bytes that its calls make, for the whole batch; views do not count
     is_body: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -4,47 +4,34 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from koila import _core
-from koila.staged.facts import Import, Made, Node, Run, parts_in
+from koila.staged.facts import Import, Node, Run, parts_in
 from koila.staged.schedule import Arguments, Cheap, Graph, Op, Schedule, Step, Way, head_of
 
 _OPS, _GRAPHS = tuple(Op), tuple(Graph)
-#: The programs that are kept have at most so many calls together: a call takes 2.4 KB.
-_N_KEPT = 2**9
+#: The prints of the programs that are kept have at most so many bytes together. A call has about
+#: 900, and as many again once it was asked for.
+_N_BYTES_KEPT = 2**19
 #: So many schedules of a program are kept, about twice those that one plan looks at: plans under
 #: other limits look at others.
 _N_SCHEDULES = 128
 
 
 class Known:
-    """The calls, values and runs of a program, and its schedules. It holds no tensor and no handle,
-    and nothing in it changes: programs of other threads may share it."""
+    """What the core tells of a program, and its schedules. It holds no tensor and no handle, and
+    nothing in it changes: programs of other threads may share it.
 
-    def __init__(self, handle: object, printed: tuple[Any, ...]) -> None:
+    Calls, imports and values are asked for when they are first read: many programs are only
+    measured, and a large one takes long to describe.
+    """
+
+    def __init__(self, printed: tuple[Any, ...]) -> None:
         self.printed = printed  # what `_core.print_of` returns
-        self.nodes: dict[int, Node] = {
-            entry[0]: Node._make((*entry, range(entry[6], entry[6] + entry[7])))
-            for entry in _core.facts_of(handle, "nodes")
-        }
-        self.imports = list(map(Import._make, _core.facts_of(handle, "imports")))
-        self.made = [
-            Made(self.nodes.get(node), *traits)
-            for node, *traits in _core.facts_of(handle, "values")
-        ]
-        self.needs_gradient = [made.needs_gradient for made in self.made]
-        self.runs = [self._run(*entry) for entry in enumerate(_core.facts_of(handle, "runs"))]
-        self.moving = [node for node in self.nodes.values() if node.leaf_writes]
-        #: By call that writes leaves as a side effect, running statistics: the leaves.
-        self.moved = {
-            node.id: [
-                self.imports[i].value
-                for k, i in enumerate(node.imports)
-                if node.leaf_writes >> k & 1 and i >= 0
-            ]
-            for node in self.moving
-        }
+        self.n_bytes = sum(map(len, filter(None, printed[-1])))
+        self._facts: dict[str, Any] = {}  # by name of an attribute of a program
         self.rows: dict[int, str] = {}  # by call, once asked for: the name of its row
         self.splits: dict[int, Any] = {}  # by reduction, of `reductions/calls.py`
         self.reads: dict[int, Any] = {}  # by body, of `running/prepared.py`
@@ -59,24 +46,57 @@ class Known:
         self.at_once: list[int] | None = None
         self.sent: Any = None  # of `running/tail.py`: the gradients that it sent last
 
-    def _run(self, index: int, described: tuple[Any, ...]) -> Run:
-        stage, axis, segment, nodes, parts, imports, exports, inner, combined, *rest = described
-        numbers = {
-            self.nodes[i].first_out: parts_in(bits)
-            for i, bits in zip(nodes, parts, strict=True)
-            if bits
+    def fact(self, name: str, handle: object) -> Any:
+        """Return what a program with this handle has as this attribute."""
+        if name not in self._facts:
+            self._facts |= FACTS[name](self, handle)
+        return self._facts[name]
+
+    def _nodes(self, handle: object) -> dict[str, Any]:
+        nodes = {
+            entry[0]: Node._make((*entry, range(entry[6], entry[6] + entry[7])))
+            for entry in _core.facts_of(handle, "nodes")
         }
-        reductions = [self.nodes[i] for i in combined]
-        between = nodes, numbers, imports, exports, inner
-        return Run(index, stage, axis, segment, *between, reductions, *rest)
+        makers = {value: node for node in nodes.values() for value in node.outs}
+        return {"nodes": nodes, "node": nodes.__getitem__, "makers": makers}
+
+    def _imports(self, handle: object) -> dict[str, Any]:
+        return {"imports": list(map(Import._make, _core.facts_of(handle, "imports")))}
+
+    def _values(self, handle: object) -> dict[str, Any]:
+        arrays = (memoryview(flags).cast("?") for flags in _core.facts_of(handle, "values"))
+        names = "is_leaf", "needs_gradient", "is_kept"
+        return {name: flags.__getitem__ for name, flags in zip(names, arrays, strict=True)}
+
+    def _runs(self, handle: object) -> dict[str, Any]:
+        runs = []
+        for index, described in enumerate(_core.facts_of(handle, "runs")):
+            stage, axis, segment, nodes, parts, *others = described
+            numbers = {value: parts_in(bits) for value, bits in parts}
+            runs.append(Run(index, stage, axis, segment, nodes, numbers, *others))
+        return {"runs": runs}
+
+    def _moving(self, handle: object) -> dict[str, Any]:
+        imports = self.fact("imports", handle)
+        moving = [node for node in self.fact("nodes", handle).values() if node.leaf_writes]
+        moved = {
+            node.id: [
+                imports[i].value
+                for k, i in enumerate(node.imports)
+                if node.leaf_writes >> k & 1 and i >= 0
+            ]
+            for node in moving
+        }
+        return {"moving": moving, "moved": moved}
 
     def schedule(self, handle: object, policy: Arguments) -> Schedule:
         """Return the schedule of the program with this handle."""
         found = self._schedules.get(policy)
         if found is None:
             steps, n_forward, cheap_values = _core.schedule(handle, policy)
+            runs = self.fact("runs", handle)
             made = [
-                Step(_OPS[op], _GRAPHS[graph], self.runs[first : first + n], values, others)
+                Step(_OPS[op], _GRAPHS[graph], runs[first : first + n], values, others)
                 for op, graph, first, n, values, others in steps
             ]
             freed = {value: Cheap(*cheap) for value, cheap in cheap_values.items()}
@@ -86,6 +106,15 @@ class Known:
                     del self._schedules[next(iter(self._schedules))]
         return found
 
+
+#: By attribute of a program: what asks the core for it, and for others that come with it.
+FACTS: dict[str, Callable[[Known, object], dict[str, Any]]] = {
+    **dict.fromkeys(("nodes", "node", "makers"), Known._nodes),
+    "imports": Known._imports,
+    **dict.fromkeys(("is_leaf", "needs_gradient", "is_kept"), Known._values),
+    "runs": Known._runs,
+    **dict.fromkeys(("moving", "moved"), Known._moving),
+}
 
 _known: list[Known] = []
 
@@ -101,8 +130,8 @@ def known_of(handle: object) -> Known:
     for known in _known:
         if known.printed == printed:
             return known
-    known = Known(handle, printed)
+    known = Known(printed)
     _known.append(known)
-    while sum(len(one.nodes) for one in _known) > _N_KEPT and len(_known) > 1:
+    while sum(one.n_bytes for one in _known) > _N_BYTES_KEPT and len(_known) > 1:
         _known.pop(0)
     return known

@@ -22,17 +22,15 @@ from koila.staged.facts import (
     Amounts,
     Import,
     Infos,
-    Made,
     Node,
     Run,
     is_data,
 )
-from koila.staged.known import Known, known_of
+from koila.staged.known import FACTS, Known, known_of
 from koila.staged.schedule import AS_IT_IS, Op, Policy, Schedule, Way
 
 #: What the core tells of a program, and all that depends on how its bodies are cut into segments.
-_OF_CORE = "known", "nodes", "imports", "runs", "moving", "node", "made", "needs_gradient"
-_OF_CUTS = (*_OF_CORE, "unstageable", "cloned")
+_OF_CUTS = ("known", *FACTS, "unstageable", "cloned")
 _UNCUT = AS_IT_IS.cuts
 _NO_ID = 2**32 - 1  # KL_ID_NONE of base.h
 
@@ -62,14 +60,17 @@ class Program:
         beside: plain tensors with a graph that are differentiated together with the roots.
     """
 
-    known: Known
     nodes: dict[int, Node]  # all calls, by id
     imports: list[Import]
     runs: list[Run]
     moving: list[Node]  # the calls that write leaves as a side effect
+    moved: dict[int, list[int]]  # by such a call: the leaves, which are running statistics
     node: Callable[[int], Node]  # of an id
-    made: Callable[[int], Made]  # the role of a value
+    makers: dict[int, Node]  # by value: the call that makes it
+    is_leaf: Callable[[int], bool]  # of a value
     needs_gradient: Callable[[int], bool]  # of a value
+    #: Whether a value must exist whole at the end: it is wanted, or wanted values are views of it.
+    is_kept: Callable[[int], bool]
 
     def __init__(
         self,
@@ -109,6 +110,8 @@ class Program:
         self.has_checkpoints: bool = staged[19]
         self._data_write: int | None = staged[20]  # a call that writes memory through x.data
         self.n_recorded: int = staged[21]  # the calls of the tape, also those that are not staged
+        self.has_aside: bool = staged[22]  # some call has a graph that leads to no root
+        self.n_cut: int = len(staged[4])  # the segments of all bodies together
         #: Whether calls of its tape differentiate others (`derived.py`).
         self.is_derived = "recipes" in _core.notes()
         self.is_known_only = is_known_only
@@ -121,15 +124,16 @@ class Program:
         self._cut_before: dict[tuple[int, bool], Program] = {}  # by `Way.cuts`
 
     def __getattr__(self, name: str) -> Any:
-        """Ask the core what it tells of the program, when some of that is read first."""
-        if name not in _OF_CORE:
+        """Ask the core what it tells of the program, when that is read first."""
+        if name not in FACTS:
             raise AttributeError(name)
-        known = self.known = known_of(self.handle)
-        self.nodes, self.imports, self.runs = known.nodes, known.imports, known.runs
-        self.moving = known.moving
-        self.node, self.made = known.nodes.__getitem__, known.made.__getitem__
-        self.needs_gradient = known.needs_gradient.__getitem__
-        return self.__dict__[name]
+        found = self.__dict__[name] = self.known.fact(name, self.handle)
+        return found
+
+    @functools.cached_property
+    def known(self) -> Known:
+        """What is kept of the program for the next steps."""
+        return known_of(self.handle)
 
     @functools.cached_property
     def regions(self) -> tuple[bytes, bytes]:
@@ -193,14 +197,11 @@ class Program:
 
     def node_of(self, value: int) -> Node | None:
         """Return the call that makes a value in this program; None for a leaf."""
-        return self.made(value).node
-
-    def is_leaf(self, value: int) -> bool:
-        return self.made(value).is_leaf
+        return None if self.is_leaf(value) else self.makers.get(value)
 
     def moved_by(self, node: Node) -> list[int]:
         """Return the leaves that a call writes as a side effect: running statistics."""
-        return self.known.moved.get(node.id, [])
+        return self.moved.get(node.id, [])
 
     @functools.cached_property
     def uncounted(self) -> frozenset[int]:
@@ -283,7 +284,8 @@ class Program:
             return self
         if way.cuts not in self._cut_before:
             cut = copy.copy(self)
-            cut.handle = _core.cut_program(self.handle, *way.cuts)
+            cut.handle, axes = _core.cut_program(self.handle, *way.cuts)
+            cut.n_cut = len(axes)
             cut._cuts, cut._cloned, cut._cut_before = way.cuts, set(), {}
             for depends_on_cuts in _OF_CUTS:
                 cut.__dict__.pop(depends_on_cuts, None)
@@ -306,11 +308,6 @@ class Program:
     def last_segment(self) -> Run:
         """The last segment of the last body: its head, if the body is cut before it."""
         return next(run for run in reversed(self.runs) if run.is_body)
-
-    @property
-    def n_cut(self) -> int:
-        """The number of segments of all bodies together."""
-        return sum(run.is_body for run in self.runs)
 
     @functools.cached_property
     def boundary(self) -> list[int]:
@@ -446,5 +443,5 @@ class Program:
         found = _core.gradient_part(self.handle, run.index, list(made))
         index, nodes, imports, exports, combined = found
         part = Run(index, run.stage, run.axis, nodes=nodes, imports=imports, exports=exports)
-        part.combined = [self.nodes[i] for i in combined]
+        part.combined = combined
         return part
