@@ -183,3 +183,19 @@ def test_calls_after_a_second_block_of_autocast_are_as_before_it(made: list[know
     del x
     gradients(as_it_is, model, True)
     assert len(made) == 1
+
+
+def test_what_is_kept_is_bounded_however_long_the_tape_is(
+    made: list[known.Known], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a value is held that was never read, calls of earlier steps stay on the tape, and no
+    step is like the last one."""
+    monkeypatch.setattr(known, "_N_BYTES_KEPT", 2**17)
+    model = network()
+    held = model(koila.lazy(torch.randn(N_ROWS, 4), batch=0))
+    for _ in range(30):
+        gradients(as_it_is, model, True)
+        older = known._known[:-1]
+        assert sum(len(part) for one in older for part in one.printed[-1] if part) <= 2**17
+    del held
+    made[:] = known._known

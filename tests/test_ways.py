@@ -289,7 +289,7 @@ def counts_of(
     return (counted["stage"], counted["measure"]), refused
 
 
-@pytest.mark.parametrize(("share", "most"), [(0.7, 8), (0.4, 6), (0.25, 6), (0.15, 5)])
+@pytest.mark.parametrize(("share", "most"), [(0.7, 4), (0.4, 4), (0.25, 6), (0.15, 5)])
 def test_a_plan_stages_once_and_measures_few_ways(
     share: float, most: int, counted: Counter[str]
 ) -> None:
@@ -301,8 +301,8 @@ def test_a_plan_stages_once_and_measures_few_ways(
     limit = int(there() + share * whole)
     forget()
     (n_staged, n_measured), refused = counts_of(made, limit, counted)
-    assert n_staged == 1 and n_measured <= most and not refused
-    assert counts_of(made, limit, counted) == ((1, 1), "")
+    assert n_staged == 1 and n_measured <= most and not refused, n_measured
+    assert counts_of(made, limit, counted) == ((1, 0), "")
 
 
 def test_a_refusal_measures_few_ways_and_the_next_none(counted: Counter[str]) -> None:

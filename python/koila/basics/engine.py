@@ -32,14 +32,14 @@ ACCUMULATE_GRAD = _accumulate_grad()
 
 def nodes_behind(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
     """Yield each node of the autograd graphs of tensors once."""
-    steps: list[Any] = [t.grad_fn for t in tensors]
+    steps: list[Any] = [node for t in tensors if (node := t.grad_fn) is not None]
     seen: set[Any] = set()
     while steps:
         node = steps.pop()
-        if node is not None and node not in seen:
+        if node not in seen:
             seen.add(node)
             yield node
-            steps += [following for following, _ in node.next_functions]
+            steps += [following for following, _ in node.next_functions if following is not None]
 
 
 def leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -208,10 +208,10 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def taken(device: torch.device, held: Iterable[torch.Tensor]) -> int:
     """Return the bytes of all tensors on a device, `held` included; of `held` alone if the device
     keeps no count."""
-    here = [t for t in held if t.device == device]
-    if device.type == "cpu":
-        return storages.n_bytes(here)
-    known = _storage_bytes(here)
+    with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
+        if device.type == "cpu":
+            return storages.n_bytes([t for t in held if t.is_cpu])
+        known = _storage_bytes(t for t in held if t.device == device)
     return max(known, taken_on_cuda(device)) if device.type == "cuda" else known
 
 

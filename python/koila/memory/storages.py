@@ -184,7 +184,7 @@ def _leaves_again(held: list[torch.Tensor]) -> list[torch.Tensor]:
     nobody has made a Python object yet."""
     earlier = [leaf for leaf in (one() for one in list(_leaves.values())) if leaf is not None]
     for tensor in held:
-        if tensor.requires_grad and tensor.is_leaf and id(tensor) not in _leaves:
+        if id(tensor) not in _leaves and tensor.requires_grad and tensor.is_leaf:
             forget = functools.partial(_leaves.pop, id(tensor))
             _leaves[id(tensor)] = weakref.ref(tensor, forget)
     return earlier

@@ -23,8 +23,9 @@ def _tensors_of_step(program: Program) -> list[torch.Tensor]:
     """Return the existing tensors that belong to the step: inputs, parameters, their gradients, and
     the state of optimizers."""
     with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
-        leaves = [tensor for tensor in program.entered if tensor.is_leaf] + program.parameters
-        grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        frozen = [tensor for tensor in program.entered if not tensor.requires_grad]
+        all_grads = [leaf.grad for leaf in (*frozen, *program.parameters)]
+        grads = [grad for grad in all_grads if grad is not None]
     return program.entered + program.parameters + grads + budget.optimizer_state()
 
 

@@ -15,7 +15,7 @@ from koila.basics import config, lines
 from koila.basics.rows import largest
 from koila.memory import budget, estimates, storages
 from koila.messages.errors import MemoryLimitError
-from koila.planning import fitting, left_graphs, limits, plans, refusals, steps
+from koila.planning import fitting, left_graphs, limits, plans, refusals, seen, steps
 from koila.planning.limits import Needs
 from koila.planning.plans import Plan, is_measured, remember
 from koila.planning.ways import Ways
@@ -70,6 +70,11 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
 
 def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
     """Plan a program whose number of chunks the user did not set; see `plan`."""
+    key = seen.key_of(program, is_graph)
+    before: seen.Seen | None = program.known.plans.get(key) if key is not None else None
+    if before is not None and (planned := before.now(program)) is not None:
+        reports.measure(before.whole)
+        return planned
     estimate = left_graphs.estimate(program, is_graph)
     reports.measure(estimate.whole)
     made = fitting.fit(program, estimate, is_graph)
@@ -82,7 +87,9 @@ def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
     if isinstance(made, Needs):
         # Finding the names and limits in the message takes long; this caller drops the message.
         raise refusals.refusal(made, program) if is_final else MemoryLimitError
-    return dataclasses.replace(made, least_limit=_least_limit(program, made, is_graph))
+    made = dataclasses.replace(made, least_limit=_least_limit(program, made, is_graph))
+    seen.note(program, key, made, estimate.whole)
+    return made
 
 
 class _Least(NamedTuple):

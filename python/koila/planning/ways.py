@@ -444,19 +444,21 @@ class Ways:
 
     def _measure_segments(self, base: Way) -> None:
         """Measure the numbers of segments around the one that needs the fewest bytes. With more
-        segments, bytes first fall and then grow: so the numbers are doubled until they grow, and
-        then those between are measured."""
-        best, best_n, n_cut = self.option(base).least, 1, self._n_cut(base)
+        segments, bytes first fall and then grow: so the numbers are doubled until bytes do not
+        fall, and then those between the neighbors of the best one are measured."""
+        best, n_cut, falling, stop = self.option(base).least, self._n_cut(base), [1], SEGMENTS[-1]
         for n in (n for n in SEGMENTS if n.bit_count() == 1):
             way = base._replace(n_segments=n)
             if self._n_cut(way) > n_cut:
                 n_cut = self._n_cut(way)
                 if self.option(way).least >= best:
+                    stop = n
                     break
-                best, best_n = self.option(way).least, n
+                best = self.option(way).least
+                falling.append(n)
         for n in SEGMENTS:
             way = base._replace(n_segments=n)
-            if best_n < 2 * n < max(8, 4 * best_n) and self.is_there(way):
+            if falling[-2:][0] < n < stop and self.is_there(way):
                 self.option(way)
 
 

@@ -36,8 +36,10 @@ class Known:
         self.splits: dict[int, Any] = {}  # by reduction, of `reductions/calls.py`
         self.reads: dict[int, Any] = {}  # by body, of `running/prepared.py`
         self._schedules: dict[Arguments, Schedule] = {}
-        #: Caches of `planning`: descriptions of runs (`explain.py`) and ways in a number of chunks
-        #: (`planner.py`) by all else that they depend on; the further bytes of `left_graphs.py`.
+        #: Caches of `planning`, by all else that they depend on: plans (`seen.py`), descriptions of
+        #: runs (`explain.py`) and ways in a number of chunks (`planner.py`); the further bytes of
+        #: `left_graphs.py`.
+        self.plans: dict[tuple[Any, ...], Any] = {}
         self.described: dict[tuple[Any, ...], Any] = {}
         self.ways_in: dict[tuple[int, ...], Way | None] = {}
         self.further: dict[bool, float] = {}

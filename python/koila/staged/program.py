@@ -155,9 +155,10 @@ class Program:
     @functools.cached_property
     def parameters(self) -> list[torch.Tensor]:
         """The leaves of autograd's graph that it reads, also through plain calls (`weight[:n]`)."""
-        entered = [tensor for tensor in self.entered if tensor.requires_grad]
-        leaves = [tensor for tensor in entered if tensor.is_leaf]
-        return list({id(leaf): leaf for leaf in (*leaves, *leaves_behind(entered))}.values())
+        with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
+            entered = [tensor for tensor in self.entered if tensor.requires_grad]
+            leaves = [tensor for tensor in entered if tensor.is_leaf]
+            return list({id(leaf): leaf for leaf in (*leaves, *leaves_behind(entered))}.values())
 
     def once(self) -> list[Node]:
         """Return the calls that run once, on whole values."""

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans of programs that an earlier step had too: they are looked up, not made again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+
+from koila import _core
+from koila.memory import budget, estimates
+from koila.planning import limits, ways
+from koila.planning.plans import Plan, remember
+from koila.random import draws
+from koila.staged import hooks
+from koila.staged.program import Program
+from koila.staged.schedule import Policy
+
+#: A plan is used again if at most this share more of memory is left than when it was made: with
+#: more, fewer chunks may do.
+_MORE_LEFT = 0.01
+
+
+class Seen(NamedTuple):
+    """A plan that was made, and the bytes that its program needs whole."""
+
+    plan: Plan
+    whole: float
+
+    def now(self, program: Program) -> Plan | None:
+        """Return the plan with the bytes that a program may use now; None: it is to be made again,
+        since it no longer fits, or so much more is left than before that fewer chunks may fit."""
+        plan, allowed = self.plan, limits.allowed_for(program, needed=self.whole)
+        assert plan.predicted is not None and plan.allowed is not None
+        fits = allowed >= plan.allowed or plan.predicted <= ways.CHUNK_SHARE * allowed
+        is_near = plan.is_whole or allowed <= (1 + _MORE_LEFT) * plan.allowed
+        if Policy.OFFLOAD in plan.way.policies:
+            fits = fits and ways.can_offload(program)
+        if not (fits and is_near):
+            return None
+        return plan if allowed == plan.allowed else dataclasses.replace(plan, allowed=allowed)
+
+
+def key_of(program: Program, is_graph: bool) -> tuple[object, ...] | None:
+    """Return all that a plan depends on beside what is kept of the program (`Known`) and the memory
+    that is left; None: it depends on more.
+
+    That is so if other calls are pending or graphs exist that are differentiated too, and if what
+    an earlier run of the program left, its numbers or the chunks in which it drew, counts.
+    """
+    notes, entered = _core.notes(), program.entered
+    is_alone = program.is_all and not (program.beside or "lengths" in notes or "grids" in notes)
+    if not is_alone or budget.is_bound() or _core.has_numbers():
+        return None
+    coming = budget.coming_state(program.parameters) if is_graph else 0
+    with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
+        if any(one.grad_fn is not None for one in entered):
+            return None
+        have_gradients = tuple([one.grad is not None for one in entered if one.requires_grad])
+        strides = [_strides_of(one) for one in entered if not one.requires_grad]
+    noise = estimates.of_nodes(program) if program.is_drawing else None
+    further = coming, draws.bytes_kept(), noise, tuple(hooks.hooked())
+    return is_graph, program.gets is None, have_gradients, *strides, *further
+
+
+def _strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return tensor.stride() if tensor.layout is torch.strided else None
+
+
+def note(program: Program, key: tuple[object, ...] | None, made: Plan, whole: float) -> None:
+    """Keep a plan for later steps with the same program."""
+    if key is not None and made.predicted is not None:
+        remember(program.known.plans, key, Seen(made, whole))

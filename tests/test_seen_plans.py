@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step that was planned before, with as much memory left, has its plan without being measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import koila
+from koila import _core
+from koila.planning import fitting
+from koila.staged import known
+from limits import there
+
+N_ROWS = 1024
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """The ways that are measured."""
+    found: list[Any] = []
+    measure = _core.measure
+
+    def noting(*args: Any) -> Any:
+        found.append(args[1])
+        return measure(*args)
+
+    monkeypatch.setattr(_core, "measure", noting)
+    monkeypatch.setattr(known, "_known", [])
+    fitting._last_ways.clear()
+    yield found
+
+
+class Loop:
+    """Steps under a limit that makes them run in chunks."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        layers = nn.Linear(32, 128), nn.BatchNorm1d(128), nn.ReLU(), nn.Linear(128, 4)
+        self.model = nn.Sequential(*layers)
+        self.x, self.y = torch.randn(N_ROWS, 32), torch.randint(4, (N_ROWS,))
+
+    def step(self, limit: int, is_accumulating: bool = False) -> int:
+        """Run a step; its number of chunks."""
+        if not is_accumulating:
+            self.model.zero_grad()
+        with koila.config(memory_limit=limit):
+            x, y = koila.lazy(self.x, self.y, batch=0)
+            F.cross_entropy(self.model(x), y).backward()
+        return koila.report().programs[0].n_chunks
+
+    def gradients(self) -> list[Tensor]:
+        return [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
+
+
+def test_a_step_like_the_last_one_is_not_measured(measured: list[Any]) -> None:
+    loop = Loop()
+    limit = there() + 2**20
+    chunks = loop.step(limit)
+    first = loop.gradients()
+    assert chunks > 1 and measured
+    loop.step(limit)  # with less memory left, by these gradients
+    measured.clear()
+    for _ in range(3):
+        assert loop.step(limit) >= chunks
+        assert not measured
+    for one, before in zip(loop.gradients(), first, strict=True):
+        torch.testing.assert_close(one, before)
+
+
+def test_with_less_or_more_memory_left_it_is_planned_again(measured: list[Any]) -> None:
+    loop = Loop()
+    limit = there() + 2**20
+    chunks = loop.step(limit)
+
+    def planned(limit: int) -> tuple[int, bool]:
+        measured.clear()
+        return loop.step(limit), bool(measured)
+
+    assert planned(limit) == (chunks, False)
+    assert planned(limit + 1024) == (chunks, False)  # not so much more that fewer might fit
+    held = torch.ones(2**16)
+    fewer, is_measured = planned(limit)
+    assert fewer > chunks and is_measured
+    assert planned(limit)[1] is False
+    del held
+    assert planned(limit)[1] is True
+    assert planned(limit + 2**20)[1] is True
+
+
+def test_gradients_that_exist_make_another_plan(measured: list[Any]) -> None:
+    loop = Loop()
+    limit = there() + 2**20
+    loop.step(limit)
+    measured.clear()
+    loop.step(limit, is_accumulating=True)
+    assert measured
+
+
+def test_a_graph_that_is_differentiated_too_is_measured_each_time(measured: list[Any]) -> None:
+    loop = Loop()
+    limit = there() + 2**21
+    scale = torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        measured.clear()
+        with koila.config(memory_limit=limit):
+            x = koila.lazy(loop.x, batch=0)
+            (loop.model(x) * (scale * torch.ones(4))).square().mean().backward()
+        assert measured
