@@ -164,6 +164,7 @@ def test_what_differs_is_asked_anew(other: Step, made: list[known.Known]) -> Non
 
 def test_the_oldest_are_dropped(made: list[known.Known], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known, "_N_BYTES_KEPT", 1)
+    monkeypatch.setattr(known, "_N_KEPT", 1)
     model = network()
     for _ in range(3):
         gradients(as_it_is, model, True)
@@ -195,7 +196,7 @@ def test_what_is_kept_is_bounded_however_long_the_tape_is(
     held = model(koila.lazy(torch.randn(N_ROWS, 4), batch=0))
     for _ in range(30):
         gradients(as_it_is, model, True)
-        older = known._known[:-1]
+        older = known._known[: -known._N_KEPT]
         assert sum(len(part) for one in older for part in one.printed[-1] if part) <= 2**17
     del held
     made[:] = known._known

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import koila
 from koila import _core
-from koila.planning import fitting
+from koila.planning import fitting, planner
 from koila.staged import known
+from koila.staged.program import Program
 from limits import there
 
 N_ROWS = 1024
@@ -112,3 +113,21 @@ def test_a_graph_that_is_differentiated_too_is_measured_each_time(measured: list
             x = koila.lazy(loop.x, batch=0)
             (loop.model(x) * (scale * torch.ones(4))).square().mean().backward()
         assert measured
+
+
+def test_the_plan_of_a_large_program_is_kept(
+    measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is known of the ways that were measured for it does not displace it."""
+    monkeypatch.setattr(known, "_N_BYTES_KEPT", 1)
+    x, w = koila.lazy(torch.ones(64, 4)), torch.ones(4, requires_grad=True)
+    for _ in range(50):
+        x = torch.tanh(x * w)
+    loss = x.mean()
+    with koila.config(memory_limit=there() + 50 * 64 * 4 * 2):
+        chunks = planner.plan(Program([loss]), True).n_chunks
+        assert chunks > 1 and len(measured) > 1
+        measured.clear()
+        assert planner.plan(Program([loss]), True).n_chunks == chunks
+    assert not measured
+    _core.forget()

@@ -14,6 +14,7 @@ from koila.planning import limits, ways
 from koila.planning.plans import Plan, remember
 from koila.random import draws
 from koila.staged import hooks
+from koila.staged.known import keep
 from koila.staged.program import Program
 from koila.staged.schedule import Policy
 
@@ -72,3 +73,4 @@ def note(program: Program, key: tuple[object, ...] | None, made: Plan, whole: fl
     """Keep a plan for later steps with the same program."""
     if key is not None and made.predicted is not None:
         remember(program.known.plans, key, Seen(made, whole))
+        keep(program.known)  # what was measured since may have displaced it

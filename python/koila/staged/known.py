@@ -13,8 +13,10 @@ from koila.staged.schedule import Arguments, Cheap, Graph, Op, Schedule, Step, W
 
 _OPS, _GRAPHS = tuple(Op), tuple(Graph)
 #: The prints of the programs that are kept have at most so many bytes together. A call has about
-#: 900, and as many again once it was asked for.
+#: 640; described, it takes 960 more.
 _N_BYTES_KEPT = 2**19
+#: So many are kept in any case: of a large program, as it is and as it is cut to run.
+_N_KEPT = 3
 #: So many schedules of a program are kept, about twice those that one plan looks at: plans under
 #: other limits look at others.
 _N_SCHEDULES = 128
@@ -131,9 +133,19 @@ def known_of(handle: object) -> Known:
     printed = _core.print_of(handle)
     for known in _known:
         if known.printed == printed:
-            return known
-    known = Known(printed)
-    _known.append(known)
-    while sum(one.n_bytes for one in _known) > _N_BYTES_KEPT and len(_known) > 1:
-        _known.pop(0)
+            break
+    else:
+        known = Known(printed)
+    keep(known)
     return known
+
+
+def keep(known: Known) -> None:
+    """Keep what is known of a program; those that were used longest ago are dropped for it."""
+    if _known and _known[-1] is known:
+        return
+    with contextlib.suppress(ValueError):  # it is new, or another thread has dropped it
+        _known.remove(known)
+    _known.append(known)
+    while sum(one.n_bytes for one in _known) > _N_BYTES_KEPT and len(_known) > _N_KEPT:
+        _known.pop(0)
