@@ -278,8 +278,8 @@ MUTANTS = [
     Mutant(
         "retained: what is read once more is gone",
         "python/koila/running/saved.py",
-        "return self.tensors[value] if self.n_reads[value] else self.tensors.pop(value)",
-        "return self.tensors.pop(value)",
+        "is_last = not found.n_reads[value]",
+        "is_last = True",
         WAITING,
     ),
     Mutant(
@@ -320,8 +320,8 @@ MUTANTS = [
     Mutant(
         "cross: gradients of rows are lost beside those of the whole",
         "python/koila/running/cross.py",
-        "        return add(total, of_rows)",
-        "        return of_rows if total is None else total",
+        "return total if of_rows is None else add(total, of_rows)",
+        "return of_rows if total is None else total",
         "tests/test_read_whole.py -k leaves",
     ),
     Mutant(
@@ -334,8 +334,8 @@ MUTANTS = [
     Mutant(
         "cross: a chunk that is settled twice has its last gradient",
         "python/koila/running/cross.py",
-        "self.seeds[key] = alias.grad if known is None else known + alias.grad",
-        "self.seeds[key] = alias.grad or known",
+        "self.seeds[key] = gradient if known is None else known + gradient",
+        "self.seeds[key] = gradient or known",
         "tests/test_batch_norm.py",
     ),
     Mutant(

@@ -10,11 +10,6 @@ import torch
 _OWN = 2  # references to a storage that one tensor and the query itself hold
 
 
-def is_part(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's storage is larger than the tensor."""
-    return tensor.untyped_storage().nbytes() > tensor.nbytes
-
-
 def is_shared(tensor: torch.Tensor) -> bool:
     """Return whether something else holds the storage of a tensor."""
     if tensor.layout != torch.strided:  # a sparse gradient has no storage to ask

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from koila.basics import rows
-from koila.basics.holders import is_part, owned
+from koila.basics.holders import owned
 from koila.basics.rows import Bounds, Place, alias_of
 from koila.memory import offload
 from koila.running.sparse_gradients import is_sparse
@@ -32,8 +32,8 @@ def _to_keep(tensor: torch.Tensor) -> torch.Tensor:
 
     Even a result can be one: torch's mse_loss returns one number in the storage of all its terms.
     """
-    tensor = tensor.detach()
-    return tensor.clone() if is_part(tensor) else tensor
+    kept = tensor.detach()
+    return kept.clone() if kept.untyped_storage().nbytes() > kept.nbytes else kept
 
 
 def _sum(total: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
@@ -59,6 +59,18 @@ class Cross:
     far, in the place of the first chunk's.
     """
 
+    # What few values have is set where it differs from these: each step makes one of these objects
+    # for each parameter.
+    results: tuple[torch.Tensor, ...] | None = None  # of a reduction over one chunk
+    total: torch.Tensor | None = None  # gradient of all rows, added up from chunks' rows
+    bounds: Bounds | None = None  # the rows that `whole` has, if not all
+    gathered: torch.Tensor | None = None  # all chunks in one tensor
+    is_put_together = False  # chunks are copied into `gathered` as they are made
+    is_one_gradient = False  # chunks add theirs to the gradient of all rows
+    is_offloaded = False  # chunks are kept off its device
+    is_inference = False  # it was recorded in inference mode, and needs no gradient
+    watch: Watch | None = None  # of a gradient that was sent back before it was known
+
     def __init__(
         self,
         info: Info,
@@ -77,18 +89,9 @@ class Cross:
         self.parts: dict[int, dict[int, torch.Tensor]] = {}
         self.added = added
         self.n_added: dict[int, int] = {}  # the chunks that were added up, by partial
-        self.results: tuple[torch.Tensor, ...] | None = None  # of a reduction over one chunk
         self.aliases: dict[Key, torch.Tensor] = {}  # leaves that accumulate gradients
         self.seeds: dict[Key, torch.Tensor | None] = {}  # gradients without an alias
-        self.total: torch.Tensor | None = None  # gradient of all rows, added up from chunks' rows
-        self.bounds: Bounds | None = None  # the rows that `whole` has, if not all
-        self.gathered: torch.Tensor | None = None  # all chunks in one tensor
-        self.is_put_together = False  # chunks are copied into `gathered` as they are made
-        self.is_one_gradient = False  # chunks add theirs to the gradient of all rows
-        self.is_offloaded = False  # chunks are kept off its device
-        self.is_inference = False  # it was recorded in inference mode, and needs no gradient
         self.emptied: dict[int, int] = {}  # chunk -> bytes of its storage, which was freed
-        self.watch: Watch | None = None  # of a gradient that was sent back before it was known
 
     @property
     def is_there(self) -> bool:
@@ -183,20 +186,12 @@ class Cross:
             return tensor
         alias = self.aliases.get(key) if self.needs_gradient else None
         if alias is None:
-            if not self._is_differentiated(tensor, True):
+            if not (self.needs_gradient and self._is_differentiated(tensor, True)):
                 return tensor.detach() if tensor.requires_grad else tensor
             alias = self.aliases[key] = alias_of(tensor)
-            if key == self._all_rows:
+            if self.total is not None and key == self._all_rows:
                 alias.grad, self.total = self.total, None
         if alias.grad is None:
-            self.awaiting[id(alias)] = self, key, alias
-        return alias
-
-    def _known_alias(self, key: Key, is_graph: bool) -> torch.Tensor | None:
-        """Return the alias that a graph read before; None: there is none. It awaits a gradient,
-        unless it has one."""
-        alias = self.aliases.get(key) if is_graph and self.needs_gradient else None
-        if alias is not None and alias.grad is None:
             self.awaiting[id(alias)] = self, key, alias
         return alias
 
@@ -225,20 +220,22 @@ class Cross:
         self, place: Place, grid: Sequence[Bounds], chunk: int, is_graph: bool
     ) -> torch.Tensor:
         """Return the rows of a chunk."""
-        if self.whole is None:
-            known = self._known_alias(("chunk", chunk), is_graph)
-            if known is not None:
-                return known
-            tensor = self.of_rows(grid, chunk)
+        whole = self.whole
+        key: Key = ("chunk", chunk)
+        if whole is not None:
+            key = ("rows", place, grid[chunk])
+        alias = self.aliases.get(key) if is_graph and self.needs_gradient else None
+        if alias is not None:  # a graph read it before
+            if alias.grad is None:
+                self.awaiting[id(alias)] = self, key, alias
+            return alias
+        if whole is not None:
+            tensor = rows.cut(whole.detach(), place, *self._within(grid, chunk))
+        else:
+            tensor = self.chunks[chunk] if chunk in self.chunks else self.of_rows(grid, chunk)
             if self.is_offloaded:
                 tensor = offload.get(tensor, self.info.device)
-            return self._alias(("chunk", chunk), tensor, is_graph)
-        key = ("rows", place, grid[chunk])
-        known = self._known_alias(key, is_graph)
-        if known is not None:
-            return known
-        part = rows.cut(self.whole.detach(), place, *self._within(grid, chunk))
-        return self._alias(key, part, is_graph)
+        return self._alias(key, tensor, is_graph)
 
     def of_rows(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor:
         """Return a chunk of a body's output: a copy, where it is cut of `gathered` and no view."""
@@ -287,12 +284,17 @@ class Cross:
         """Return the gradient that graphs sent to what they read under `key`."""
         alias, seed = self.aliases.get(key), self.seeds.get(key)
         grad = None if alias is None else alias.grad
-        return grad if seed is None else add(seed, grad)
+        if seed is None or grad is None:
+            return grad if seed is None else seed
+        return add(seed, grad)
 
     def seed(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor | None:
         """Return the gradient of one chunk of a body's output: the sum over all that read it."""
         grad = self._gradient_at(("chunk", chunk))
-        for whole in (self.seeds.get(("whole",)), self._gradient_at(GATHERED), self.total):
+        gathered = None
+        if GATHERED in self.aliases or GATHERED in self.seeds:
+            gathered = self._gradient_at(GATHERED)
+        for whole in (self.seeds.get(("whole",)), gathered, self.total):
             if whole is not None and self.info.place is not None:
                 part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
                 grad = add(grad, part)
@@ -343,19 +345,20 @@ class Cross:
         alias = self.aliases.pop(("chunk", chunk), None)
         if alias is None:
             return []
-        self._settle(("chunk", chunk), alias)
+        if alias.grad is not None:
+            self._settle(("chunk", chunk), alias.grad)
         return [alias]
 
-    def _settle(self, key: Key, alias: torch.Tensor) -> None:
+    def _settle(self, key: Key, gradient: torch.Tensor) -> None:
         """Keep the gradient of an alias that is let go."""
-        if alias.grad is not None:
-            known = self.seeds.get(key)
-            self.seeds[key] = alias.grad if known is None else known + alias.grad
+        known = self.seeds.get(key)
+        self.seeds[key] = gradient if known is None else known + gradient
 
     def settle_all(self) -> None:
         """Drop all aliases and keep their gradients, when no gradient arrives any more."""
         for key, alias in self.aliases.items():
-            self._settle(key, alias)
+            if alias.grad is not None:
+                self._settle(key, alias.grad)
         self.aliases.clear()
 
     def free(self) -> None:
@@ -383,12 +386,15 @@ class Cross:
 
     def part_seeds(
         self, chunk: int, part_ids: Sequence[int], left: Sequence[Any]
-    ) -> list[tuple[Any, torch.Tensor | None]]:
-        """Return pairs of a partial of a reduction on a chunk (`left`) and its gradient."""
+    ) -> list[tuple[Any, torch.Tensor]]:
+        """Return pairs of a partial of a reduction on a chunk (`left`) and its gradient, of those
+        that have both."""
         pairs = []
         for part, of_part in zip(part_ids, left, strict=True):
-            key = ("part", 0 if part in self.added else chunk, part)
-            pairs.append((of_part, self._gradient_at(key)))
+            if of_part is not None:
+                seed = self._gradient_at(("part", 0 if part in self.added else chunk, part))
+                if seed is not None:
+                    pairs.append((of_part, seed))
         return pairs
 
     def take_total_gradient(self) -> torch.Tensor | None:
@@ -400,7 +406,7 @@ class Cross:
         for key, seed in self.seeds.items():
             total = add(total, seed) if key[0] == "rows" else total
         of_rows, self.total = self.total, None
-        return add(total, of_rows)
+        return total if of_rows is None else add(total, of_rows)
 
     def _strides(self) -> Sequence[int] | None:
         """Return the strides of the whole value; None if they are not known."""

@@ -8,7 +8,6 @@ freed: the schedule whose memory was measured is the schedule that runs.
 from __future__ import annotations
 
 import bisect
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +18,7 @@ from koila.running import cheap, retained, tail, visible, watched
 from koila.running.cross import Awaiting, Cross, add
 from koila.running.sending import edges_of, own, send_back
 from koila.staged.facts import Run
-from koila.staged.schedule import Graph, Op, Schedule, Step
+from koila.staged.schedule import Graph, Op, Policy, Schedule, Step
 
 if TYPE_CHECKING:
     from koila.running.stages import Stages
@@ -49,7 +48,8 @@ class Interpreter:
         self.retained: dict[int, retained.Retained] = {}  # retained graphs of chunks, by run
         self.is_certain = False  # the tail's gradients are known not to depend on values
         self.filled = cheap.Filled(stages, schedule.cheap_values)
-        self.leaving = schedule.leaving()
+        self.leaving = schedule.leaving
+        self.is_offloading = Policy.OFFLOAD in stages.planned.way.policies
 
     def go(self) -> None:
         """Execute all instructions."""
@@ -58,11 +58,15 @@ class Interpreter:
             step = steps[at]
             if step.op == Op.LOOP:
                 self._open_loop(step, at + 1)
-            elif step.op == Op.END and self._is_next_chunk(step):
-                at = self.loops[-1].begin
-                continue
             elif step.op != Op.END:
                 self._DO[step.op](self, step)
+            else:
+                loop = self.loops[-1]
+                loop.chunk += 1
+                if loop.chunk < loop.stop:
+                    self.chunk, at = loop.chunk, loop.begin
+                    continue
+                self._close_loop(step)
             at += 1
             if not self.loops:
                 self.stages.ready.clear()
@@ -86,20 +90,14 @@ class Interpreter:
         self.loops.append(_Loop(begin, first, stop))
         self.chunk = first
 
-    def _is_next_chunk(self, step: Step) -> bool:
-        """Go on to the next chunk and return True; after the last one close the loop."""
-        loop = self.loops[-1]
-        loop.chunk += 1
-        if loop.chunk < loop.stop:
-            self.chunk = loop.chunk
-            return True
+    def _close_loop(self, step: Step) -> None:
+        """Go on after the last chunk of the innermost loop."""
         self.loops.pop()
         if self.loops:
             self.chunk = self.loops[-1].chunk
             self._give_back_pieces()
         elif step.graph == Graph.RETAIN:
             del self.retained[step.runs[0].index]
-        return False
 
     def _give_back_pieces(self) -> None:
         """Add the gradients of the pieces to the gradient of the chunk that was cut into them."""
@@ -185,13 +183,14 @@ class Interpreter:
             stages.collect(run, recorded.numbers(), chunk, run.exports)
         else:
             self._send_back(run)
-        stages.settle_chunk(run, chunk)
+        if self.is_offloading:
+            stages.settle_chunk(run, chunk)
         for value in step.values:
             stages.cross[value].seeds.pop(("chunk", chunk), None)
 
     def _send_back(self, run: Run) -> None:
         env = self.open.pop(run.index)
-        edges = {value: edges_of(env[value]) for value in run.exports}
+        edges = edges_of(env, run.exports)
         env.clear()  # free before backward what autograd does not keep
         pairs = self.stages.seeds(run, edges, self.chunk)
         del edges  # and the graphs of outputs that get no gradient
@@ -201,15 +200,17 @@ class Interpreter:
         stages, chunk = self.stages, self.chunk
         for value in step.values:
             alias = stages.cross[value].aliases.pop(("chunk", chunk), None)
-            stages.forget([alias] if alias is not None else [])
+            if alias is not None:
+                stages.forget([alias])
         for run in step.runs:
             stages.take_rows_of(run, chunk, self.pieces)
         for value in step.values:
             stages.cross[value].seeds.pop(("chunk", chunk), None)
         if len(self.loops) == 1:
             is_last = chunk + 1 == self.loops[-1].stop
-            for value in stages.program.left_by(step.runs):
-                stages.cross[value].drop_seeds(chunk, is_last)
+            for run in step.runs:
+                for value in run.left:
+                    stages.cross[value].drop_seeds(chunk, is_last)
 
     # -- what is freed and filled -----------------------------------------------------------------
 
@@ -219,7 +220,8 @@ class Interpreter:
             cross = stages.cross[value]
             if self.loops:
                 cross.chunks.pop(self.chunk, None)
-                stages.forget(cross.settle(self.chunk))
+                if cross.aliases:
+                    stages.forget(cross.settle(self.chunk))
             elif stages.is_forward:
                 del stages.cross[value]
             else:
@@ -246,18 +248,22 @@ class Interpreter:
     def _barrier(self, step: Step) -> None:
         (run,) = step.runs
         if run.nodes or run.combined:
-            go = functools.partial(self.stages.run_barrier, run, not self.stages.is_forward)
-            self.barriers[run.stage] = self.stages.run_retained(go)
+            stages = self.stages
+            ran = stages.run_retained(stages.run_barrier, run, not stages.is_forward)
+            self.barriers[run.stage] = ran
 
     def _barrier_back(self, step: Step) -> None:
         stages, (run,) = self.stages, step.runs
-        graph, given = self.barriers.pop(run.stage, ({}, {}))
+        if run.stage not in self.barriers:  # it had nothing to run
+            return
+        graph, given = self.barriers.pop(run.stage)
         stages.resume(given)
         pairs = []
         for value, edge in graph.items():
             seed = stages.cross[value].take_total_gradient()
             if value in stages.roots:
-                seed = add(seed, stages.roots[value])
+                root = stages.roots[value]
+                seed = root if seed is None else add(seed, root)
             if seed is not None and stages.program.is_hooked(value):
                 seed = visible.call_hooks(stages, value, seed)
             if seed is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,58 +20,15 @@ from koila.messages.errors import NotInChunksError
 from koila.reductions import batch_softmax, calls, norms
 from koila.running import accrue, derived, saved, views
 from koila.running.cross import Awaiting, Cross
-from koila.running.store import Store
+from koila.running.store import Reads, Rows, Store, reads_of
 from koila.staged import leaves
 from koila.staged.facts import ROWS, Job, Node, Run
-from koila.staged.program import Program
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
 #: Runs one call on a chunk: (run, call, chunk, function, its arguments) -> its results. It is a
 #: plain function: a bound method here would refer back to what holds it.
 _Runner = Callable[["Prepared", Node, int, Callable[..., Any], _Args, _Kwargs], Any]
-#: Reads an input on a chunk, from the value or what stands in for it.
-_Reader = Callable[[Cross, int], torch.Tensor]
-
-
-def _first_entries(place: Place, grid: Sequence[Bounds], cross: Cross, chunk: int) -> torch.Tensor:
-    """Return the first entries of a value, as many as the chunk has rows."""
-    (_, _, outer, inner), (start, stop) = place, grid[chunk]
-    return cross.read_whole(False).narrow(0, 0, outer * (stop - start) * inner)
-
-
-class _Reads(NamedTuple):
-    """How the chunks of a body read its inputs, as import and value; it is the same in each step.
-
-    Attributes:
-        once: all chunks read the same tensor, which exists before the loop over them.
-        cut: leaves whose rows the chunks read, and where these are.
-        others: they are read for each chunk.
-    """
-
-    once: list[tuple[int, int]]
-    cut: list[tuple[int, int, Place]]
-    others: list[tuple[int, int]]
-
-
-def _reads_of(program: Program, run: Run) -> _Reads:
-    known: dict[int, _Reads] = program.known.reads
-    if run.index in known:
-        return known[run.index]
-    reads = _Reads([], [], [])
-    for import_id in run.imports:
-        value, place, is_range = program.imports[import_id]
-        node, is_leaf = program.node_of(value), program.is_leaf(value)
-        is_made_before = node is None or node.stage != run.stage
-        is_once = place is None and is_made_before and not calls.is_by_chunk(program, value)
-        if is_once and not is_range:
-            reads.once.append((import_id, value))
-        elif is_leaf and place is not None and not is_range:
-            reads.cut.append((import_id, value, place))
-        else:
-            reads.others.append((import_id, value))
-    known[run.index] = reads  # once it is complete: other threads may run this program
-    return reads
 
 
 class Prepared:
@@ -92,41 +49,35 @@ class Prepared:
         self.common: list[Any] = [None] * self.program.n_imports  # inputs that all chunks read
         self.common_awaiting: Awaiting = {}  # aliases among these that have no gradient so far
         self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # import, its views by chunk
-        self.others: list[tuple[int, int, _Reader]] = []  # import, value: read for each chunk
+        #: Inputs that are read for each chunk: import, value, and where the rows are (None: none).
+        self.others: list[tuple[int, int, Rows | None]] = []
+        self.ranges: list[tuple[int, int, Place]] = []  # those of which it reads first entries
         self.runners: dict[int, tuple[_Runner, Node]] = {}  # by call
         if run.is_body:
-            self._prepare_inputs(_reads_of(self.program, run))
+            self._prepare_inputs(reads_of(self.program, run))
         else:
             for i in run.imports:
-                self.others.append((i, self.program.imports[i].value, self._reader(i)))
+                self.others.append((i, self.program.imports[i].value, None))
 
     # -- inputs -----------------------------------------------------------------------------------
 
-    def _prepare_inputs(self, reads: _Reads) -> None:
-        store, is_graph = self.store, self.is_graph
+    def _prepare_inputs(self, reads: Reads) -> None:
+        store, is_graph, common = self.store, self.is_graph, self.common
+        known, awaiting = store.cross, store.awaiting
         for import_id, value in reads.once:
-            tensor = self.common[import_id] = store.cross_of(value).read_whole(is_graph)
-            if id(tensor) in store.awaiting:
-                self.common_awaiting[id(tensor)] = store.awaiting[id(tensor)]
+            cross = known[value] if value in known else store.cross_of(value)
+            tensor = common[import_id] = cross.read_whole(is_graph)
+            if id(tensor) in awaiting:
+                self.common_awaiting[id(tensor)] = awaiting[id(tensor)]
         for import_id, value, place in reads.cut:
             views_of_chunks = store.cross_of(value).cut_all(place, self.grid, is_graph)
             if views_of_chunks is None:
-                self.others.append((import_id, value, self._reader(import_id)))
+                self.others.append((import_id, value, (place, self.grid)))
             else:
                 self.pieces.append((import_id, views_of_chunks))
         for import_id, value in reads.others:
-            self.others.append((import_id, value, self._reader(import_id)))
-
-    def _reader(self, import_id: int) -> _Reader:
-        """Return what reads an input for one chunk."""
-        is_graph, (_, place, is_range) = self.is_graph, self.program.imports[import_id]
-        if self.run_.is_body and is_range and place is not None:
-            return functools.partial(_first_entries, place, self.grid)
-        rows = self.store.rows_of(import_id, self.run_) if self.run_.is_body else None
-        if rows is None:
-            return lambda cross, _: cross.read_whole(is_graph)
-        place, grid = rows
-        return lambda cross, chunk: cross.read_rows(place, grid, chunk, is_graph)
+            self.others.append((import_id, value, store.rows_of(import_id, self.run_)))
+        self.ranges += reads.ranges
 
     def _zeros_for(self, import_id: int, chunk: int) -> torch.Tensor:
         """Return zeros in place of an input of which calls read the sizes alone."""
@@ -143,12 +94,20 @@ class Prepared:
 
     def inputs(self, chunk: int, stand_ins: Mapping[int, Cross]) -> list[Any]:
         """Return the inputs on one chunk, by import number; `stand_ins` replace values."""
-        imports, known = self.common.copy(), self.store.cross
+        imports, known, is_graph = self.common.copy(), self.store.cross, self.is_graph
         for import_id, pieces in self.pieces:
             imports[import_id] = pieces[chunk]
-        for import_id, value, read in self.others:
+        for import_id, value, rows in self.others:
             cross = stand_ins.get(value) or known.get(value) or self.store.cross_of(value)
-            imports[import_id] = read(cross, chunk)
+            if rows is None:
+                imports[import_id] = cross.read_whole(is_graph)
+            else:
+                imports[import_id] = cross.read_rows(*rows, chunk, is_graph)
+        for import_id, value, place in self.ranges:
+            cross = stand_ins.get(value) or self.store.cross_of(value)
+            (_, _, outer, inner), (start, stop) = place, self.grid[chunk]
+            first = cross.read_whole(False).narrow(0, 0, outer * (stop - start) * inner)
+            imports[import_id] = first
         for import_id in self.run_.shadows:
             imports[import_id] = self._zeros_for(import_id, chunk)
         return imports
@@ -215,21 +174,14 @@ class Prepared:
         if look is None and not self.program.is_derived:
             _core.run(*arguments)
             return env
-        with self._around(look, again is None):
-            _core.run(*arguments)
-        return env
-
-    @contextlib.contextmanager
-    def _around(self, look: saved.Look | None, is_first: bool) -> Iterator[None]:
-        """Wrap the calls of a chunk: `look` at what they save, and tell derivatives among them
-        which calls have their graph here."""
         with contextlib.ExitStack() as block:
-            if self.program.is_derived:
-                nodes = self.run_.nodes if self.is_graph and is_first else ()
+            if self.program.is_derived:  # tell derivatives which calls have their graph here
+                nodes = run.nodes if self.is_graph and again is None else ()
                 block.enter_context(derived.beside(nodes))
             if look is not None:
                 block.enter_context(look.hooks())
-            yield
+            _core.run(*arguments)
+        return env
 
     def _cut_import(
         self, bounds: Bounds | None, tensor: torch.Tensor, import_id: int
@@ -257,11 +209,11 @@ class Prepared:
         known = self.runners.get(i)
         if known is None:
             node = self.program.node(i)
-            known = self.runners[i] = self._runner_of(node, func), node
+            known = self.runners[i] = self._runner_of(node, func, args), node
         runner, node = known
         return runner(self, node, chunk, func, args, kwargs)
 
-    def _runner_of(self, node: Node, func: Callable[..., Any]) -> _Runner:
+    def _runner_of(self, node: Node, func: Callable[..., Any], args: _Args) -> _Runner:
         """Return what runs a call on each chunk."""
         if func is leaves.as_leaf and self.is_graph:
             return Prepared._begin
@@ -272,12 +224,14 @@ class Prepared:
         value = node.first_out
         if value in self.run_.parts and self.store.is_plain(value, self.run_):
             return Prepared._reduce_whole
-        if func is norms.batch_norm or node.leaf_writes:
-            return Prepared._run_tracked
-        return self._untracked(node, func)
+        if func is norms.batch_norm and isinstance(args[6], norms.Again):
+            return Prepared._run_again
+        return self._tracked(node, func)
 
-    def _untracked(self, node: Node, func: Callable[..., Any]) -> _Runner:
-        """Return the same for a call that leaves running statistics as they are."""
+    def _tracked(self, node: Node, func: Callable[..., Any]) -> _Runner:
+        """Return the same for a call that may update running statistics."""
+        if self.store.tracked.waits(node, func, self.is_alone):
+            return Prepared._run_waiting
         if node.mode == ROWS and func in batch_softmax.N_OWN:
             return Prepared._normalize
         return self._reducer(node) if node.first_out in self.run_.parts else Prepared._take
@@ -306,17 +260,19 @@ class Prepared:
         results = func(*args, **kwargs)
         return tuple(results) if isinstance(results, tuple | list) else (results,)
 
-    def _run_tracked(
+    def _run_again(
         self, node: Node, chunk: int, func: Callable[..., Any], args: _Args, kwargs: _Kwargs
     ) -> Any:
-        """Run a norm that may have running statistics, and leave their update to the commit if it
-        has to wait."""
-        tracked = self.store.tracked
-        if func is norms.batch_norm and isinstance(args[6], norms.Again):
-            args = tracked.note_again(node, args)
-        if tracked.waits(node, func, self.is_alone):
-            return tracked.norm(node, self.run_.stage, chunk, func, args, kwargs)
-        return self._untracked(node, func)(self, node, chunk, func, args, kwargs)
+        """Run a norm in a checkpoint."""
+        args = self.store.tracked.note_again(node, args)
+        return self._tracked(node, func)(self, node, chunk, func, args, kwargs)
+
+    def _run_waiting(
+        self, node: Node, chunk: int, func: Callable[..., Any], args: _Args, kwargs: _Kwargs
+    ) -> Any:
+        """Run a norm, and leave the update of its running statistics to the commit."""
+        tracked, stage = self.store.tracked, self.run_.stage
+        return tracked.norm(node, stage, chunk, func, args, kwargs)
 
     def _normalize(
         self, node: Node, _: int, func: Callable[..., Any], args: _Args, kwargs: _Kwargs
@@ -324,7 +280,8 @@ class Prepared:
         """Run a call that gets statistics of all rows."""
         if self.is_alone:  # torch's own call can reduce over the only chunk itself
             return batch_softmax.run_alone(func, args, kwargs)
-        self.store.tracked.note(node, func, args)
+        if node.id not in self.store.tracked.moves:
+            self.store.tracked.note(node, func, args)
         return func(*args, **kwargs)
 
     def _reducer(self, node: Node) -> _Runner:

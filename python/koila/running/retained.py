@@ -9,7 +9,6 @@ graph of a chunk is kept for it.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,19 +50,19 @@ class Retained:
         self.again = frozenset(again)
         stored = cheap.stored_of(stages.program, run)
         self.stored = [value for value in stored if value not in leaving]
+        self.there = self.again.union(self.stored)
         self.chunks: dict[int, Chunk] = {}
 
     def run(self, chunk: int) -> None:
         """Run a chunk forward with a graph; keep its outputs and the graph."""
         stages, run = self.stages, self.run_
-        look = Look(stages.program, self.again.union(self.stored), self.again)
+        look = Look(stages.program, self.there, self.again)
         try:
-            go = functools.partial(stages.run_nodes, run, chunk, True, look=look)
-            env, given = stages.run_retained(go)
+            env, given = stages.run_retained(stages.run_nodes, run, chunk, True, look=look)
         finally:
             look.pending.clear()
         stages.collect(run, env, chunk, run.exports)
-        edges = {value: edges_of(env[value]) for value in run.exports}
+        edges = edges_of(env, run.exports)
         self.chunks[chunk] = Chunk(edges, given, look.found)
 
     def send_back(self, chunk: int) -> None:
@@ -82,10 +81,12 @@ class Retained:
         """Put what the graph of a chunk reads into `found`: outputs, and recomputed values."""
         stages, run = self.stages, self.run_
         grid = stages.grid_of(run)
-        known: dict[int, torch.Tensor | None]
-        known = {value: stages.cross[value].of_rows(grid, chunk) for value in self.stored}
-        again = [value for value in self.again if value in found.n_reads]
+        known: dict[int, torch.Tensor | None] = {}
+        for value in self.stored:
+            known[value] = stages.cross[value].of_rows(grid, chunk)
+        again = self.again.intersection(found.n_reads)
         env: Any = known
         if again:
             env = stages.run_nodes(run, chunk, False, again={**known, **dict.fromkeys(again)})
-        found.tensors = {value: env[value] for value in found.n_reads}
+        for value in found.n_reads:
+            found.tensors[value] = env[value]

@@ -26,10 +26,6 @@ class Found:
         self.tensors: dict[int, torch.Tensor] = {}
         self.n_reads: Counter[int] = Counter()
 
-    def read(self, value: int) -> torch.Tensor:
-        self.n_reads[value] -= 1
-        return self.tensors[value] if self.n_reads[value] else self.tensors.pop(value)
-
 
 class _Saved:
     """What autograd holds in place of a saved tensor: the tensor, or a reference to a value."""
@@ -50,7 +46,9 @@ class _Saved:
         view, tensor = None, self.tensor
         if self.found is not None:
             found, value, view = self.found
-            tensor = found.read(value)
+            found.n_reads[value] -= 1
+            is_last = not found.n_reads[value]
+            tensor = found.tensors.pop(value) if is_last else found.tensors[value]
         assert tensor is not None
         is_there = bool(tensor.untyped_storage().nbytes()) or not tensor.nbytes
         assert is_there, "a graph needs what was emptied"
@@ -74,10 +72,6 @@ def are_hooks_allowed() -> bool:
             return True
     except RuntimeError:
         return False
-
-
-def _layout(tensor: torch.Tensor) -> _Layout:
-    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
 
 class Look:
@@ -116,32 +110,29 @@ class Look:
         for import_id in node.imports:
             if import_id >= 0:
                 candidates.append(imports[import_id].value)
-        made: list[tuple[int, torch.Tensor, int]] = []  # value, its tensor, its storage
+        made: list[tuple[int, int, _Layout]] = []  # value, its storage, its layout
         for value in candidates:
-            tensor = env[value] if value in self.values else None
-            if isinstance(tensor, torch.Tensor):
-                made.append((value, tensor, tensor.untyped_storage()._cdata))
+            of = env[value] if value in self.values else None
+            if isinstance(of, torch.Tensor):
+                layout = of.shape, of.stride(), int(of.storage_offset())
+                made.append((value, of.untyped_storage()._cdata, layout))
         for saved in self.pending if made else ():
-            self._settle(saved, made)
+            tensor, other = saved.tensor, None
+            assert tensor is not None
+            storage = tensor.untyped_storage()._cdata
+            of_saved: _Layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+            for value, its, layout in made:
+                if its == storage and layout == of_saved:
+                    saved.refer_to(self.found, value)
+                    break
+                if its == storage and other is None and value in self.cheap:
+                    other = value, (layout, of_saved)
+            else:
+                if other is not None:
+                    saved.refer_to(self.found, *other)
         written = imports[node.imports[0]].value if node.writes else None
         if written in self.cheap:
             copies = [saved for saved in self.pending if saved.found is None]
             if len(copies) == 1:  # a copy of its input before the write
                 copies[0].refer_to(self.found, written)
         self.pending.clear()
-
-    def _settle(self, saved: _Saved, made: list[tuple[int, torch.Tensor, int]]) -> None:
-        tensor = saved.tensor
-        assert tensor is not None
-        storage, other = tensor.untyped_storage()._cdata, None
-        for value, of, its in made:
-            if its != storage:
-                continue
-            layouts = _layout(of), _layout(tensor)
-            if layouts[0] == layouts[1]:
-                saved.refer_to(self.found, value)
-                return
-            if other is None and value in self.cheap:
-                other = value, layouts
-        if other is not None:
-            saved.refer_to(self.found, *other)

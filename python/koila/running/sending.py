@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,8 +36,13 @@ def edge_of(tensor: torch.Tensor) -> GradientEdge | None:
     return GradientEdge(node, tensor.output_nr)
 
 
-def edges_of(left: Any) -> Edges:
-    return tuple(map(edge_of, left)) if isinstance(left, tuple) else edge_of(left)
+def edges_of(env: Sequence[Any], values: Iterable[int]) -> dict[int, Edges]:
+    """Return the edges of the values, outputs or partials of reductions, that a run has made."""
+    edges: dict[int, Edges] = {}
+    for value in values:
+        made = env[value]
+        edges[value] = tuple(map(edge_of, made)) if isinstance(made, tuple) else edge_of(made)
+    return edges
 
 
 def send_back(pairs: Sequence[tuple[GradientEdge, torch.Tensor]], awaiting: Awaiting) -> None:
@@ -45,15 +50,17 @@ def send_back(pairs: Sequence[tuple[GradientEdge, torch.Tensor]], awaiting: Awai
     if not pairs:
         return
     edges, seeds = zip(*pairs, strict=True)
-    sparse = [
-        alias for _, _, alias in awaiting.values() if alias.grad is not None
-    ]  # `own` left them
+    sparse = []  # `own` left them
+    for _, _, alias in awaiting.values():
+        if alias.grad is not None:
+            sparse.append(alias)
     if sparse:
         with sparse_gradients.set_aside(sparse):
             engine.backward(edges, seeds)
     else:
         engine.backward(edges, seeds)
-    own(awaiting)
+    if awaiting:
+        own(awaiting)
 
 
 def own(awaiting: Awaiting) -> None:
@@ -67,7 +74,7 @@ def own(awaiting: Awaiting) -> None:
         gradient = alias.grad
         if gradient is None:
             continue
-        if sparse_gradients.is_sparse(gradient):
+        if gradient.layout is torch.sparse_coo:
             own = sparse_gradients.shrink(gradient)
         else:
             own = owned(gradient)

@@ -93,11 +93,12 @@ class Stages(Store):
 
     def prepared(self, run: Run, is_graph: bool) -> Prepared:
         """Return a run prepared for its chunks; for a body, the same until the loop ends."""
-        prepared = self.ready.get((run.index, is_graph))
-        if prepared is None:
-            prepared = Prepared(self, run, is_graph)
-            if run.is_body:
-                self.ready[run.index, is_graph] = prepared
+        key = run.index, is_graph
+        if key in self.ready:
+            return self.ready[key]
+        prepared = Prepared(self, run, is_graph)
+        if run.is_body:
+            self.ready[key] = prepared
         return prepared
 
     def run_nodes(
@@ -123,7 +124,8 @@ class Stages(Store):
         Returns:
             The values that the nodes computed, by value number.
         """
-        return self.prepared(run, is_graph).run(chunk, stand_ins, look, again)
+        prepared = self.ready.get((run.index, is_graph)) or self.prepared(run, is_graph)
+        return prepared.run(chunk, stand_ins, look, again)
 
     def run_barrier(self, run: Run, is_graph: bool) -> dict[int, GradientEdge]:
         """Run a barrier and keep its outputs.
@@ -146,7 +148,9 @@ class Stages(Store):
                 graph[value] = edge
         return graph
 
-    def run_retained(self, run: Callable[[], _T]) -> tuple[_T, Awaiting]:
+    def run_retained(
+        self, run: Callable[..., _T], *args: Any, **kwargs: Any
+    ) -> tuple[_T, Awaiting]:
         """Call `run`, whose graph is retained until a later backward.
 
         Return its result and the aliases it read that await a first gradient. `resume` takes these
@@ -155,7 +159,7 @@ class Stages(Store):
         before = self.awaiting.copy()
         self.awaiting.clear()
         try:
-            return run(), self.awaiting.copy()
+            return run(*args, **kwargs), self.awaiting.copy()
         finally:
             self.awaiting.clear()
             self.awaiting.update(before)

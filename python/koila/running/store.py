@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,51 @@ from koila.running.tracked import Tracked
 from koila.staged import aliases, hooks
 from koila.staged.facts import Run
 from koila.staged.program import Program
-from koila.staged.schedule import Policy
+
+#: Where the rows of a value are that chunks read, and which they are.
+Rows = tuple[Place, Sequence[Bounds]]
+
+
+class Reads(NamedTuple):
+    """How the chunks of a body read its inputs, as import and value; it is the same in each step.
+
+    Attributes:
+        once: all chunks read the same tensor, which exists before the loop over them.
+        cut: leaves whose rows the chunks read, and where these are.
+        ranges: chunks read their first entries, as many as they have rows, and these are there.
+        others: they are read for each chunk.
+        taken: those of which chunks read rows and that get a gradient.
+    """
+
+    once: list[tuple[int, int]]
+    cut: list[tuple[int, int, Place]]
+    ranges: list[tuple[int, int, Place]]
+    others: list[tuple[int, int]]
+    taken: list[tuple[int, int]]
+
+
+def reads_of(program: Program, run: Run) -> Reads:
+    """Return how the chunks of a body read its inputs."""
+    known: dict[int, Reads] = program.known.reads
+    if run.index in known:
+        return known[run.index]
+    reads = Reads([], [], [], [], [])
+    for import_id in run.imports:
+        value, place, is_range = program.imports[import_id]
+        node, is_by_chunk = program.node_of(value), calls.is_by_chunk(program, value)
+        is_made_before = node is None or node.stage != run.stage
+        if is_range and place is not None:
+            reads.ranges.append((import_id, value, place))
+        elif place is None and is_made_before and not is_by_chunk and not is_range:
+            reads.once.append((import_id, value))
+        elif program.is_leaf(value) and place is not None:
+            reads.cut.append((import_id, value, place))
+        else:
+            reads.others.append((import_id, value))
+        if program.needs_gradient(value) and (place is not None or is_by_chunk):
+            reads.taken.append((import_id, value))
+    known[run.index] = reads  # once it is complete: other threads may run this program
+    return reads
 
 
 class Store:
@@ -104,7 +148,7 @@ class Store:
             )
         return self.cross[value]
 
-    def rows_of(self, import_id: int, run: Run) -> tuple[Place, Sequence[Bounds]] | None:
+    def rows_of(self, import_id: int, run: Run) -> Rows | None:
         """Return the place and the grid by which chunks read an import; None if each chunk reads
         all of it.
 
@@ -137,7 +181,7 @@ class Store:
     ) -> None:
         """Keep the outputs `values` of a run on a chunk, taken from `env`, for other stages. They
         are detached from its graph."""
-        if not self.cross.keys() >= set(run.exports):
+        if not self.cross.keys() >= run.exported:
             self.begin_outputs(run.exports)  # `seeds` looks there, also for what no stage reads
         for value in values:
             cross, parts = self.cross[value], run.parts.get(value)
@@ -158,33 +202,32 @@ class Store:
         `left` has the outputs, or the edges of their graph, by value. Each partial of a reduction
         has a pair of its own.
         """
-        pairs: list[tuple[Any, torch.Tensor | None]] = []
+        pairs: list[tuple[Any, torch.Tensor]] = []
         for value in run.exports:
-            cross, parts = self.cross[value], run.parts.get(value)
+            cross, parts, made = self.cross[value], run.parts.get(value), left[value]
             if parts is not None:
-                pairs += cross.part_seeds(chunk, parts, left[value])
-            else:
-                pairs.append((left[value], cross.seed(self.grid_of(run), chunk)))
-        return [(out, seed) for out, seed in pairs if out is not None and seed is not None]
+                pairs += cross.part_seeds(chunk, parts, made)
+            elif made is not None and (seed := cross.seed(self.grid_of(run), chunk)) is not None:
+                pairs.append((made, seed))
+        return pairs
 
     def take_rows_of(self, run: Run, chunk: int, stand_ins: Mapping[int, Cross]) -> None:
         """After a chunk's backward, add the gradients of the rows that it read to the gradients of
         the whole values."""
-        if run.index not in self.taken:
+        taken = self.taken.get(run.index)
+        if taken is None:
             taken = self.taken[run.index] = []
-            for import_id in run.imports:
-                value, rows = self.program.imports[import_id].value, self.rows_of(import_id, run)
-                if rows is not None and self.program.needs_gradient(value):
+            for import_id, value in reads_of(self.program, run).taken:
+                if (rows := self.rows_of(import_id, run)) is not None:
                     taken.append((value, *rows))
-        for value, place, bounds in self.taken[run.index]:
+        for value, place, bounds in taken:
             cross = stand_ins.get(value) or self.cross.get(value)
-            if cross is not None:
+            if cross is not None and cross.aliases:
                 self.forget(cross.take_rows(place, bounds, chunk))
 
     def settle_chunk(self, run: Run, chunk: int) -> None:
-        """Free the offloaded inputs of a chunk after their last read; keep only the gradient."""
-        if Policy.OFFLOAD not in self.planned.way.policies:
-            return
+        """Free the offloaded inputs of a chunk after their last read; keep only the gradient. Only
+        a step with such policies has them."""
         for import_id in run.imports:
             cross = self.cross.get(self.program.imports[import_id].value)
             if cross is not None and cross.is_offloaded:

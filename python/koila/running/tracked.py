@@ -91,8 +91,7 @@ class Tracked:
 
     def note(self, node: Node, func: Any, args: tuple[Any, ...]) -> None:
         """Note the statistics of a call that gets statistics of all rows, if it is a batch_norm."""
-        is_norm = func is norms.batch_norm and args[3] is not None
-        if is_norm and node.id not in self.moves:
+        if func is norms.batch_norm and args[3] is not None:
             shape = self.program.info(node.first_out).shape
             self.moves[node.id] = of_batch(args, math.prod(shape) // shape[1])
 

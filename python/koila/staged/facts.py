@@ -149,9 +149,13 @@ class Run:
     has_gradient: bool = False
     made: int = 0  # the bytes that its calls make, for the whole batch; views do not count
     is_body: bool = field(init=False)
+    exported: frozenset[int] = field(init=False)  # `exports`
+    left: list[int] = field(init=False)  # exports that not only segments of its body read
 
     def __post_init__(self) -> None:
         self.is_body = self.stage % 2 == 1
+        self.exported = frozenset(self.exports)
+        self.left = [value for value in self.exports if value not in self.inner]
 
 
 class Job(NamedTuple):

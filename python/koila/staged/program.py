@@ -344,7 +344,7 @@ class Program:
     @staticmethod
     def left_by(runs: Sequence[Run]) -> list[int]:
         """Return the values that a body with these segments leaves for other runs or the user."""
-        return [value for run in runs for value in run.exports if value not in run.inner]
+        return [value for run in runs for value in run.left]
 
     def _find_unstageable(self) -> tuple[Node, str] | None:
         if self._data_write is not None and (self.roots or _does_graph_keep_written()):

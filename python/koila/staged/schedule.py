@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from koila.staged.facts import Run
@@ -121,7 +123,8 @@ class Cheap(NamedTuple):
     needs: tuple[int, ...]  # freed values that it is made of: they are recomputed first
 
 
-class Schedule(NamedTuple):
+@dataclass(eq=False)
+class Schedule:
     """A step as a list of instructions."""
 
     steps: list[Step]
@@ -131,13 +134,17 @@ class Schedule(NamedTuple):
 
     def values_of(self, *ops: Op) -> set[int]:
         """Return the union of `values` over all instructions of these kinds."""
-        return {value for step in self.steps if step.op in ops for value in step.values}
+        return _values_of(self.steps, *ops)
 
+    @functools.cached_property
     def leaving(self) -> set[int]:
-        """Return the values that the forward pass frees, or that are offloaded: no graph that is
-        retained until the backward pass may keep them."""
-        forward = self._replace(steps=self.steps[: self.n_forward])
-        return forward.values_of(Op.STORE, Op.FREE)
+        """The values that the forward pass frees, or that are offloaded: no graph that is retained
+        until the backward pass may keep them."""
+        return _values_of(self.steps[: self.n_forward], Op.STORE, Op.FREE)
+
+
+def _values_of(steps: Sequence[Step], *ops: Op) -> set[int]:
+    return {value for step in steps if step.op in ops for value in step.values}
 
 
 def head_of(steps: Sequence[Step]) -> Run | None:
