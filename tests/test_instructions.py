@@ -72,7 +72,7 @@ class Instructions:
             patch = unittest.mock.patch.object
             stack.enter_context(planned(self.failing))
             stack.enter_context(patch(Interpreter, "_DO", done))
-            for name in ("_open_loop", "_is_next_chunk"):
+            for name in ("_open_loop", "_close_loop"):
                 original = getattr(Interpreter, name)
                 stack.enter_context(patch(Interpreter, name, before(original)))
             yield

@@ -97,9 +97,7 @@ def combine(
     values = tuple(value) if isinstance(value, tuple | list) else (value,)
     if reduction.is_by_chunk:
         return values
-    return tuple(
-        _laid_out(program, node, out, one) for out, one in zip(node.outs, values, strict=True)
-    )
+    return tuple(map(functools.partial(_laid_out, program, node), node.outs, values))
 
 
 def _laid_out(program: Program, node: Node, out: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -36,12 +36,6 @@ def _to_keep(tensor: torch.Tensor) -> torch.Tensor:
     return kept.clone() if kept.untyped_storage().nbytes() > kept.nbytes else kept
 
 
-def _sum(total: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
-    """Add a partial of a chunk to the sum of those before, in place if nothing else has its
-    memory."""
-    return _to_keep(tensor) if total is None else owned(total).add_(tensor.detach())
-
-
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
     """Return the sum of two gradients, of which None is zero."""
     if left is None or right is None:
@@ -128,14 +122,17 @@ class Cross:
         self, chunk: int, part_ids: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> None:
         """Keep the partials of a reduction on a chunk, or add them up, chunk after chunk."""
-        self.parts.setdefault(0, {})
+        sums = self.parts.setdefault(0, {})
         parts = self.parts.setdefault(chunk, {})
         for part, tensor in zip(part_ids, tensors, strict=True):
             if part not in self.added:
                 parts[part] = _to_keep(tensor)
             elif self.n_added.get(part, 0) == chunk:  # not when the chunk runs again
                 self.n_added[part] = chunk + 1
-                self.parts[0][part] = _sum(self.parts[0].get(part), tensor)
+                # It is added in place if nothing else has the memory of the sum.
+                is_first = part not in sums
+                made = _to_keep(tensor) if is_first else owned(sums[part]).add_(tensor.detach())
+                sums[part] = made
 
     # -- recomputing chunks -----------------------------------------------------------------------
 
@@ -197,7 +194,9 @@ class Cross:
 
     def _alias_all(self, found: dict[Key, torch.Tensor], is_graph: bool) -> dict[Key, torch.Tensor]:
         if self.watch is None:
-            return {key: self._alias(key, tensor, is_graph) for key, tensor in found.items()}
+            for key, tensor in found.items():
+                found[key] = self._alias(key, tensor, is_graph)
+            return found
         watch, on = self.watch, self._is_differentiated
         keys = [key for key, t in found.items() if on(t, is_graph) and watch.is_on(key)]
         watched = watch(keys, [found[key] for key in keys]) if keys else ()
@@ -262,21 +261,30 @@ class Cross:
         self, place: Place, grid: Sequence[Bounds], is_graph: bool
     ) -> Sequence[torch.Tensor] | None:
         """Return all chunks of a whole value, if they are views without a gradient; else None."""
-        if self.whole is None or self._is_differentiated(self.whole, is_graph):
+        if self.whole is None:
+            return None
+        if self.needs_gradient and self._is_differentiated(self.whole, is_graph):
             return None
         if len(grid) == 1 or not rows.is_cut_in_place(self.whole, place):
             return None
         _, dim, _, inner = place
-        sizes = [(stop - start) * inner for start, stop in grid]
+        sizes = []
+        for start, stop in grid:
+            sizes.append((stop - start) * inner)
         return self.whole.detach().split_with_sizes(sizes, dim)
 
     def read_parts(self, is_graph: bool) -> list[list[torch.Tensor]]:
         """Return aliases of the partials of a reduction, as parts[part][chunk]; of those that are
         added up, only their sum."""
-        chunks, n_parts = sorted(self.parts), len(self.parts[0])
-        keys = [[("part", c, p) for c in chunks if p in self.parts[c]] for p in range(n_parts)]
-        given = self._alias_all({k: self.parts[k[1]][k[2]] for of in keys for k in of}, is_graph)
-        return [[given[key] for key in of] for of in keys]
+        found: dict[Key, torch.Tensor] = {}
+        for part in range(len(self.parts[0])):
+            for chunk in sorted(self.parts):
+                if part in self.parts[chunk]:
+                    found["part", chunk, part] = self.parts[chunk][part]
+        made: list[list[torch.Tensor]] = [[] for _ in self.parts[0]]
+        for (_, _, part), alias in self._alias_all(found, is_graph).items():
+            made[part].append(alias)
+        return made
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -391,15 +399,17 @@ class Cross:
         that have both."""
         pairs = []
         for part, of_part in zip(part_ids, left, strict=True):
-            if of_part is not None:
-                seed = self._gradient_at(("part", 0 if part in self.added else chunk, part))
-                if seed is not None:
-                    pairs.append((of_part, seed))
+            key = "part", 0 if part in self.added else chunk, part
+            seed = self._gradient_at(key) if key in self.aliases else self.seeds.get(key)
+            if of_part is not None and seed is not None:
+                pairs.append((of_part, seed))
         return pairs
 
     def take_total_gradient(self) -> torch.Tensor | None:
         """Return the gradient of a whole value, which may be freed: the sum over all readers."""
-        total = self._gradient_at(("whole",))
+        total, of_whole = self.seeds.get(("whole",)), self.aliases.get(("whole",))
+        if of_whole is not None and of_whole.grad is not None:
+            total = of_whole.grad if total is None else add(total, of_whole.grad)
         for key, alias in self.aliases.items():
             if key[0] == "rows":  # there is one chunk: `take_rows` leaves its alias
                 total = add(total, alias.grad)

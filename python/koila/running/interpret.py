@@ -53,7 +53,7 @@ class Interpreter:
 
     def go(self) -> None:
         """Execute all instructions."""
-        steps, at = self.schedule.steps, 0
+        steps, at = self.schedule.executed, 0
         while at < len(steps):
             step = steps[at]
             if step.op == Op.LOOP:
@@ -182,19 +182,17 @@ class Interpreter:
             own(stages.awaiting)
             stages.collect(run, recorded.numbers(), chunk, run.exports)
         else:
-            self._send_back(run)
+            env = self.open.pop(run.index)
+            edges = edges_of(env, run.exports)
+            env.clear()  # free before backward what autograd does not keep
+            pairs = stages.seeds(run, edges, chunk)
+            del edges  # and the graphs of outputs that get no gradient
+            send_back(pairs, stages.awaiting)
+            del pairs
         if self.is_offloading:
             stages.settle_chunk(run, chunk)
         for value in step.values:
             stages.cross[value].seeds.pop(("chunk", chunk), None)
-
-    def _send_back(self, run: Run) -> None:
-        env = self.open.pop(run.index)
-        edges = edges_of(env, run.exports)
-        env.clear()  # free before backward what autograd does not keep
-        pairs = self.stages.seeds(run, edges, self.chunk)
-        del edges  # and the graphs of outputs that get no gradient
-        send_back(pairs, self.stages.awaiting)
 
     def _take(self, step: Step) -> None:
         stages, chunk = self.stages, self.chunk
@@ -203,14 +201,16 @@ class Interpreter:
             if alias is not None:
                 stages.forget([alias])
         for run in step.runs:
-            stages.take_rows_of(run, chunk, self.pieces)
+            if stages.taken.get(run.index) != []:  # where gradients of rows may be
+                stages.take_rows_of(run, chunk, self.pieces)
         for value in step.values:
             stages.cross[value].seeds.pop(("chunk", chunk), None)
         if len(self.loops) == 1:
             is_last = chunk + 1 == self.loops[-1].stop
             for run in step.runs:
                 for value in run.left:
-                    stages.cross[value].drop_seeds(chunk, is_last)
+                    if is_last or ("chunk", chunk) in stages.cross[value].seeds:
+                        stages.cross[value].drop_seeds(chunk, is_last)
 
     # -- what is freed and filled -----------------------------------------------------------------
 
@@ -240,22 +240,16 @@ class Interpreter:
             for chunk in cross.chunks:
                 cross.empty(chunk)
 
-    def _remake(self, step: Step) -> None:
-        """Do nothing: the loop that follows recomputes the chunks of `step.values`."""
-
     # -- barriers ---------------------------------------------------------------------------------
 
     def _barrier(self, step: Step) -> None:
         (run,) = step.runs
-        if run.nodes or run.combined:
-            stages = self.stages
-            ran = stages.run_retained(stages.run_barrier, run, not stages.is_forward)
-            self.barriers[run.stage] = ran
+        go = self.stages.run_barrier
+        ran = self.stages.run_retained(go, run, not self.stages.is_forward)
+        self.barriers[run.stage] = ran
 
     def _barrier_back(self, step: Step) -> None:
         stages, (run,) = self.stages, step.runs
-        if run.stage not in self.barriers:  # it had nothing to run
-            return
         graph, given = self.barriers.pop(run.stage)
         stages.resume(given)
         pairs = []
@@ -302,7 +296,6 @@ class Interpreter:
         Op.BARRIER: _barrier,
         Op.STORE: _store,
         Op.SUM: _sum,
-        Op.REMAKE: _remake,
         Op.FILL: _fill,
         Op.RUN: _run,
         Op.TAIL: _tail,

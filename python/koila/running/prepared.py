@@ -230,7 +230,7 @@ class Prepared:
 
     def _tracked(self, node: Node, func: Callable[..., Any]) -> _Runner:
         """Return the same for a call that may update running statistics."""
-        if self.store.tracked.waits(node, func, self.is_alone):
+        if node.leaf_writes and self.store.tracked.waits(node, func, self.is_alone):
             return Prepared._run_waiting
         if node.mode == ROWS and func in batch_softmax.N_OWN:
             return Prepared._normalize

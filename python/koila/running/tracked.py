@@ -104,7 +104,7 @@ class Tracked:
         return *args[:6], float(args[6]), *args[7:]
 
     def waits(self, node: Node, func: Any, is_alone: bool) -> bool:
-        """Return whether a call that updates running statistics must leave that to the commit.
+        """Return whether a call, which updates running statistics, must leave that to the commit.
 
         It must if other calls update them too, or if a checkpoint makes the call twice.
 
@@ -113,8 +113,6 @@ class Tracked:
             func: its function.
             is_alone: whether it runs on the only chunk of all rows, without a gradient.
         """
-        if not node.leaf_writes:
-            return False
         is_by_rows = node.mode == ROWS and not is_alone
         if func is torch.instance_norm and is_by_rows:
             return True

@@ -123,7 +123,7 @@ class Infos(dict[int, Info]):
     """The metadata of values; a subscript is faster than a call."""
 
     def __missing__(self, value: int) -> Info:
-        found = self[value] = Info._make(_core.value(value))
+        found = self[value] = tuple.__new__(Info, _core.value(value))
         return found
 
 

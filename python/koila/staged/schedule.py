@@ -137,6 +137,18 @@ class Schedule:
         return _values_of(self.steps, *ops)
 
     @functools.cached_property
+    def executed(self) -> list[Step]:
+        """The instructions that do something: not those of barriers without calls, nor REMAKE,
+        after which a loop recomputes chunks."""
+        barriers = Op.BARRIER, Op.BARRIER_BACK
+        found = []
+        for step in self.steps:
+            is_empty = not any(run.nodes or run.combined for run in step.runs)
+            if step.op != Op.REMAKE and not (step.op in barriers and is_empty):
+                found.append(step)
+        return found
+
+    @functools.cached_property
     def leaving(self) -> set[int]:
         """The values that the forward pass frees, or that are offloaded: no graph that is retained
         until the backward pass may keep them."""
