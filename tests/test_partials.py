@@ -17,6 +17,7 @@ from torch import Tensor
 import koila
 from koila import _core
 from koila.basics.table import parse
+from koila.reductions import norms, sums
 from koila.reductions.partials import REDUCTIONS
 from koila.reductions.reduction import Call, Reduction
 from koila.staged.program import Program
@@ -151,6 +152,27 @@ def test_var_of_few_rows_and_of_equal_ones() -> None:
 
 
 TIES = [[1.0, 5, 5], [5, 2, 0], [5, 5, 5], [0, 5, 1], [5, 0, 5]]
+
+
+def test_moments_of_a_batch_have_the_gradients_of_a_variance() -> None:
+    """They are combined by a function with a backward of its own, unless a number is not finite."""
+    chunks = [torch.randn(n, 5) * 3 + 7 for n in (8, 5, 1, 9)]
+    words = {"correction": 0, "dtype": torch.float32}
+    signature = "input, dim=None, *, correction=1, keepdim=False, dtype=None"
+    call = Call(norms.batch_moments, (None, [0]), words, signature, torch.float32)
+    ns = [torch.tensor(float(len(chunk)), dtype=torch.float64) for chunk in chunks]
+    means = [chunk.mean(0).requires_grad_() for chunk in chunks]
+    squares = [(chunk - chunk.mean(0)).square().sum(0).requires_grad_() for chunk in chunks]
+    weights = torch.randn(2, 5)
+    found = []
+    for reduction in (sums.Moments(), sums.Var()):
+        parts = [[part.double() for part in of] for of in (ns, means, squares)]
+        if type(reduction) is sums.Moments:
+            parts = [ns, means, squares]
+        var, mean = reduction.combine(parts, call)
+        loss = (torch.stack([var, mean]) * weights).sum()
+        found.append([var, mean, *torch.autograd.grad(loss, [*means, *squares])])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", ["amax", "amin", "max", "min"])

@@ -122,9 +122,10 @@ class _Normalized(engine.Function):
         of_x, of_weight, of_bias = _backward(
             gradient, x, scale, mean, var, unsaved, unsaved, False, ctx.eps, [needs[0], True, True]
         )
-        factor = -scale * torch.rsqrt(var + ctx.eps)
+        inverse = torch.rsqrt(var + ctx.eps)
+        factor = -scale * inverse
         of_mean = factor * of_bias
-        of_var = factor * of_weight * torch.rsqrt(var + ctx.eps) / 2
+        of_var = factor * of_weight * inverse / 2
         return (
             of_x if needs[0] else None,
             of_weight if needs[1] else None,

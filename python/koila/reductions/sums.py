@@ -203,26 +203,60 @@ class _Instead(engine.Function):
 
 
 class _RunningMean(engine.Function):
-    """The mean of all terms from the chunks' numbers of terms, followed by their means.
-
-    It is updated chunk by chunk, as torch does, so the mean of equal means is exactly that mean.
-    """
+    """The mean of all terms from the chunks' numbers of terms, followed by their means."""
 
     @staticmethod
     def forward(ctx: Any, *ns_and_means: torch.Tensor) -> torch.Tensor:
         n_chunks = len(ns_and_means) // 2
         ns, means = ns_and_means[:n_chunks], ns_and_means[n_chunks:]
-        mean, n = means[0].clone(), ns[0]
-        for one, m in zip(ns[1:], means[1:], strict=True):
-            n = n + one
-            mean += (m - mean) * (one / n).to(mean.dtype)
-        ctx.shares = [one / n for one in ns]
-        return mean
+        counts = tuple(map(float, ns))
+        ctx.shares = [one / sum(counts) for one in counts]
+        return _running_mean(counts, means)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        sent = [gradients[0] * share.to(gradients[0].dtype) for share in ctx.shares]
+        sent = [gradients[0] * share for share in ctx.shares]
         return *[None] * len(sent), *sent
+
+
+def _running_mean(ns: Sequence[float], means: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the mean of all terms from the chunks' numbers of terms and means, updated chunk by
+    chunk, as torch does: so the mean of equal means is exactly that mean."""
+    mean, n = means[0].clone(), ns[0]
+    for one, m in zip(ns[1:], means[1:], strict=True):
+        n = n + one
+        mean += (m - mean) * (one / n)
+    return mean
+
+
+class _OfChunks(engine.Function):
+    """The variance and the mean of all terms, in float64, from the chunks' means and sums of
+    squared deviations, which are finite."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ns: tuple[float, ...], mean: torch.Tensor, *parts: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.ns, ctx.n = ns, sum(ns)
+        means, squares = parts[: len(ns)], parts[len(ns) :]
+        var = torch.zeros_like(mean)
+        for n, m, s in zip(ns, means, squares, strict=True):
+            var += abs_squared(m.double() - mean) * n + s
+        ctx.save_for_backward(mean, *means)
+        ctx.dtype = squares[0].dtype
+        return var / ctx.n, mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        mean, *means = ctx.saved_tensors
+        of_squares, of_mean = gradients[0] / ctx.n, gradients[1]
+        # The mean of all terms is the number at which their squared deviations are minimal, so its
+        # change changes the variance by nothing.
+        sent = [
+            ((m.double() - mean) * (of_squares * (2 * n)) + of_mean * (n / ctx.n)).to(m.dtype)
+            for n, m in zip(ctx.ns, means, strict=True)
+        ]
+        return None, None, *sent, *[of_squares.to(ctx.dtype)] * len(sent)
 
 
 class Moments(Var):
@@ -236,6 +270,13 @@ class Moments(Var):
         return tuple(map(made.__getitem__, parts))
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
+        ns = tuple(part.item() for part in parts[0])
+        if sum(ns) and parts[1][0].device.type == "cpu":
+            means, squares = ([part.detach().double() for part in of] for of in parts[1:])
+            mean = _running_mean(ns, means)
+            if _is_known_finite([mean, *squares]):
+                var, mean = _OfChunks.apply(ns, mean, *parts[1], *parts[2])
+                return var.to(call.dtype), mean.to(call.dtype)
         return super().combine([[part.double() for part in of] for of in parts], call)
 
 
