@@ -86,7 +86,8 @@ def _hung_on(function: Any, number: torch.Tensor, before: Iterable[torch.Tensor]
     """Return a tensor in the memory of `number` that requires a gradient: behind it is a node of
     `function`, a subclass of _Refusing, whose inputs are `before` (none: a new leaf)."""
     with torch._C._InferenceMode(False), torch.enable_grad():
-        inputs = list({id(one): one for one in before}.values())
+        found = list(before)
+        inputs = list(dict(zip(map(id, found), found, strict=True)).values())
         if not inputs:
             inputs.append(torch.ones((), device="cpu").requires_grad_())
         with engine.as_recorded(inputs):

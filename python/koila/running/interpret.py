@@ -162,7 +162,8 @@ class Interpreter:
                 self.parts.update(tail.parts_of(run, self.open[run.index]))
         made = self.open[last.index]
         left = made.shapes() if isinstance(made, second_axis.Recorded) else made
-        self.parts.update((value, left[value]) for value in last.exports)
+        for value in last.exports:
+            self.parts[value] = left[value]
         self.is_certain = tail.seed(self.stages, step, self.parts, self.stages.gradients)
         self.parts.clear()
 

@@ -100,12 +100,11 @@ class Numbers:
         for value in wanted:
             groups[program.info(value).storage].append(value)
         #: By storage, a number that the user has read: numbers that share its memory go into it.
-        self.read = {
-            storage: Info.of(value).result
-            for storage, group in groups.items()
-            for value in group
-            if Info.of(value).result is not None and not program.info(value).is_uncertain
-        }
+        self.read: dict[int, torch.Tensor] = {}
+        for value in wanted:
+            result, info = Info.of(value).result, program.info(value)
+            if result is not None and not info.is_uncertain:
+                self.read[info.storage] = result
         is_final: dict[int, bool] = {}
         for storage, group in groups.items():
             # A recorded call may write a lazy that stays. So lazies of a storage stay or leave
@@ -132,7 +131,10 @@ class Numbers:
         computed from a pending one stays pending, too. The tape knows which calls were freed, and
         a second backward through them raises.
         """
-        tracked = {value for value in values if self.program.info(value).requires_grad}
+        tracked = set()
+        for value in values:
+            if self.program.info(value).requires_grad:
+                tracked.add(value)
         found = set(filter(self._is_passed, tracked))
         if found == tracked:
             return frozenset(found)

@@ -64,13 +64,13 @@ class Prepared:
     def _prepare_inputs(self, reads: Reads) -> None:
         store, is_graph, common = self.store, self.is_graph, self.common
         known, awaiting = store.cross, store.awaiting
+        store.enter(reads.leaves)
         for import_id, value in reads.once:
-            cross = known[value] if value in known else store.cross_of(value)
-            tensor = common[import_id] = cross.read_whole(is_graph)
+            tensor = common[import_id] = known[value].read_whole(is_graph)
             if id(tensor) in awaiting:
                 self.common_awaiting[id(tensor)] = awaiting[id(tensor)]
         for import_id, value, place in reads.cut:
-            views_of_chunks = store.cross_of(value).cut_all(place, self.grid, is_graph)
+            views_of_chunks = known[value].cut_all(place, self.grid, is_graph)
             if views_of_chunks is None:
                 self.others.append((import_id, value, (place, self.grid)))
             else:
@@ -161,25 +161,25 @@ class Prepared:
             if not run.nodes:
                 return env
         job = Job(
-            is_grad_off=not self.is_graph,
-            run_other=functools.partial(self._run_other, chunk),
-            cut=functools.partial(self._cut_import, bounds),
-            cloned=self.cloned,
-            clone=functools.partial(self._clone, rows),
-            saved=None if look is None else look.pending,
-            settle=None if look is None else functools.partial(look.settle, env),
-            again=None if again is None else tuple(again),
+            not self.is_graph,
+            functools.partial(self._run_other, chunk),
+            functools.partial(self._cut_import, bounds),
+            self.cloned,
+            functools.partial(self._clone, rows),
+            None if look is None else look.pending,
+            None if look is None else functools.partial(look.settle, env),
+            None if again is None else tuple(again),
         )
         arguments = self.program.handle, run.index, env, imports, rows, job
-        if look is None and not self.program.is_derived:
-            _core.run(*arguments)
-            return env
-        with contextlib.ExitStack() as block:
-            if self.program.is_derived:  # tell derivatives which calls have their graph here
-                nodes = run.nodes if self.is_graph and again is None else ()
-                block.enter_context(derived.beside(nodes))
-            if look is not None:
-                block.enter_context(look.hooks())
+        if self.program.is_derived:  # tell derivatives which calls have their graph here
+            nodes = run.nodes if self.is_graph and again is None else ()
+            hooks = contextlib.nullcontext() if look is None else look.hooks()
+            with derived.beside(nodes), hooks:
+                _core.run(*arguments)
+        elif look is not None:
+            with look.hooks():
+                _core.run(*arguments)
+        else:
             _core.run(*arguments)
         return env
 

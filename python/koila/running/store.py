@@ -32,6 +32,7 @@ class Reads(NamedTuple):
         ranges: chunks read their first entries, as many as they have rows, and these are there.
         others: they are read for each chunk.
         taken: those of which chunks read rows and that get a gradient.
+        leaves: the values of `once` and `cut` that are leaves.
     """
 
     once: list[tuple[int, int]]
@@ -39,6 +40,7 @@ class Reads(NamedTuple):
     ranges: list[tuple[int, int, Place]]
     others: list[tuple[int, int]]
     taken: list[tuple[int, int]]
+    leaves: list[int]
 
 
 def reads_of(program: Program, run: Run) -> Reads:
@@ -46,7 +48,7 @@ def reads_of(program: Program, run: Run) -> Reads:
     known: dict[int, Reads] = program.known.reads
     if run.index in known:
         return known[run.index]
-    reads = Reads([], [], [], [], [])
+    reads = Reads([], [], [], [], [], [])
     for import_id in run.imports:
         value, place, is_range = program.imports[import_id]
         node, is_by_chunk = program.node_of(value), calls.is_by_chunk(program, value)
@@ -59,6 +61,8 @@ def reads_of(program: Program, run: Run) -> Reads:
             reads.cut.append((import_id, value, place))
         else:
             reads.others.append((import_id, value))
+        if made.node is None and not is_range:
+            reads.leaves.append(value)
         if program.needs_gradient(value) and (place is not None or is_by_chunk):
             reads.taken.append((import_id, value))
     known[run.index] = reads  # once it is complete: other threads may run this program
@@ -138,15 +142,20 @@ class Store:
     def cross_of(self, value: int) -> Cross:
         """Return the `Cross` of a value. Make it at the first use if the value is a leaf."""
         if value not in self.cross:
-            info = self.program.info(value)
+            self.enter((value,))
+        return self.cross[value]
+
+    def enter(self, values: Iterable[int]) -> None:
+        """Make the `Cross`es of leaves that have none yet."""
+        program, crosses = self.program, self.cross
+        missing = [value for value in values if value not in crosses]
+        for value, info in program.infos.of(missing):
             tensor = info.real if info.real is not None else info.result
             assert tensor is not None, f"value {value} has neither a tensor nor a number"
             if value in self.scratch:
                 tensor = self.scratch[value][1]
-            self.cross[value] = Cross(
-                info, self.program.needs_gradient(value), self.awaiting, tensor
-            )
-        return self.cross[value]
+            needs_gradient = program.needs_gradient(value)
+            crosses[value] = Cross(info, needs_gradient, self.awaiting, tensor)
 
     def rows_of(self, import_id: int, run: Run) -> Rows | None:
         """Return the place and the grid by which chunks read an import; None if each chunk reads

@@ -88,10 +88,11 @@ class Sent:
         terms = [*stages.gradients]
         for run in runs:
             for value, of_body in run.parts.items():
-                if stages.program.needs_gradient(value):
-                    terms += [part for part in left[value] if not part.requires_grad]
+                for part in left[value] if stages.program.needs_gradient(value) else ():
+                    if not part.requires_grad:
+                        terms.append(part)
                 for parts in stages.cross[value].parts.values():
-                    terms += [parts[part] for part in parts.keys() - of_body]
+                    terms += map(parts.__getitem__, parts.keys() - of_body)
         for term in terms:
             is_plain = type(term) is torch.Tensor and term.layout is torch.strided
             if not is_plain or term.numel() > _FEW or term.device.type != "cpu":
@@ -104,8 +105,12 @@ class Sent:
             functions.append(func)
             words.append((args, kwargs))
         # As bytes, numbers of several types, 0.0 and -0.0 differ. Version 2 knows no references.
-        numbers = marshal.dumps(([term.tolist() for term in terms], words), 2)
-        return [stages.grid_of(run) for run in runs], [t.dtype for t in terms], functions, numbers
+        dtypes, lists = [], []
+        for term in terms:
+            dtypes.append(term.dtype)
+            lists.append(term.tolist())
+        numbers = marshal.dumps((lists, words), 2)
+        return list(map(stages.grid_of, runs)), dtypes, functions, numbers
 
     def keep(self, of: tuple[Any, ...] | None, found: _Found, is_certain: bool) -> None:
         """Keep copies of gradients that were computed from `of`: some may be the caller's. Only

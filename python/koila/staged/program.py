@@ -117,8 +117,9 @@ class Program:
         self.is_known_only = is_known_only
         self._cuts = _UNCUT
         self._cloned: set[int] = set()
+        self.infos = Infos()
         #: A cached function of the number of a value.
-        self.info = Infos().__getitem__
+        self.info = self.infos.__getitem__
         #: A cache of `planning/ways.py`: the measures of this program, with and without backward.
         self.measured: dict[bool, Any] = {}
         self._cut_before: dict[tuple[int, bool], Program] = {}  # by `Way.cuts`
