@@ -123,7 +123,7 @@ class Cheap(NamedTuple):
     needs: tuple[int, ...]  # freed values that it is made of: they are recomputed first
 
 
-@dataclass(eq=False)
+@dataclass
 class Schedule:
     """A step as a list of instructions."""
 
