@@ -126,10 +126,10 @@ class Numbers:
     def _find_freed(self, values: Iterable[int]) -> frozenset[int]:
         """Return those of the values whose graph a backward freed.
 
-        It went through the call that made such a value, and through all before it that the user
-        holds: a backward for some tensors alone leaves those before these pending. A value that was
-        computed from a pending one stays pending, too. The tape knows which calls were freed, and
-        a second backward through them raises.
+        It went through the call that made such a value, or a gradient of the value would have to
+        go through calls that it freed. That also holds for all before it that the user holds: a
+        backward for some tensors alone leaves those before these pending. The tape knows which
+        calls were freed, and a second backward through them raises.
         """
         tracked = set()
         for value in values:
@@ -138,7 +138,25 @@ class Numbers:
         found = set(filter(self._is_passed, tracked))
         if found == tracked:
             return frozenset(found)
+        found |= tracked & self._beyond_freed(tracked)
         return frozenset(value for value in found if found.issuperset(_core.behind(value)[1]))
+
+    def _beyond_freed(self, held: set[int]) -> set[int]:
+        """Return the values from which no gradient gets to a leaf, or to a value that is `held`,
+        except through freed calls.
+
+        Without a graph, such a metric of a model's outputs does not read the parameters again.
+        """
+        program, beyond, ends = self.program, set[int](), set[int]()
+        for i, node in sorted(program.nodes.items()):
+            reads = {program.imports[k].value for k in node.imports if k >= 0}
+            ways = [value for value in reads if program.info(value).requires_grad]
+            is_freed = any(map(program.needs_gradient, node.outs)) and any(_core.node(i)[6])
+            is_beyond = bool(ways) and ends.issuperset(ways)
+            beyond.update(node.outs if is_beyond else ())
+            if is_freed or is_beyond:
+                ends.update(value for value in node.outs if value not in held)
+        return beyond
 
     def _is_passed(self, value: int) -> bool:
         """Return whether backward went through the node of a value, by any output of the node."""
