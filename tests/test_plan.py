@@ -278,6 +278,28 @@ def test_a_refusal_names_what_is_held_whole() -> None:
     assert found[3] == __file__
 
 
+def test_a_refusal_says_why_a_call_runs_whole() -> None:
+    """Also where the parameters are larger than the results of that call."""
+    model = nn.Sequential(nn.Linear(8, 700), nn.ReLU(), nn.Linear(700, 700), nn.Linear(700, 4))
+
+    def loss_of(x: torch.Tensor) -> torch.Tensor:
+        squares = model(x).pow(2).sum(1, keepdim=True).expand(512, 512)
+        return (squares + squares.T).sqrt().max(1).values.mean()
+
+    x = koila.lazy(torch.randn(512, 8))
+    with (
+        koila.config(memory_limit=there() + 4 * MIB),
+        pytest.raises(koila.MemoryLimitError) as caught,
+    ):
+        loss_of(x).backward()
+    assert re.search(
+        r"\n  too large: '2.weight' and its gradient .*"
+        r"\n  add \(.*test_plan.py:\d+\) runs on the whole batch(, and \d+ other calls? too)?: "
+        r"two inputs have their samples in different dims\n",
+        str(caught.value),
+    ), str(caught.value)
+
+
 def test_a_refusal_names_the_call_whose_followers_are_large() -> None:
     """Of two calls that need the whole batch the smaller one has the larger results after it."""
 

@@ -12,7 +12,7 @@ from koila import _core
 from koila.basics import config
 from koila.memory import budget, plan_program
 from koila.messages.errors import MemoryLimitError
-from koila.messages.words import size, sizes
+from koila.messages.words import count, size, sizes
 from koila.planning import fitting, limits, whole_calls
 from koila.planning.limits import FEW_CHUNKS, Needs, as_limit, in_tenths, limit_in_words
 from koila.planning.ways import Ways
@@ -126,6 +126,7 @@ def refusal(needs: Needs, program: Program, said: str = "") -> MemoryLimitError:
         f"  {samples} {needed} more than is in use now{fixed}, and {has} are left\n"
         f"{in_lines(limit_in_words(program))}"
         f"{in_lines(large and f'too large: {large}')}"
+        f"{in_lines(_run_whole(program, needs.fixed) if is_whole else '')}"
         f"{in_lines(others(program))}"
         f"{in_lines(said)}"
         f"  needs most: {call}"
@@ -286,6 +287,17 @@ def _large(program: Program, names: layers.Names, fixed: float) -> str:
     found.append((state, f"the optimizer's state takes {size(state)}"))
     most, words = max(found)
     return words if most >= _CONSIDERABLE * fixed else ""
+
+
+def _run_whole(program: Program, fixed: float) -> str:
+    """Name the call on the whole batch with the largest results, and the reason, if the results of
+    such calls are a considerable part of the `fixed` bytes, which no chunks reduce; else empty."""
+    whole = [one for one in whole_calls.made_whole(program) if one.n_bytes > 0]
+    if not whole or sum(one.n_bytes for one in whole) < _CONSIDERABLE * fixed:
+        return ""
+    n_others = sum(one.n_calls for one in whole) - 1
+    others = f", and {count(n_others, 'other call')} too" if n_others else ""
+    return f"{whole[0].call} ({whole[0].line}) runs on the whole batch{others}: {whole[0].why}"
 
 
 def _parameters(leaves: list[torch.Tensor], names: layers.Names) -> tuple[float, str]:
