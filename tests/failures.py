@@ -132,7 +132,7 @@ def planned(failing: Failing) -> Iterator[None]:
             is_part = False
 
     with (
-        unittest.mock.patch.object(planner, "is_whole", lambda: False),
+        unittest.mock.patch.object(planner, "why_whole", lambda: None),
         unittest.mock.patch.object(planner, "plan", lambda *_: plans.Plan(CHUNKS)),
         unittest.mock.patch.object(replay.Replay, "__init__", begin),
         unittest.mock.patch.object(second_axis, "send_back", run_part),

@@ -220,7 +220,7 @@ def test_a_step_that_is_tried_again_calls_no_hook_twice(monkeypatch: pytest.Monk
         original(*args, **kwargs)
 
     monkeypatch.setattr(koila.basics.engine, "backward", fail_once)
-    monkeypatch.setattr(koila.planning.planner, "is_whole", lambda: False)
+    monkeypatch.setattr(koila.planning.planner, "why_whole", lambda: None)
     planned = koila.planning.planner.plan
 
     def in_two(program: Any, is_graph: bool) -> Any:

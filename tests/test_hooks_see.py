@@ -327,7 +327,7 @@ def test_a_step_that_is_tried_again_after_a_hook(
 
     monkeypatch.setattr(koila.staged.hooks, "apply", apply)
     monkeypatch.setattr(koila.basics.engine, "backward", fail_once)
-    monkeypatch.setattr(koila.planning.planner, "is_whole", lambda: False)
+    monkeypatch.setattr(koila.planning.planner, "why_whole", lambda: None)
     planned = koila.planning.planner.plan
 
     def in_two(program: Any, is_graph: bool) -> Any:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import koila
+from koila.reporting import reports
 from oracle import Outcome, assert_outcomes, make_batch, run, split
 from programs import BARRIER, PROGRAMS
 from programs_kit import Program
@@ -152,7 +153,8 @@ def test_split_is_told_from_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match="a backward"), split(3):
         step()
         whole_step()
-    monkeypatch.setattr(koila.planning.planner, "is_whole", lambda: True)
+    asked = reports.Decision("it is asked for")
+    monkeypatch.setattr(koila.planning.planner, "why_whole", lambda: asked)
     with pytest.raises(AssertionError, match="nothing was cut"), split(3):
         step()
 

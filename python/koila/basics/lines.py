@@ -27,10 +27,16 @@ INSIDE = (
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
 
 
+@functools.lru_cache(2**12)
+def _in_packages(path: str) -> str:
+    """Return the path of a file in the folder of packages, or else its path."""
+    return _INSTALLED.split(path, 1)[-1]
+
+
 def name_of_file(path: str) -> str:
     """Return the name by which a user knows a file: of a notebook's cell its number, of an
     installed package's file its path in the folder of packages, else its path."""
-    installed = _INSTALLED.split(path, 1)[-1]
+    installed = _in_packages(path)
     ipython = sys.modules.get("IPython")
     if ipython is None:
         return installed
@@ -90,10 +96,14 @@ def _is_installed(path: str) -> bool:
 def script_line() -> str:
     """As `user_line`, but not of an installed library, such as a framework that calls backward(),
     if a script calls that."""
-    frame = innermost = user_frame()
+    frame: FrameType | None = sys._getframe(1)
+    innermost: FrameType | None = None
     while frame is not None:
-        if _is_of_script(frame.f_code.co_filename):
+        path = frame.f_code.co_filename
+        if _is_of_script(path):
             return _line_of(frame)
+        if innermost is None and not _is_inside(path):
+            innermost = frame
         frame = frame.f_back
     return _line_of(innermost)
 

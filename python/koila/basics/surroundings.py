@@ -142,7 +142,7 @@ _state = _State()
 
 
 #: torch's dispatch key of autograd that no tensor has on a CPU or GPU: excluded with all others.
-AUTOGRAD = "AutogradOther"
+AUTOGRAD: Any = _C.DispatchKey.AutogradOther
 _EXCLUDED: Any = _C._dispatch_tls_local_exclude_set()  # where nothing special is going on
 
 

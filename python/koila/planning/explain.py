@@ -35,8 +35,6 @@ from koila.staged.facts import REDUCE, Node, Run, name_of_node, where_of_node
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Schedule, Way
 
-ASKED = Decision("config(chunks=1) asks for it")
-FITS = Decision("it certainly fits")
 FITS_LATER = Decision("it fits, with the backward that may follow")
 
 

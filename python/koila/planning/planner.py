@@ -24,15 +24,24 @@ from koila.reporting import reports
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Way
 
+_ASKED = reports.Decision("config(chunks=1) asks for it")
+_FITS = reports.Decision("it certainly fits")
+
+
+def why_whole() -> reports.Decision | None:
+    """Return, quickly and without staging, why all that is pending certainly runs in one chunk;
+    None: that is not known."""
+    now = config.settings()
+    if now.chunks is not None:
+        return _ASKED if now.chunks == 1 else None
+    is_free = now.memory_limit is None and budget.is_ample(int(_core.pending_bytes(False)))
+    return _FITS if is_free else None
+
 
 def is_whole() -> bool:
     """Tell, quickly and without staging, whether all that is pending certainly fits in one
     chunk."""
-    if (chunks := config.get("chunks")) is not None:
-        return chunks == 1
-    if config.get("memory_limit") is not None:
-        return False
-    return budget.is_ample(int(_core.pending_bytes(False)))
+    return why_whole() is not None
 
 
 def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:

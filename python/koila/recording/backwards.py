@@ -13,6 +13,7 @@ import torch
 from koila import _core
 from koila.basics import engine, surroundings
 from koila.basics.rows import as_new
+from koila.memory import order
 from koila.planning import unsplit
 from koila.recording import handed_out, replicated, sharded, within
 from koila.reporting import reports
@@ -37,20 +38,17 @@ def words_of(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-#: The report's text for a backward that ran no recorded call.
-_HAD_RUN = "all calls had run before, and left autograd's graph"
-
-
-def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
+def _backward_in_chunks(words: dict[str, Any], roots: list[Any], gradients: list[Any]) -> Any:
     """Run backward() in chunks; return NotImplemented if the program has to run whole.
 
     Args:
         words: the arguments of the call, by name.
-        root: the name of the argument with the roots.
-        gradient: the name of the argument with their gradients.
+        roots: the tensors that it starts from.
+        gradients: their gradients; None stands for ones.
     """
     inputs = words.get("inputs")
-    handed_out.refuse_inner(() if inputs is None else _listed(inputs), "backward")
+    if inputs is not None:
+        handed_out.refuse_inner(_listed(inputs), "backward")
     replay.settle_leaves()
     is_other = words.get("create_graph") or words.get("grad_variables") is not None
     if is_other or surroundings.of_backward():
@@ -59,8 +57,6 @@ def _backward_in_chunks(words: dict[str, Any], root: str, gradient: str) -> Any:
         inputs = _reals(inputs)
         if not inputs or any(t is None for t in inputs):
             return NotImplemented
-    roots = _listed(words[root])
-    gradients = _gradients(words.get(gradient), roots)
     if len(gradients) != len(roots):
         return NotImplemented
     is_retained = bool(words.get("retain_graph"))
@@ -94,11 +90,12 @@ def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """Run Tensor.backward or torch.autograd.backward."""
     if _thread.refusal:
         raise ValueError(_thread.refusal)
-    reports.note_backward()
-    with reports.Asking("backward()", _HAD_RUN):
+    with reports.Asking("backward()"):
         _backward(func, args, kwargs)
-    sharded.free_gathered()
-    replicated.visit()
+    if sharded.kept:
+        sharded.free_gathered()
+    if replicated.waiting:
+        replicated.visit()
 
 
 _OF_TENSOR = tuple("self gradient retain_graph create_graph inputs".split())
@@ -108,20 +105,44 @@ _OF_TENSORS = tuple("tensors grad_tensors retain_graph create_graph grad_variabl
 def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     names = _OF_TENSOR if func is torch.Tensor.backward else _OF_TENSORS
     words = words_of(names, args, kwargs)
-    if _backward_in_chunks(words, names[0], names[1]) is not NotImplemented:
+    roots = _listed(words[names[0]])
+    gradients = _gradients(words.get(names[1]), roots)
+    if _backward_in_chunks(words, roots, gradients) is not NotImplemented:
         return
-    _refuse_roots(words, names[0], names[1])
-    left = None if reports.is_decided() else _tell_why(func, words, names[0])
+    is_decided = reports.is_decided()
+    if is_decided and _is_of_a_number(words, roots, gradients):
+        _run_whole(roots[0], bool(words.get("retain_graph")))
+        return
+    _refuse_roots(roots, gradients)
+    left = None if is_decided else _tell_why(func, words, names[0])
     try:
         unsplit.run(func, args, kwargs, left)
     finally:
         _core.note_backward()
 
 
-def _refuse_roots(words: dict[str, Any], root: str, gradient: str) -> None:
+def _is_of_a_number(words: dict[str, Any], roots: list[Any], gradients: list[Any]) -> bool:
+    """Tell whether a backward starts from one lazy number, to leaves, and makes no graph."""
+    root: Any = roots[0] if len(roots) == 1 and gradients[0] is None else None
+    is_lazy = type(root) is _core.LazyTensor and root.requires_grad
+    is_number: bool = is_lazy and root.numel() == 1 and root.dtype.is_floating_point
+    is_usual = words.get("inputs") is None and words.get("grad_variables") is None
+    return is_number and is_usual and not words.get("create_graph")
+
+
+def _run_whole(root: _core.LazyTensor, is_retained: bool) -> None:
+    """Run the pending calls on the whole batch, and the backward of a number that they make."""
+    try:
+        real = _core.force(root)
+        order.move((real,))
+        engine.backward((real,), (torch.ones_like(real),), is_retained=is_retained)
+        _core.release()
+    finally:
+        _core.note_backward()
+
+
+def _refuse_roots(roots: list[Any], given: list[Any]) -> None:
     """Raise torch's own error if a backward cannot start, before anything runs for it."""
-    roots = _listed(words[root])
-    given = _gradients(words.get(gradient), roots)
 
     def is_refused(root: Any, sent: Any) -> bool:
         if not is_pending(root):
@@ -214,8 +235,7 @@ def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         if not isinstance(recorded, str):
             return recorded
         cause = f" where {recorded}"
-    reports.note_backward()
-    with reports.Asking("autograd.grad()", _HAD_RUN):
+    with reports.Asking("autograd.grad()"):
         found = _through_parts(func, words)
         if found is not None:
             return found
@@ -261,7 +281,8 @@ def _autograd_grad(
     if found is not NotImplemented:
         return found
     if not words.get("is_grads_batched"):  # batched gradients have one dim more than the roots
-        _refuse_roots(words, "outputs", "grad_outputs")
+        roots = _listed(words["outputs"])
+        _refuse_roots(roots, _gradients(words.get("grad_outputs"), roots))
     left = None if reports.is_decided() else _tell_why(func, words, "outputs", cause)
     try:
         return unsplit.run(func, args, kwargs, left)

@@ -299,7 +299,7 @@ def register_all() -> None:
             "aliased": aliases.by_storage,
             "note_leaf": aliases.note_leaf,
             "is_worker": threads.is_autograd_worker,
-            "autograd_key": int(getattr(torch._C.DispatchKey, surroundings.AUTOGRAD)),
+            "autograd_key": int(surroundings.AUTOGRAD),
             "note_left": left_plain.note_left,
             "is_in_hook": engine.is_in_hook,
             "name_of_file": lines.name_of_file,

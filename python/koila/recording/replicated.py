@@ -29,7 +29,7 @@ Holds = Callable[[Any], bool]
 
 _module: Any = torch.nn.parallel.distributed
 #: By DDP module: the parameters that the backward of its last outputs has to visit.
-_waiting: weakref.WeakKeyDictionary[Any, _Visits] = weakref.WeakKeyDictionary()
+waiting: weakref.WeakKeyDictionary[Any, _Visits] = weakref.WeakKeyDictionary()
 
 
 class _Visits:
@@ -108,10 +108,10 @@ def behind_outputs(module: Callable[[], Any], *outputs: Any) -> tuple[Any, ...]:
     outputs."""
     model = module()
     if torch.is_grad_enabled():
-        before = _waiting.pop(model, None)
+        before = waiting.pop(model, None)
         if before is not None:
             before.end()
-        _waiting[model] = _Visits(_parameters_of(outputs))
+        waiting[model] = _Visits(_parameters_of(outputs))
     if not model._ddp_sink_clone:
         return outputs
     return tuple(one.clone() if isinstance(one, torch.Tensor) else one for one in outputs)
@@ -119,10 +119,10 @@ def behind_outputs(module: Callable[[], Any], *outputs: Any) -> tuple[Any, ...]:
 
 def visit() -> None:
     """After a backward (not inside of another one), visit the parameters that it left out."""
-    if len(_waiting) and torch._C._current_graph_task_id() == -1:
-        for model, visits in list(_waiting.items()):
+    if len(waiting) and torch._C._current_graph_task_id() == -1:
+        for model, visits in list(waiting.items()):
             if visits.seen:
-                del _waiting[model]
+                del waiting[model]
                 visits.go()
 
 

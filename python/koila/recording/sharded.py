@@ -43,7 +43,7 @@ _FSDP = "torch.distributed.fsdp"
 _patched: set[type] = set()
 #: By id: parameters that torch wanted to free while pending calls read them, and the function that
 #: frees them.
-_kept: dict[int, tuple[Any, Callable[[Any], None]]] = {}
+kept: dict[int, tuple[Any, Callable[[Any], None]]] = {}
 
 
 class _Freed:
@@ -97,9 +97,9 @@ def end() -> None:
 
 def free_gathered() -> None:
     """Free the gathered parameters that torch wanted to free, once no pending call reads them."""
-    for key, (parameter, free) in list(_kept.items()):
+    for key, (parameter, free) in list(kept.items()):
         if not bridge.is_read(parameter._unsharded_param):
-            del _kept[key]
+            del kept[key]
             if parameter.sharded_state.name != "UNSHARDED":
                 free(parameter)
 
@@ -241,7 +241,7 @@ def _patch_parameters(module: Any, replace: Replace) -> None:
                 gathered._koila_gathered_of = self.sharded_param._local_tensor
                 bridge.watch(gathered)
                 bridge.watch_here(gathered)
-                _kept[id(self)] = self, free
+                kept[id(self)] = self, free
                 return
             if freed is not None:
                 freed.note_parts(self)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any
 
@@ -147,13 +148,14 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 def _begin(n_kept: int) -> None:
     """Begin a step; the last `n_kept` programs belong to it."""
-    over = Report(tuple(_state.programs)[: max(0, len(_state.programs) - n_kept)])
+    programs = _state.programs
+    over = Report(tuple(programs)[: max(0, len(programs) - n_kept)])
     if over.is_training:
         _state.training = over
     elif over.programs:
         _state.evaluation = over
-    while len(_state.programs) > n_kept:
-        ran = _state.programs.popleft()
+    while len(programs) > n_kept:
+        ran = programs.popleft()
         for observer in _observers:
             observer.note_program(ran)
     _state.is_over = False
@@ -228,7 +230,7 @@ def note_plain(line: str) -> int:
     return _state.n_rows
 
 
-def note_backward() -> None:
+def _note_backward() -> None:
     """Note that a backward is about to run."""
     if _state.is_over:
         _begin(0)
@@ -293,6 +295,10 @@ def asked() -> str:
     return _state.asked or "a read"
 
 
+#: Makes the report of a program that ran whole without a plan, which is the same in each step.
+_unplanned = functools.lru_cache(2**8)(ProgramReport)
+
+
 def note_whole(
     func: Callable[..., Any] | None,
     n_calls: int,
@@ -309,27 +315,18 @@ def note_whole(
     """
     decision, _state.decision = _state.decision, None
     reason, _state.reason = _state.reason, ""
-    what = asked() if func is None or _state.asked is not None else call_of(func)
+    what = _state.asked or ("a read" if func is None else call_of(func))
     line = line_of(what)
     if error is not None:
         why = f"{error.__name__} after {count(n_calls - 1, 'call')}"
         note(ProgramReport(what, line, n_calls, n_chunks=0, why=why))
     elif n_calls > 0:
         decision = decision or _undecided(func, line, n_calls, n_bytes, reason)
-        note(
-            ProgramReport(
-                what,
-                line,
-                n_calls,
-                n_bytes,
-                bytes_predicted=decision.bytes_predicted,
-                bytes_allowed=decision.bytes_allowed,
-                why=decision.why,
-                whole=decision.whole,
-                layers=decision.layers,
-                least_limit=decision.least_limit,
-            )
-        )
+        ran = _unplanned(what, line, n_calls, n_bytes, why=decision.why)
+        if decision.bytes_predicted is not None or decision.whole:
+            words = {field.name: getattr(decision, field.name) for field in fields(decision)}
+            ran = dataclasses.replace(ran, **words)
+        note(ran)
 
 
 def note_at_once(func: Callable[..., Any], why: str) -> None:
@@ -422,20 +419,25 @@ def _note_measured(peak: resident.Peak, n_noted: int) -> None:
         )
 
 
+#: The report's text for a backward that ran no recorded call.
+_HAD_RUN = "all calls had run before, and left autograd's graph"
+
+
 class Asking:
     """Wraps a call that makes programs run, and notes it as failed if it raises.
 
     Args:
-        what: the call, as reports show it.
-        idle: the reason to report if no program had to run; empty: report nothing then.
+        what: the call, as reports show it: one of BACKWARDS is noted also if no program has to run.
     """
 
-    def __init__(self, what: str, idle: str = "") -> None:
-        self.what, self.idle = what, idle
-        self.is_outermost = _state.asked is None
-        self.n_before = _state.n_noted
+    def __init__(self, what: str) -> None:
+        self.what = what
 
     def __enter__(self) -> None:
+        if self.what in BACKWARDS:
+            _note_backward()
+        self.is_outermost = _state.asked is None
+        self.n_before = _state.n_noted
         if self.is_outermost:
             _state.asked = self.what
             _state.decision = None
@@ -458,8 +460,8 @@ class Asking:
                 least = getattr(error, "least_limit", None)
                 line = line_of(self.what)
                 note(ProgramReport(self.what, line, n_chunks=0, why=why, least_limit=least))
-            elif error is None and self.idle and _state.n_noted == self.n_before:
-                note(ProgramReport(self.what, line_of(self.what), why=self.idle))
+            elif error is None and self.what in BACKWARDS and _state.n_noted == self.n_before:
+                note(ProgramReport(self.what, line_of(self.what), why=_HAD_RUN))
 
 
 @contextlib.contextmanager

@@ -140,7 +140,10 @@ def check(program: Program) -> None:
 
 def check_live() -> None:
     """As `check`, for all pending calls."""
-    known = _core.notes().get("arrays", {})
+    notes = _core.notes()
+    if "arrays" not in notes and "indices" not in notes:
+        return
+    known = notes.get("arrays", {})
     is_any = any(one.is_written() for noted in known.values() for one in noted)
     if is_any or _written_indices():
         check(Program([]))

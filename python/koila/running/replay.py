@@ -184,9 +184,10 @@ def _attempt(
 def _is_whole() -> bool:
     """Return whether the program runs whole, where that is known before staging it, and note why
     for the report."""
-    if is_whole := planner.is_whole():
-        reports.decide(explain.ASKED if config.get("chunks") is not None else explain.FITS)
-    return is_whole
+    why = planner.why_whole()
+    if why is not None:
+        reports.decide(why)
+    return why is not None
 
 
 @unwritten.reading()
@@ -371,7 +372,8 @@ def differentiate(
             return NotImplemented  # the whole run raises torch's own error
         beside.append((real, sent))
     gets = engine.getters(inputs) if inputs else None
-    return _held(pending, others, is_retained, gets, take, (), beside)
+    words = pending, others, is_retained, gets, take, (), beside
+    return _held(pending[0] if pending else None, _differentiate, words, {})
 
 
 def _filled(root: torch.Tensor, gradient: Any) -> torch.Tensor | None:
@@ -406,14 +408,13 @@ def gradients_of(
     Returns:
         Pairs of a real tensor and its gradient; NotImplemented if the program has to run whole.
     """
-    return _held(roots, gradients, is_retained, gets, list, unwanted)
+    words = roots, gradients, is_retained, gets, list, unwanted
+    return _held(roots[0] if roots else None, _differentiate, words, {})
 
 
-@surroundings.in_outside
-def _held(roots: list[torch.Tensor], *words: Any) -> Any:
-    """Call `_differentiate` with the tape of the roots in force, which may be another thread's or
-    that of a part that was cut off."""
-    return _core.held(roots[0] if roots else None, _differentiate, (roots, *words), {})
+#: Calls a function with the tape of a root in force, which may be another thread's or that of a
+#: part that was cut off.
+_held = surroundings.in_outside(_core.held)
 
 
 def _refuse_outdated(roots: list[Any]) -> NoReturn:
@@ -440,7 +441,8 @@ def _differentiate(
     unwanted: tuple[_core.LazyTensor, ...] = (),
     beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> Any:
-    settle_leaves()
+    if "has_leaves" in _core.notes():
+        settle_leaves()
     is_lazy = False
     for root in roots:
         if type(root) is _core.LazyTensor:
@@ -450,9 +452,10 @@ def _differentiate(
     if not is_lazy:
         return NotImplemented
     all_such, some = _core.outdated(False)
-    if not {*all_such, *some}.isdisjoint(map(_core.id, roots)):
-        _refuse_outdated(roots)
-    settle_outdated()
+    if all_such or some:
+        if not {*all_such, *some}.isdisjoint(map(_core.id, roots)):
+            _refuse_outdated(roots)
+        settle_outdated()
     if "versions" in _core.notes():
         with unwritten.reading():
             overwritten.check_moved(roots)
