@@ -383,14 +383,12 @@ call_ignoring(PyObject *callable, PyObject *first, PyObject *second)
 static int
 leave_inference(KlContextSwitch *context)
 {
-    if (context->guard == NULL) {
-        return 0;
-    }
-    PyObject *guard = context->guard;
+    PyObject *guard = context->guard, *none = Py_None;
     context->guard = NULL;
-    int result =
-        kl_py_done(PyObject_CallMethod(guard, "__exit__", "OOO", Py_None, Py_None, Py_None));
-    Py_DECREF(guard);
+    int result = guard == NULL
+                     ? 0
+                     : kl_py_done(PyObject_CallMethod(guard, "__exit__", "OOO", none, none, none));
+    Py_XDECREF(guard);
     return result;
 }
 
@@ -411,11 +409,9 @@ set_autocast(const KlCasting *to)
 {
     for (int i = 0; i < KL_N_DEVICES; i++) {
         PyObject *is_enabled = to->is_enabled[i] ? Py_True : Py_False;
-        if (call_ignoring(state.set_autocast_enabled, state.device_names[i], is_enabled) < 0) {
-            return -1;
-        }
-        if (to->dtype[i] != NULL &&
-            call_ignoring(state.set_autocast_dtype, state.device_names[i], to->dtype[i]) < 0) {
+        if (call_ignoring(state.set_autocast_enabled, state.device_names[i], is_enabled) < 0 ||
+            (to->dtype[i] != NULL &&
+             call_ignoring(state.set_autocast_dtype, state.device_names[i], to->dtype[i]) < 0)) {
             return -1;
         }
     }
@@ -429,17 +425,21 @@ kl_context_begin(KlContextSwitch *context)
     if (now < 0) {
         return -1;
     }
+    memset(context, 0, sizeof(*context));
     context->before = context->now = (uint32_t)now;
-    context->guard = NULL;
-    context->is_cast = false;
-    context->is_grad_off = false;
     context->is_fresh = true;
-    memset(&context->outer, 0, sizeof(context->outer));
-    if (read_autocast(&context->outer) < 0) {
-        return -1;
-    }
-    /* One nesting level over the whole replay keeps autocast's cache of cast weights from node to node. */
-    return call_ignoring(state.increment_nesting, NULL, NULL);
+    return 0;
+}
+
+/* Before the first switch that may change autocast: read what is in force. One nesting level over the rest of the
+ * replay keeps autocast's cache of cast weights from node to node. */
+static int
+begin_casts(KlContextSwitch *context)
+{
+    context->is_nested =
+        context->is_nested || (read_autocast(&context->outer) == 0 &&
+                               call_ignoring(state.increment_nesting, NULL, NULL) == 0);
+    return context->is_nested ? 0 : -1;
 }
 
 int
@@ -452,6 +452,10 @@ kl_context_switch(KlContextSwitch *context, uint32_t id)
     const Context from[] = {state.contexts[context->now]}, to[] = {state.contexts[id]};
     context->now = id; /* the calls below may intern a context and move the table */
     bool is_back = context->guard != NULL; /* leaving inference mode restores autocast */
+    bool is_casting = from->is_autocast || to->is_autocast;
+    if ((is_casting || from->is_inference != to->is_inference) && begin_casts(context) < 0) {
+        return -1;
+    }
     if (from->is_inference != to->is_inference &&
         (leave_inference(context) < 0 || enter_inference(context, to->is_inference) < 0)) {
         return -1;
@@ -464,11 +468,7 @@ kl_context_switch(KlContextSwitch *context, uint32_t id)
     if (call_ignoring(state.set_grad_enabled, is_grad ? Py_True : Py_False, NULL) < 0) {
         return -1;
     }
-    if (!from->is_autocast && !to->is_autocast && !is_back) {
-        return 0;
-    }
-    context->is_cast = true;
-    return set_autocast(&to->casting);
+    return is_casting || is_back ? set_autocast(&to->casting) : 0;
 }
 
 int
@@ -479,16 +479,15 @@ kl_context_end(KlContextSwitch *context)
     context->is_grad_off = false;
     context->is_fresh = true;
     int result = kl_context_switch(context, context->before);
-    if (context->is_cast && set_autocast(&context->outer) < 0) {
-        result = -1;
+    if (context->is_nested) {
+        result = set_autocast(&context->outer) < 0 ? -1 : result;
+        PyObject *nesting = PyObject_CallNoArgs(state.decrement_nesting);
+        if (nesting == NULL || (PyObject_RichCompareBool(nesting, kl_py.zero, Py_EQ) == 1 &&
+                                call_ignoring(state.clear_cache, NULL, NULL) < 0)) {
+            result = -1;
+        }
+        Py_XDECREF(nesting);
     }
-    PyObject *nesting = PyObject_CallNoArgs(state.decrement_nesting);
-    if (nesting != NULL && PyObject_RichCompareBool(nesting, kl_py.zero, Py_EQ) == 1 &&
-        call_ignoring(state.clear_cache, NULL, NULL) < 0) {
-        result = -1;
-    }
-    result = nesting == NULL ? -1 : result;
-    Py_XDECREF(nesting);
     if (type != NULL) {
         PyErr_Restore(type, value, traceback); /* the first failure is the one to report */
         return -1;

@@ -327,7 +327,7 @@ typedef struct KlContextSwitch {
     uint32_t before, now;
     PyObject *guard;  /* of inference mode, if it differs from what was in force before */
     KlCasting outer;  /* what was in force before */
-    bool is_cast;     /* autocast differs from `outer` now */
+    bool is_nested;   /* `outer` was read: autocast may differ from it now */
     bool is_fresh;    /* grad mode has not been set yet */
     bool is_grad_off; /* no node records a graph, whatever its context says */
 } KlContextSwitch;
