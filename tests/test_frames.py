@@ -43,3 +43,13 @@ def test_it_counts() -> None:
     assert frames_of(lambda: torch.ones(2)) == 0
     assert frames_of(lambda: koila.lazy(torch.ones(4, 2))) > 1
     assert frames_of(x.sum().item) > 1
+
+
+def test_memory_that_is_shared_elsewhere_costs_nothing() -> None:
+    """`other.data` shares memory without a version: only calls that read it have to watch it."""
+    layer, other = torch.nn.Linear(2, 2), torch.ones(2)
+    shared = other.data
+    x = koila.lazy(torch.ones(4, 2))
+    assert frames_of(lambda: layer(x), "note_leaf") == 0
+    assert frames_of(lambda: x * other, "note_leaf") == 1
+    assert frames_of(lambda: x * shared, "note_leaf") == 1

@@ -340,10 +340,9 @@ kl_context_leave_inference(void)
     bool is_direct = direct.is_inference_enabled != NULL;
     int is_on =
         is_direct ? direct.is_inference_enabled() : call_bool(state.is_inference_enabled, NULL);
-    if (is_on <= 0) {
-        return is_on < 0 ? NULL : Py_NewRef(Py_None);
-    }
-    return kl_context_enter(PyObject_CallOneArg(state.inference_mode, Py_False));
+    return is_on < 0   ? NULL
+           : is_on > 0 ? kl_context_enter(PyObject_CallOneArg(state.inference_mode, Py_False))
+                       : Py_NewRef(Py_None);
 }
 
 void

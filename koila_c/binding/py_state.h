@@ -292,8 +292,8 @@ KlDtype kl_meta_dtype_from(PyObject *dtype);
 /* -- py_storage.c: the memory that tensors hold on the CPU --------------------------------------- */
 
 int kl_storage_init(void);
-/* Whether a tensor is on the CPU in memory that is not torch's own, such as an array's, or may be. */
-bool kl_storage_may_be_others(PyObject *tensor);
+/* Whether a write may leave a tensor's version as it is: its memory is not torch's own, or noted by aliases.py. */
+bool kl_storage_may_be_shared(PyObject *tensor);
 
 /* -- py_source.c: where a call was recorded ------------------------------------------------------- */
 

@@ -84,11 +84,17 @@ bytes_of(const Storage *storage)
 }
 
 bool
-kl_storage_may_be_others(PyObject *tensor)
+kl_storage_may_be_shared(PyObject *tensor)
 {
     const Impl *impl = state.works ? impl_of(tensor) : NULL;
     const Storage *storage = impl != NULL ? impl->storage : NULL;
-    return !state.works || (storage != NULL && !storage->is_resizable && bytes_of(storage) > 0);
+    bool is_others = storage != NULL && !storage->is_resizable && bytes_of(storage) > 0;
+    bool is_any = storage != NULL && kl_py.aliased != NULL && PyDict_GET_SIZE(kl_py.aliased) > 0;
+    PyObject *key = is_any ? PyLong_FromVoidPtr((void *)(uintptr_t)storage) : NULL;
+    bool is_noted = is_any && (key == NULL || PyDict_Contains(kl_py.aliased, key) != 0);
+    PyErr_Clear();
+    Py_XDECREF(key);
+    return !state.works || is_others || is_noted;
 }
 
 /* -- the table ----------------------------------------------------------------------------------- */

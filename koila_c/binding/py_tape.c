@@ -76,7 +76,7 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
     KlMeta meta;
     KlError error;
     int result = kl_meta_read(tensor, &meta);
-    if (result < 0) {
+    if (result < 0 || kl_tape_reserve(tape, 0, 1) < 0) {
         return -1;
     }
     if (result > 0) {
@@ -84,9 +84,6 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
     }
     if (place != NULL && is_place_of(tape, place, &meta)) {
         meta.place = *place;
-    }
-    if (kl_tape_reserve(tape, 0, 1) < 0) {
-        return -1;
     }
     if (kl_tape_leaf(&tape->core, &meta, value, &error) != KL_OK) {
         return kl_py_raise_int(&error);
@@ -96,8 +93,7 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
     entry->pointer = kl_stale_pointer(tensor);
     entry->version = kl_stale_version(tensor);
     entry->looked_at = kl_py.n_looks;
-    bool is_alone = kl_py.aliased == NULL || PyDict_GET_SIZE(kl_py.aliased) == 0;
-    is_alone = is_alone && !kl_storage_may_be_others(tensor);
+    bool is_alone = !kl_storage_may_be_shared(tensor);
     return is_alone ? 0 : kl_py_done(PyObject_CallFunction(kl_py.note_leaf, "IO", *value, tensor));
 }
 
