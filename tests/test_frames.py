@@ -19,7 +19,7 @@ from frames import frames_of
 
 #: By model and number of chunks. A machine with other limits of memory takes a few more: `SPARE`.
 SPARE = 1.05
-MOST = {"small-1": 62, "small-4": 474, "normalized-1": 327, "normalized-4": 6039}
+MOST = {"small-1": 66, "small-4": 474, "normalized-1": 344, "normalized-4": 6039}
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,10 @@ enter: Callable[..., Any] = getattr(torch._C, "_skip_one_hop_torch_function", _e
 _by_code: dict[types.CodeType, types.FunctionType | None] = {}
 
 
+#: The code of torch's function that passes such calls on, and of what replaces it.
+handlers: set[types.CodeType] = {torch.overrides.handle_torch_function.__code__}
+
+
 def note(func: types.FunctionType) -> None:
     """Note a Python function of torch, for `own_of`."""
     _by_code[func.__code__] = None if func.__code__ in _by_code else func
@@ -75,6 +79,6 @@ def own_of(func: Callable[..., Any]) -> Callable[..., Any]:
     by its name in its module. `mine` must not run twice. Other functions are returned as they are.
     """
     frame = sys._getframe(1)  # the caller's: C has no frames
-    if frame.f_code is torch.overrides.handle_torch_function.__code__ and frame.f_back is not None:
+    if frame.f_code in handlers and frame.f_back is not None:
         return _by_code.get(frame.f_back.f_code) or func
     return func

@@ -22,7 +22,15 @@ from koila import _core
 from koila.basics import engine, lines, surroundings, switches
 from koila.memory import budget, order
 from koila.messages.errors import HiddenFrames
-from koila.patches import attributes, distributions, patching, tracers, transforms, writes
+from koila.patches import (
+    attributes,
+    dispatch,
+    distributions,
+    patching,
+    tracers,
+    transforms,
+    writes,
+)
 from koila.planning import left_plain
 from koila.random import generators, plain
 from koila.recording import bridge, flush, handed_out, handlers, replicated, sharded
@@ -343,6 +351,7 @@ def _install() -> None:
     lazy_type.__repr__ = handlers.repr_lazy
     lazy_type.__str__ = handlers.str_lazy
     unwritten.begin(flush.flush)
+    dispatch.patch()
     _patch_function_apply()
     _patch_checkpoint()
     _patch_node_hooks()
