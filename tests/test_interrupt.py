@@ -189,9 +189,7 @@ def test_an_interrupt_leaves_the_draws_made(chunks: int) -> None:
         assert torch.equal(torch.rand(3), wanted)
 
 
-@pytest.mark.parametrize(
-    ("when", "chunks"), [("Program", 3), ("Replay", 3), ("settle_outdated", 1)]
-)
+@pytest.mark.parametrize(("when", "chunks"), [("Program", 3), ("Replay", 3), ("_is_whole", 1)])
 @pytest.mark.parametrize("name", RUNS)
 def test_an_interrupt_before_anything_runs(
     name: str, when: str, chunks: int, monkeypatch: pytest.MonkeyPatch

@@ -105,7 +105,7 @@ def out_of_memory(loss: Any) -> BaseException:
 def interrupted(loss: Any) -> BaseException:
     """Ctrl-C before its first call runs."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("Program", "settle_outdated"):  # of runs in chunks, and of all
+        for name in ("Program", "_is_whole"):  # of runs in chunks, and of all
             patch.setattr(replay, name, lambda *_, **__: signal.raise_signal(signal.SIGINT))
         error = error_of(loss)
     assert isinstance(error, KeyboardInterrupt)
