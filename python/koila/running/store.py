@@ -61,7 +61,7 @@ def reads_of(program: Program, run: Run) -> Reads:
             reads.cut.append((import_id, value, place))
         else:
             reads.others.append((import_id, value))
-        if made.node is None and not is_range:
+        if node is None and not is_range:
             reads.leaves.append(value)
         if program.needs_gradient(value) and (place is not None or is_by_chunk):
             reads.taken.append((import_id, value))
