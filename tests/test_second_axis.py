@@ -212,6 +212,36 @@ def test_lines_of_images() -> None:
     assert "pieces along dim" in ran.way
 
 
+@pytest.mark.parametrize("n_rows", [2, 3])
+def test_body_and_head_read_a_batch_that_needs_a_gradient(n_rows: int) -> None:
+    """The head reads all rows of its chunk, as the body does: both gradients count."""
+    torch.manual_seed(0)
+    n_words = 2000
+    body, head = nn.Linear(8, 8).double(), nn.Linear(8, n_words).double()
+    images, y = torch.randn(n_rows, LENGTH, 8).double(), torch.randint(n_words, (n_rows, LENGTH))
+
+    def gradient(lazy: Callable[..., Any]) -> Tensor:
+        for p in (*body.parameters(), *head.parameters()):
+            p.grad = None
+        x = images.clone().requires_grad_()
+        a, b = lazy(x, y)
+        h = torch.softmax(body(a) @ a.mT, -1) @ a
+        scores = head(h) * a.mean(-1, keepdim=True)
+        F.cross_entropy(scores.flatten(0, 1), b.flatten()).backward()
+        assert x.grad is not None
+        return x.grad
+
+    want = gradient(lambda *tensors: tensors)
+    for p in (*body.parameters(), *head.parameters()):
+        p.grad = None
+    n_bytes = 8 * (18 * n_words + 6 * LENGTH * n_words)
+    with koila.config(memory_limit=there() + n_bytes):
+        got = gradient(koila.lazy)
+    report = koila.report()
+    assert report is not None and "pieces along dim 1" in report.programs[-1].way
+    assert_close(got, want, "gradient of the batch")
+
+
 def test_no_second_axis() -> None:
     """Where the head mixes the positions too nothing is won, and it is refused as before."""
     torch.manual_seed(0)

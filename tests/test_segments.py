@@ -171,6 +171,29 @@ def test_running_sums_and_pieces(running: str, n_pieces: int, force: Force) -> N
     assert seen.n_pieces == n_pieces
 
 
+@pytest.mark.parametrize("chunks", [7, N_ROWS])
+def test_pieces_that_are_whole_chunks(chunks: int, force: Force) -> None:
+    """A chunk of one row is one piece: its head and the body read the same rows of the batch, and
+    both gradients count."""
+    seen = force(Way(n_pieces=8))
+    torch.manual_seed(0)
+    body, head = torch.nn.Linear(6, 6).double(), torch.nn.Linear(6, 50).double()
+    images, y = torch.randn(N_ROWS, 6).double(), torch.randint(50, (N_ROWS,))
+
+    def gradient(lazy: Callable[..., Any]) -> Tensor:
+        x = images.clone().requires_grad_()
+        a, b = lazy(x, y)
+        scores = head(body(a).tanh()) * a.mean(-1, keepdim=True)
+        (grad,) = torch.autograd.grad(F.cross_entropy(scores, b), [x])
+        return grad
+
+    want = gradient(lambda *tensors: tensors)
+    with split(chunks):
+        got = gradient(koila.lazy)
+    assert_close(got, want, "gradient of the batch")
+    assert seen.n_pieces == N_ROWS
+
+
 #: Some of what several bodies hand to each other.
 CROSSING = "cnn_bn residual_bn barlow reused resnet norm_root mlp-correlation".split()
 

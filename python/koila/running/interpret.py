@@ -22,6 +22,7 @@ from koila.staged.schedule import Graph, Op, Policy, Schedule, Step
 
 if TYPE_CHECKING:
     from koila.running.stages import Stages
+    from koila.running.store import RowsRead
 
 
 class _Loop:
@@ -201,9 +202,10 @@ class Interpreter:
             alias = stages.cross[value].aliases.pop(("chunk", chunk), None)
             if alias is not None:
                 stages.forget([alias])
+        still_read = self._still_read()
         for run in step.runs:
             if stages.taken.get(run.index) != []:  # where gradients of rows may be
-                stages.take_rows_of(run, chunk, self.pieces)
+                stages.take_rows_of(run, chunk, self.pieces, still_read)
         for value in step.values:
             stages.cross[value].seeds.pop(("chunk", chunk), None)
         if len(self.loops) == 1:
@@ -212,6 +214,17 @@ class Interpreter:
                 for value in run.left:
                     if is_last or ("chunk", chunk) in stages.cross[value].seeds:
                         stages.cross[value].drop_seeds(chunk, is_last)
+
+    def _still_read(self) -> set[RowsRead]:
+        """Return the rows that the body of an outer loop read, whose backward comes after the inner
+        loop. A piece reads the same rows if it is the whole chunk: one of a single row, or one that
+        is cut along a second axis."""
+        if len(self.loops) == 1:
+            return set()
+        stages, chunk = self.stages, self.loops[0].chunk
+        bodies = (run for run in stages.program.runs if run.index in self.open)
+        reads = (read for body in bodies for read in stages.rows_read_by(body))
+        return {(value, place, bounds[chunk]) for value, place, bounds in reads}
 
     # -- what is freed and filled -----------------------------------------------------------------
 

@@ -69,6 +69,10 @@ def reads_of(program: Program, run: Run) -> Reads:
     return reads
 
 
+#: A value, the place of its rows, and the bounds of those that a chunk or piece read.
+RowsRead = tuple[int, Place, Bounds]
+
+
 class Store:
     """What a step keeps while it runs: the chunks of each axis, and the `Cross` of each value that
     one stage makes and others read."""
@@ -220,18 +224,27 @@ class Store:
                 pairs.append((made, seed))
         return pairs
 
-    def take_rows_of(self, run: Run, chunk: int, stand_ins: Mapping[int, Cross]) -> None:
-        """After a chunk's backward, add the gradients of the rows that it read to the gradients of
-        the whole values."""
-        taken = self.taken.get(run.index)
-        if taken is None:
+    def rows_read_by(self, run: Run) -> list[tuple[int, Place, Sequence[Bounds]]]:
+        """Return the values that get a gradient and of which a run reads rows, each with the place
+        of its rows and their bounds by chunk."""
+        if run.index not in self.taken:
             taken = self.taken[run.index] = []
             for import_id, value in reads_of(self.program, run).taken:
                 if (rows := self.rows_of(import_id, run)) is not None:
                     taken.append((value, *rows))
-        for value, place, bounds in taken:
+        return self.taken[run.index]
+
+    def take_rows_of(
+        self, run: Run, chunk: int, stand_ins: Mapping[int, Cross], still_read: set[RowsRead]
+    ) -> None:
+        """After a chunk's backward, add the gradients of the rows that it read to the gradients of
+        the whole values. Leave those of `still_read`: a run whose graph is still open read the same
+        aliases, to which its backward adds."""
+        for value, place, bounds in self.rows_read_by(run):
             cross = stand_ins.get(value) or self.cross.get(value)
-            if cross is not None and cross.aliases:
+            if cross is None or not cross.aliases:
+                continue
+            if (value, place, bounds[chunk]) not in still_read:
                 self.forget(cross.take_rows(place, bounds, chunk))
 
     def settle_chunk(self, run: Run, chunk: int) -> None:
