@@ -351,3 +351,23 @@ def test_a_second_derivative_behind_a_hook_is_refused(see: Any, chunks: int) -> 
         (slope,) = torch.autograd.grad(loss, net[0].weight, create_graph=True)
         with pytest.raises(koila.KoilaError, match="has a hook or retains its gradient"):
             slope.pow(2).sum().backward()
+
+
+@pytest.mark.parametrize("chunks", CHUNKS)
+def test_hooks_of_the_tensor_come_first(chunks: int | None) -> None:
+    """A hook of a tensor is called before a prehook of its node that was registered earlier."""
+
+    def gradient(lazy: Lazy) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        layer, seen = nn.Linear(6, 4).double(), list[Tensor]()
+        h = layer(lazy(torch.randn(N_ROWS, 6, dtype=torch.float64)))
+        z = cut(h.sin())
+        h.grad_fn.register_prehook(lambda go: (go[0] * 0.5,))
+        h.register_hook(lambda g: (seen.append(g.sum()), g + 1)[1])
+        (h.pow(2).mean() + z.mean()).backward()
+        assert layer.weight.grad is not None
+        return layer.weight.grad, seen[0]
+
+    with koila.config(chunks=chunks):
+        got = gradient(koila.lazy)
+    torch.testing.assert_close(got, gradient(eager), rtol=1e-10, atol=1e-12)

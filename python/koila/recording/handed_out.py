@@ -343,7 +343,7 @@ def _register_prehook(node: Any, hook: Any) -> Any:
         made = checked((gradient,))
         return next(iter(made)) if isinstance(made, tuple) else made
 
-    words: Any = torch.Tensor.register_hook, (root.lazy, of_value), {}
+    words: Any = torch.Tensor.register_hook, (root.lazy, hooks.OfNode(of_value)), {}
     return _core.held(root.lazy, hooks.register, words, {})  # its whole gradient arrives there
 
 

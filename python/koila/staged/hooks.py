@@ -156,9 +156,20 @@ def bind(value: int, real: torch.Tensor, is_of_lazy: bool = False) -> None:
             real.grad = gradient
 
 
+class OfNode:
+    """A prehook of a value's node, as a hook of the value. As in torch, it is called after all
+    hooks of the tensor, also those that were registered later."""
+
+    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
+        self._hook = hook
+
+    def __call__(self, gradient: torch.Tensor) -> Any:
+        return self._hook(gradient)
+
+
 def _call(hooks: OrderedDict[Any, Any], gradient: torch.Tensor) -> torch.Tensor:
     """Call hooks in order, each with the gradient that the one before returned."""
-    for hook in list(hooks.values()):
+    for hook in sorted(hooks.values(), key=lambda hook: isinstance(hook, OfNode)):
         with surroundings.inside():
             made = hook(gradient)
         if type(made) is _core.LazyTensor:  # torch's engine, in C++, would see its placeholder
