@@ -31,7 +31,7 @@ from benchmarks.bench import parser, prepare, publish, table
 from benchmarks.programs import make
 from koila import _core
 from koila.memory import budget
-from koila.planning import fitting, planner, plans, ways
+from koila.planning import fitting, planner, plans, strategies
 from koila.staged import program
 from koila.staged.known import _known as known_programs
 
@@ -67,7 +67,7 @@ def record(layer: Layer, n_calls: int, device: str) -> torch.Tensor:
 
 def forget() -> None:
     """Forget all that was planned before."""
-    for kept in (ways._seen, fitting._last_ways, planner._least_limits, known_programs):
+    for kept in (strategies._seen, fitting._last_strategies, planner._least_limits, known_programs):
         kept.clear()
     plans.lasting.clear()
 

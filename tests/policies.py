@@ -8,22 +8,22 @@ from collections.abc import Callable
 
 from koila.planning.policies import Policies
 from koila.staged.program import Program
-from koila.staged.schedule import Policy, Way
+from koila.staged.schedule import Policy, Strategy
 
 #: Makes the way in which a program shall run.
-Make = Callable[[Program], Way]
+Make = Callable[[Program], Strategy]
 
 
-def as_such(way: Way) -> Make:
+def as_such(way: Strategy) -> Make:
     return lambda program: way
 
 
 def emptying(longest: int) -> Make:
     """What cheap calls recompute is emptied, in chains of so many at most."""
 
-    def make(program: Program) -> Way:
+    def make(program: Program) -> Strategy:
         values = Policies(program, True).in_chains(longest)
-        return Way(policies=program.policies(dict.fromkeys(values, Policy.EMPTY)))
+        return Strategy(policies=program.policies(dict.fromkeys(values, Policy.EMPTY)))
 
     return make
 
@@ -31,11 +31,11 @@ def emptying(longest: int) -> Make:
 def every(n: int, policy: Policy, n_segments: int = 1, *, but: bool = False) -> Make:
     """What every n-th body leaves has a policy; or (`but`) what the others leave has it."""
 
-    def make(program: Program) -> Way:
+    def make(program: Program) -> Strategy:
         bodies = Policies(program, True).by_body(program.crossing(True))
         some = [made for k, made in enumerate(bodies, 1) if (k % n == 0) != but]
         of_values = {value: policy for made in some for value in made}
-        return Way(n_segments, program.policies(of_values))
+        return Strategy(n_segments, program.policies(of_values))
 
     return make
 
@@ -43,8 +43,8 @@ def every(n: int, policy: Policy, n_segments: int = 1, *, but: bool = False) -> 
 def mixed(seed: int, n_segments: int = 1) -> Make:
     """Each value has a policy of its own, drawn at random."""
 
-    def make(program: Program) -> Way:
+    def make(program: Program) -> Strategy:
         drawn = random.Random(seed).choices(list(Policy), k=len(program.boundary))
-        return Way(n_segments, bytes(drawn))
+        return Strategy(n_segments, bytes(drawn))
 
     return make

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from chunked import split
-from koila.planning import ways
+from koila.planning import strategies
 from limits import there
 from norm_networks import NETWORKS, SIZE, Network
 from oracle import Lazy, assert_seen, eager
@@ -103,7 +103,7 @@ def test_limits(name: str, share: float) -> None:
 @pytest.mark.parametrize("is_offloaded", [False, True])
 def test_explain(share: float, is_offloaded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept, made again and offloaded, and what that costs."""
-    monkeypatch.setattr(ways, "can_offload", lambda program: is_offloaded)
+    monkeypatch.setattr(strategies, "can_offload", lambda program: is_offloaded)
     trial = Trial(NETWORKS["2d"])
     limit = trial.n_gradients() + int(share * eager_of("2d").peak)
     with koila.config(memory_limit=int(there()) + limit):
@@ -220,6 +220,6 @@ def test_gradients_that_are_added_are_predicted(share: float) -> None:
     with koila.config(memory_limit=int(there()) + limit):
         took = peak(koila.lazy)
     (ran,) = koila.report().programs
-    assert ran.way, "nothing is offloaded"
+    assert ran.strategy, "nothing is offloaded"
     assert ran.bytes_predicted is not None
     assert took <= min(limit, 1.02 * ran.bytes_predicted)

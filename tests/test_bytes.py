@@ -129,7 +129,7 @@ class Instructions:
     def plan(self, program: StagedProgram, is_graph: bool, is_final: bool = True) -> plans.Plan:
         made = self.make_plan(program, is_graph, is_final)
         self.memory.mark()
-        estimate = estimates.estimate(program.cut_for(made.way), is_graph, made.way)
+        estimate = estimates.estimate(program.cut_for(made.strategy), is_graph, made.strategy)
         said: dict[int, float] = {}
         for moment in estimate.course(-(-estimate.rows // made.n_chunks)):
             said[moment.step] = max(said.get(moment.step, 0.0), moment.n_bytes)

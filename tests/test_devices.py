@@ -23,7 +23,7 @@ import koila
 from koila import _core
 from koila.basics import devices, switches
 from koila.messages import errors
-from koila.planning import ways
+from koila.planning import strategies
 from koila.random import generators
 from koila.staged import meta
 from koila.staged.program import Program
@@ -165,9 +165,9 @@ print({t.device.type for t in made})
 def test_the_device_that_computes_has_the_budget() -> None:
     """A batch made lazy on the CPU and moved by the program is planned for where it goes."""
     x = koila.lazy(torch.ones(6, 2))
-    assert ways.devices_of(Program([(x * 2).sum()])) == [torch.device("cpu")]
+    assert strategies.devices_of(Program([(x * 2).sum()])) == [torch.device("cpu")]
     loss = (x * 2).to("meta").sum()
-    assert ways.devices_of(Program([loss])) == [torch.device("meta")]
+    assert strategies.devices_of(Program([loss])) == [torch.device("meta")]
     koila._core.forget()
 
 

@@ -19,7 +19,7 @@ import koila
 from allocations import Allocations
 from chunked import split
 from koila.memory import estimates
-from koila.planning import ways
+from koila.planning import strategies
 from koila.staged import known
 from oracle import Lazy
 from oracle import eager as as_it_is
@@ -327,14 +327,16 @@ def test_hooks_take_what_is_predicted(
     want, theirs = hooked_step(as_it_is, hooked, HOOKS[name])
     predicted: list[float] = []
 
-    def find_way(n_chunks: int, program: Any) -> ways.Way | None:
+    def find_way(n_chunks: int, program: Any) -> strategies.Strategy | None:
         way = find(n_chunks, program)
-        of = estimates.estimate(program.cut_for(way or ways.AS_IT_IS), True, way or ways.AS_IT_IS)
+        of = estimates.estimate(
+            program.cut_for(way or strategies.AS_IT_IS), True, way or strategies.AS_IT_IS
+        )
         predicted.append(of.whole if way is None else of.peak(-(-N_HIDDEN // n_chunks))[0])
         return way
 
-    find = koila.planning.planner._find_way_in
-    monkeypatch.setattr(koila.planning.planner, "_find_way_in", find_way)
+    find = koila.planning.planner._find_strategy_in
+    monkeypatch.setattr(koila.planning.planner, "_find_strategy_in", find_way)
     known._known.clear()
     with koila.config(chunks=chunks):
         took, ours = hooked_step(koila.lazy, hooked, HOOKS[name])

@@ -112,8 +112,8 @@ class Prediction:
             assert made.n_chunks == 1
             self.needed.append(model_of_bytes.estimate(program, is_graph).whole)
             return made
-        cut = program.cut_for(made.way)
-        estimate = model_of_bytes.estimate(cut, is_graph, made.way)
+        cut = program.cut_for(made.strategy)
+        estimate = model_of_bytes.estimate(cut, is_graph, made.strategy)
         self.needed.append(estimate.peak(-(-estimate.rows // made.n_chunks))[0])
         return made
 

@@ -21,7 +21,7 @@ from chunked import split
 from koila.planning import planner, plans
 from koila.staged.facts import ONCE
 from koila.staged.program import Program
-from koila.staged.schedule import Way
+from koila.staged.schedule import Strategy
 from limits import there
 from oracle import Lazy, assert_seen, eager, tell
 from test_memory_limit import Prediction
@@ -449,9 +449,9 @@ def test_bytes_in_segments(
     model = Model(put=put, dtype=torch.float32)
     x, plan = torch.randn(64, 64, WIDTH), planner.plan
     step(model, x, chunks)
-    way = Way(n_segments, n_pieces=n_pieces)
+    way = Strategy(n_segments, n_pieces=n_pieces)
     monkeypatch.setattr(
-        planner, "plan", lambda *a, **k: dataclasses.replace(plan(*a, **k), way=way)
+        planner, "plan", lambda *a, **k: dataclasses.replace(plan(*a, **k), strategy=way)
     )
     said, taken = bytes_of_step(model, x, chunks, monkeypatch)
     assert n_whole() == 0
@@ -571,14 +571,21 @@ def test_segments_take_less(segment: Segment) -> None:
 
 
 #: In segments, in many of them, and with the head in pieces of each chunk.
-WAYS = [Way(2), Way(4), Way(8), Way(64), Way(n_pieces=2), Way(4, n_pieces=2)]
+WAYS = [
+    Strategy(2),
+    Strategy(4),
+    Strategy(8),
+    Strategy(64),
+    Strategy(n_pieces=2),
+    Strategy(4, n_pieces=2),
+]
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.n_segments}, {way.n_pieces}")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("put", PUTS)
 def test_no_cut_tears_an_order(
-    put: Put, dtype: torch.dtype, way: Way, monkeypatch: pytest.MonkeyPatch
+    put: Put, dtype: torch.dtype, way: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What counts a chunk's rows is not handed on from segment to segment."""
     torch.manual_seed(0)
@@ -588,7 +595,7 @@ def test_no_cut_tears_an_order(
     plan = planner.plan
 
     def changed(*args: Any, **kwargs: Any) -> plans.Plan:
-        return dataclasses.replace(plan(*args, **kwargs), way=way)
+        return dataclasses.replace(plan(*args, **kwargs), strategy=way)
 
     monkeypatch.setattr(planner, "plan", changed)
     assert_equal(step(model, x, 3), want, 1e-10 if dtype == torch.float64 else 1e-5)

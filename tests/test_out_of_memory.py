@@ -14,7 +14,7 @@ from torch import nn
 import koila
 from failures import CASES, FAULTS, Failing, Fault, assert_survived, count_calls, planned, run_eager
 from koila.memory import budget, estimates
-from koila.planning import ways
+from koila.planning import strategies
 from koila.staged import known
 from limits import there
 from oracle import assert_close
@@ -228,8 +228,8 @@ def test_no_memory_to_plan_another_try() -> None:
     failing = Failing(FAULTS[-1], 3)
     loss = F.cross_entropy(model(koila.lazy(x)), koila.lazy(y))
     with pytest.MonkeyPatch.context() as patch, planned(failing), failing:
-        patch.setattr(ways.Ways, "along", out_of_memory)
-        patch.setattr(ways.Ways, "least", out_of_memory)
+        patch.setattr(strategies.Strategies, "along", out_of_memory)
+        patch.setattr(strategies.Strategies, "least", out_of_memory)
         with pytest.raises(koila.MemoryLimitError) as raised:
             loss.backward()
     assert "was planned" in str(raised.value)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import koila
 from allocations import Allocations
 from koila.basics.rows import grid, largest
-from koila.planning import limits, planner, plans, ways
+from koila.planning import limits, planner, plans, strategies
 from koila.running import replay
 from koila.staged.program import Program
-from koila.staged.schedule import Way
+from koila.staged.schedule import Strategy
 from limits import made_up, there
 from oracle import Lazy, eager
 
@@ -67,7 +67,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, rows: int, most: int) -> plans.Plan
     bytes_per_row = 1000.0
     estimate = made_up(rows, 500.0, bytes_per_row)
     monkeypatch.setattr(planner.estimates, "estimate", lambda program, is_graph: estimate)
-    allowed = (500.0 + bytes_per_row * (most + 0.5)) / ways.CHUNK_SHARE
+    allowed = (500.0 + bytes_per_row * (most + 0.5)) / strategies.CHUNK_SHARE
     monkeypatch.setattr(limits, "allowed_for", lambda program, **how: allowed)
     x = koila.lazy(torch.ones(rows, 2))
     loss = (x * torch.ones(2, requires_grad=True)).sum()
@@ -502,26 +502,26 @@ def test_chunks_that_are_asked_for_take_the_cheapest_way_that_is_enough(
     again where to empty what is cheap is not enough."""
     by_policies = {b"": 700, b"1": 650, b"2": 600, b"4": 580, b"8": 579}
     by_policies |= {b"remade 2": 490, b"remade 3": 520, b"remade 4": 480}
-    needs = {Way(policies=policies): n_bytes for policies, n_bytes in by_policies.items()}
+    needs = {Strategy(policies=policies): n_bytes for policies, n_bytes in by_policies.items()}
 
     class Needs:
         rows, whole = 8, 1000.0
 
-        def __init__(self, way: Way) -> None:
-            self.way = way
+        def __init__(self, way: Strategy) -> None:
+            self.strategy = way
 
         def peak(self, rows: int) -> tuple[float, int]:
-            return float(needs[self.way]), 0
+            return float(needs[self.strategy]), 0
 
     program: Any = SimpleNamespace(parameters=[], is_part=False)
     some = SimpleNamespace(
-        option=lambda way: SimpleNamespace(way=way, estimate=Needs(way)),
+        option=lambda way: SimpleNamespace(strategy=way, estimate=Needs(way)),
         recomputing=lambda: list(needs)[1:],
         is_there=lambda way: True,
     )
     monkeypatch.setattr(planner, "_ASKED_SHARE", share)
-    monkeypatch.setattr(planner, "Ways", lambda *_: some)
-    assert planner._find_way_in(4, program) == Way(policies=wanted)
+    monkeypatch.setattr(planner, "Strategies", lambda *_: some)
+    assert planner._find_strategy_in(4, program) == Strategy(policies=wanted)
 
 
 def rolled(lazy: Lazy, memory: Allocations) -> tuple[Tensor, int]:

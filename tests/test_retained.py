@@ -24,7 +24,7 @@ from allocations import Allocations
 from chunked import split
 from koila.basics.rows import largest
 from koila.memory import estimates
-from koila.planning import planner, plans, ways
+from koila.planning import planner, plans, strategies
 from koila.running import retained, saved
 from koila.staged.program import Program
 from koila.staged.schedule import Op
@@ -366,7 +366,7 @@ def test_nothing_is_left_where_a_call_fails(at: int) -> None:
     assert len(set(counts[1:])) == 1
 
 
-class Ways(nn.Module):
+class Strategies(nn.Module):
     """Ways of several lengths, whose sums wait for the longest."""
 
     def __init__(self) -> None:
@@ -387,7 +387,7 @@ class Ways(nn.Module):
 def test_sums_of_several_ways_are_kept_once(chunks: int, share: float) -> None:
     """Beside what is normalized, results that only a later sum reads would cross too."""
     torch.manual_seed(0)
-    model = nn.Sequential(conv(3, 4), Ways(), Ways(), *head(4)).double()
+    model = nn.Sequential(conv(3, 4), Strategies(), Strategies(), *head(4)).double()
     x, y = torch.randn(24, 3, 48, 48).double(), torch.randint(0, 5, (24,))
     peaks = []
     for n in (None, chunks):
@@ -454,7 +454,7 @@ def forced(monkeypatch: pytest.MonkeyPatch, make: Make) -> list[tuple[float, int
         schedule = program.schedule(True, way)
         moved = schedule.values_of(Op.REMAKE, Op.EMPTY, Op.STORE)
         seen.append((estimate.peak(size)[0], len(moved)))
-        return dataclasses.replace(planned, way=way)
+        return dataclasses.replace(planned, strategy=way)
 
     monkeypatch.setattr(planner, "plan", changed)
     return seen
@@ -508,7 +508,7 @@ def test_chunks_that_are_asked_for_take_little(chunks: int) -> None:
 
 def test_a_limit_below_what_crosses_empties_some_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything runs twice."""
-    monkeypatch.setattr(ways, "can_offload", lambda program: False)
+    monkeypatch.setattr(strategies, "can_offload", lambda program: False)
     torch.manual_seed(0)
     model = bottlenecks().double()
     x, y = torch.randn(12, 3, 128, 128).double(), torch.randint(0, 5, (12,))

@@ -19,7 +19,7 @@ from koila.memory import estimates
 from koila.planning import fitting, plans, second_axis
 from koila.reporting.report_types import ProgramReport
 from koila.staged.program import Program
-from koila.staged.schedule import Way
+from koila.staged.schedule import Strategy
 from limits import there
 from oracle import assert_close
 
@@ -155,7 +155,7 @@ def check(
 def test_losses(name: str, n_rows: int) -> None:
     torch.manual_seed(0)
     ran = check(LM(), LOSSES[name], *words(n_rows), 0.2)
-    assert "pieces along dim 1" in ran.way
+    assert "pieces along dim 1" in ran.strategy
 
 
 @pytest.mark.parametrize("share", [0.5, 0.35, 0.25])
@@ -163,7 +163,7 @@ def test_tied_weights(share: float) -> None:
     """The gradient of one weight comes from the head's own program and from the body."""
     torch.manual_seed(0)
     ran = check(LM(is_tied=True), LOSSES["flat"], *words(3), share)
-    assert "pieces along dim" in ran.way
+    assert "pieces along dim" in ran.strategy
 
 
 def test_rows_come_second() -> None:
@@ -182,7 +182,7 @@ def test_rows_come_second() -> None:
 
     x, y = (part.T.contiguous() for part in words(2))
     ran = check(Recurrent(), LOSSES["flat"], x, y, 0.3, batch=1)
-    assert "pieces along dim 0" in ran.way
+    assert "pieces along dim 0" in ran.strategy
 
 
 def test_body_in_segments() -> None:
@@ -190,7 +190,7 @@ def test_body_in_segments() -> None:
     torch.manual_seed(0)
     model = LM(n_blocks=24)
     ran = check(model, LOSSES["flat"], *words(1), 0.12)
-    assert "segments" in ran.way and "the last layers in" in ran.way
+    assert "segments" in ran.strategy and "the last layers in" in ran.strategy
 
 
 def test_lines_of_images() -> None:
@@ -209,7 +209,7 @@ def test_lines_of_images() -> None:
 
     x, y = torch.randn(3, 3, 16, 20).double(), torch.randint(300, (3, 16, 20))
     ran = check(Pixels(), lambda out, y: F.cross_entropy(out.flatten(0, 2), y.flatten()), x, y, 0.3)
-    assert "pieces along dim" in ran.way
+    assert "pieces along dim" in ran.strategy
 
 
 @pytest.mark.parametrize("n_rows", [2, 3])
@@ -238,7 +238,7 @@ def test_body_and_head_read_a_batch_that_needs_a_gradient(n_rows: int) -> None:
     with koila.config(memory_limit=there() + n_bytes):
         got = gradient(koila.lazy)
     report = koila.report()
-    assert report is not None and "pieces along dim 1" in report.programs[-1].way
+    assert report is not None and "pieces along dim 1" in report.programs[-1].strategy
     assert_close(got, want, "gradient of the batch")
 
 
@@ -255,8 +255,8 @@ def test_no_second_axis() -> None:
         check(model, mixed, x, y, 0.2)
 
 
-def across_at(dim: int) -> Way:
-    return Way(n_pieces=2, second_size=(1, LENGTH, WIDTH)[dim], second_dim=dim)
+def across_at(dim: int) -> Strategy:
+    return Strategy(n_pieces=2, second_size=(1, LENGTH, WIDTH)[dim], second_dim=dim)
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
@@ -266,9 +266,9 @@ def test_any_dim_gives_the_same(dim: int, monkeypatch: pytest.MonkeyPatch) -> No
     model = LM().double()
     x, y = words(1)
     wanted, _ = step(model, lambda: LOSSES["two terms"](model(x), y), None)
-    monkeypatch.setattr(fitting, "fit", lambda *words: plans.Plan(1, way=across_at(dim)))
+    monkeypatch.setattr(fitting, "fit", lambda *words: plans.Plan(1, strategy=across_at(dim)))
     seen, _ = step(model, lambda: LOSSES["two terms"](model(koila.lazy(x)), y), 2**40)
-    assert f"along dim {dim}" in koila.report().programs[-1].way
+    assert f"along dim {dim}" in koila.report().programs[-1].strategy
     for name, value in wanted.items():
         assert_close(seen[name], value, name)
 
@@ -299,7 +299,7 @@ def test_memory_runs_out(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model = LM(n_blocks=1).double()
     x, y = words(n_rows)
     wanted, _ = step(model, lambda: LOSSES["weights"](model(x), y), None)
-    monkeypatch.setattr(fitting, "fit", lambda *words: plans.Plan(n_rows, way=across_at(1)))
+    monkeypatch.setattr(fitting, "fit", lambda *words: plans.Plan(n_rows, strategy=across_at(1)))
 
     def attempt(call: int) -> Failing:
         model.zero_grad(set_to_none=True)
@@ -316,7 +316,7 @@ def test_memory_runs_out(n_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tried: set[tuple[int, str]] = set()
     for call in range(1, n_calls - 3 * len(wanted), max(1, n_calls // 40)):
         assert attempt(call).n_calls > call
-        tried.add((koila.report().programs[-1].n_tries, koila.report().programs[-1].way))
+        tried.add((koila.report().programs[-1].n_tries, koila.report().programs[-1].strategy))
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             assert_close(parameter.grad, wanted[name], f"{name}, call {call}")
@@ -330,7 +330,7 @@ def test_what_a_piece_needs() -> None:
     x, y = words(1)
     with koila.config(memory_limit="100 GiB"):
         a, b = koila.lazy(x, y)
-        program = Program([LOSSES["flat"](model(a), b)]).cut_for(Way(n_pieces=2))
+        program = Program([LOSSES["flat"](model(a), b)]).cut_for(Strategy(n_pieces=2))
         head = max((run for run in program.runs if run.is_body), key=lambda run: run.index)
         found = second_axis.find(program, head)
         assert found is not None
@@ -338,7 +338,7 @@ def test_what_a_piece_needs() -> None:
         assert all(found.is_in(n) for n in (2, 8, 16))
         assert not found.is_in(LENGTH + 1)
         whole = estimates.estimate(program, True).peak(1)[0]
-        way = Way(n_pieces=16, second_size=found.n, second_dim=found.dim)
+        way = Strategy(n_pieces=16, second_size=found.n, second_dim=found.dim)
         assert estimates.estimate(program, True, way).peak(1)[0] < 0.4 * whole
         _core.forget()
 

@@ -15,7 +15,7 @@ import koila
 from koila import _core
 from koila.planning import fitting, plans, second_axis
 from koila.staged.program import Program
-from koila.staged.schedule import Way
+from koila.staged.schedule import Strategy
 from oracle import assert_close
 
 Head = Callable[[Tensor, Tensor, dict[str, Tensor], Tensor], Tensor]
@@ -98,13 +98,13 @@ def make(seed: int) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor,
     return run, x, y, {name: w.requires_grad_() for name, w in weights.items()}
 
 
-def ways(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> list[Way]:
+def ways(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> list[Strategy]:
     """Every way along a second axis that its program can be run in, sensible or not."""
     found = []
     loss = run(*koila.lazy(x, y))  # held: a program that nobody can ask for ends
     program = Program([loss])
     for n_segments in (1, 2) if program.is_tail_linear else ():
-        cut = program.cut_for(Way(n_segments, n_pieces=2))
+        cut = program.cut_for(Strategy(n_segments, n_pieces=2))
         last = max((r for r in cut.runs if r.is_body), key=lambda r: r.index, default=None)
         if last is None or cut.n_cut <= program.n_cut or not second_axis.can_run(cut, last):
             continue
@@ -114,7 +114,7 @@ def ways(run: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> list[
         n_dims = min((len(info.shape) for info in activations), default=0)
         for dim in range(n_dims):
             n_pieces = 2 + (dim + n_segments) % 3
-            found.append(Way(n_segments, b"", n_pieces, activations[0].shape[dim], dim))
+            found.append(Strategy(n_segments, b"", n_pieces, activations[0].shape[dim], dim))
     _core.forget()
     return found
 
@@ -132,11 +132,11 @@ def test_random_heads(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
         for way in tried:
             for w in weights.values():
                 w.grad = None
-            made = plans.Plan(len(x), way=way)
+            made = plans.Plan(len(x), strategy=way)
             monkeypatch.setattr(fitting, "fit", lambda *_, made=made: made)
             with koila.config(memory_limit=2**42):
                 run(*koila.lazy(x, y)).backward()
-            assert "pieces along dim" in koila.report().programs[-1].way
+            assert "pieces along dim" in koila.report().programs[-1].strategy
             for name, right in wanted.items():
                 found = weights[name].grad
                 assert (found is None) == (right is None), f"{seed}, {way}: {name}"

@@ -33,7 +33,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     monkeypatch.setattr(_core, "measure", noting)
     monkeypatch.setattr(known, "_known", [])
-    fitting._last_ways.clear()
+    fitting._last_strategies.clear()
     yield found
 
 

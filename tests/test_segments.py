@@ -18,7 +18,7 @@ from koila.memory import estimates
 from koila.planning import planner, plans
 from koila.running import replay
 from koila.staged.program import Program
-from koila.staged.schedule import Op, Policy, Way
+from koila.staged.schedule import Op, Policy, Strategy
 from oracle import assert_close, assert_same
 from policies import Make, emptying, every, mixed
 from profiled import bytes_over_time
@@ -40,7 +40,7 @@ class Seen:
     n_pieces: int = 0
 
 
-Force = Callable[[Way | Make], Seen]
+Force = Callable[[Strategy | Make], Seen]
 
 
 @pytest.fixture
@@ -48,13 +48,13 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
     """Run every program in a way, or in the one that is made for it."""
     seen = Seen()
 
-    def force(way: Way | Make) -> Seen:
+    def force(way: Strategy | Make) -> Seen:
         original, schedule = planner.plan, Program.schedule
 
         def changed(program: Program, *args: Any, **kwargs: Any) -> plans.Plan:
             planned = original(program, *args, **kwargs)
-            made = way if isinstance(way, Way) else way(program)
-            return dataclasses.replace(planned, way=made)
+            made = way if isinstance(way, Strategy) else way(program)
+            return dataclasses.replace(planned, strategy=made)
 
         def noted(*args: Any) -> Any:
             made = schedule(*args)
@@ -88,7 +88,7 @@ UNCUT = ("lstm", "gru", "bag_of_words", "slope", "critic")
 def test_segments(program: Written, force: Force) -> None:
     """The loss, gradients, buffers and generator are eager's, and what each segment reads and
     leaves is what the model in Python says."""
-    seen = force(Way(4))
+    seen = force(Strategy(4))
     with compared():
         assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_segments > 1 or program.name.startswith(UNCUT)
@@ -99,7 +99,7 @@ def test_segments(program: Written, force: Force) -> None:
 def test_what_segments_take_is_predicted(n_segments: int, chunks: int, force: Force) -> None:
     """Of wide values that segments give each other, a chunk of each is there while it is read."""
     torch.manual_seed(0)
-    force(Way(n_segments))
+    force(Strategy(n_segments))
     model = torch.nn.Sequential(
         *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(16))
     )
@@ -114,7 +114,7 @@ def test_what_segments_take_is_predicted(n_segments: int, chunks: int, force: Fo
     made = replay.Replay.__init__
 
     def note(self: replay.Replay, program: Program, planned: plans.Plan, hooked: Any) -> None:
-        estimate = estimates.estimate(program, True, Way(n_segments))
+        estimate = estimates.estimate(program, True, Strategy(n_segments))
         said.append(estimate.peak(-(-len(x) // chunks))[0])
         made(self, program, planned, hooked)
 
@@ -135,7 +135,7 @@ HEADED = "mlp-ce", "mlp-mse", "lstm", "gpt_by_hand", "seq2seq", "unet", "densene
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_head_in_pieces(program: Written, chunks: int, force: Force) -> None:
     """The last body's head goes forward and back in pieces of each chunk."""
-    seen = force(Way(n_pieces=2))
+    seen = force(Strategy(n_pieces=2))
     assert_same(program, program.rows(N_ROWS), chunks=chunks)
     is_cut = program.name.startswith(HEADED) and "dropout" not in program.name
     assert seen.n_pieces == 2 * chunks if is_cut else seen.n_pieces in (0, 2 * chunks)
@@ -146,7 +146,7 @@ def test_head_in_pieces(program: Written, chunks: int, force: Force) -> None:
 )
 def test_running_sums_and_pieces(running: str, n_pieces: int, force: Force) -> None:
     """What chunks are given of what came before them is of chunks: it is not for pieces."""
-    seen = force(Way(n_pieces=2))
+    seen = force(Strategy(n_pieces=2))
     torch.manual_seed(0)
     words = torch.randint(0, 150, (N_ROWS, 12))
     table = torch.randn(150, 8, dtype=torch.float64, requires_grad=True)
@@ -175,7 +175,7 @@ def test_running_sums_and_pieces(running: str, n_pieces: int, force: Force) -> N
 def test_pieces_that_are_whole_chunks(chunks: int, force: Force) -> None:
     """A chunk of one row is one piece: its head and the body read the same rows of the batch, and
     both gradients count."""
-    seen = force(Way(n_pieces=8))
+    seen = force(Strategy(n_pieces=8))
     torch.manual_seed(0)
     body, head = torch.nn.Linear(6, 6).double(), torch.nn.Linear(6, 50).double()
     images, y = torch.randn(N_ROWS, 6).double(), torch.randint(50, (N_ROWS,))
@@ -256,11 +256,11 @@ def test_mixed(program: Written, seed: int, force: Force) -> None:
 def test_policies_hold_for_every_cut(program: Written, force: Force) -> None:
     """The values that bodies leave for others are the same, in the same order, in any segments."""
 
-    def compare(of: Program) -> Way:
-        for way in (Way(0), Way(2), Way(5), Way(n_pieces=2)):
+    def compare(of: Program) -> Strategy:
+        for way in (Strategy(0), Strategy(2), Strategy(5), Strategy(n_pieces=2)):
             cut = of.cut_for(way)
             assert cut.left_by([run for run in cut.runs if run.is_body]) == of.boundary
-        return Way()
+        return Strategy()
 
     force(compare)
     assert_same(program, program.rows(N_ROWS), chunks=2)
@@ -315,9 +315,9 @@ def held(x: Tensor, w: list[Tensor]) -> Tensor:
 
 
 KEPT: list[Tensor] = []
-WAYS: dict[str, Way | Make] = {
-    "as it is": Way(),
-    "segments": Way(2),
+WAYS: dict[str, Strategy | Make] = {
+    "as it is": Strategy(),
+    "segments": Strategy(2),
     "recomputed": every(2, Policy.REMAKE, 2, but=True),
     "most recomputed": every(3, Policy.REMAKE, 4, but=True),
     "offloaded": every(1, Policy.OFFLOAD),
@@ -334,7 +334,7 @@ WAYS: dict[str, Way | Make] = {
     "story", [cast_by_a_batch, handed_and_read_whole, left_without_a_gradient, held]
 )
 def test_values_that_go_several_ways(
-    story: Callable[..., Tensor], chunks: int, way: Way | Make, force: Force
+    story: Callable[..., Tensor], chunks: int, way: Strategy | Make, force: Force
 ) -> None:
     x = torch.randn(11, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 

@@ -19,7 +19,7 @@ from chunked import split
 from koila.basics.rows import grid, largest
 from koila.memory import uneven
 from koila.planning import fitting, planner, plans
-from koila.staged.schedule import Way
+from koila.staged.schedule import Strategy
 from limits import there
 from oracle import eager
 from programs_kit import Program
@@ -194,7 +194,7 @@ def test_pieces(
     plan, memory = planner.plan, Allocations()
 
     def in_pieces(*args: Any) -> plans.Plan:
-        return dataclasses.replace(plan(*args), way=Way(n_pieces=4))
+        return dataclasses.replace(plan(*args), strategy=Strategy(n_pieces=4))
 
     measure(program, 8, koila.lazy, **SINGLE)
     with monkeypatch.context() as patch, split(chunks):

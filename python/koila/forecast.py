@@ -61,7 +61,7 @@ def plan(*losses: Any) -> MemoryPlan:
     return plan_program.of(
         program,
         is_graph,
-        expected.way,
+        expected.strategy,
         expected.n_chunks,
         expected.unit,
         max(0.0, limits.left_for(program)),

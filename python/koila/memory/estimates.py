@@ -18,7 +18,7 @@ from koila.basics import table
 from koila.memory import outside, uneven
 from koila.random import draws
 from koila.staged.program import Program
-from koila.staged.schedule import AS_IT_IS, Way
+from koila.staged.schedule import AS_IT_IS, Strategy
 
 # The bytes of a state of the CPU's generator.
 _STATE = torch.Generator().get_state().nbytes
@@ -115,7 +115,7 @@ def of_nodes(program: Program) -> tuple[bytes, bytes, bytes, bytes]:
 def estimate(
     program: Program,
     is_graph: bool,
-    way: Way = AS_IT_IS,
+    strategy: Strategy = AS_IT_IS,
     is_live: bool = False,
     graphs: Callable[[Iterable[torch.Tensor]], float] = outside.peak,
     whole: float | None = None,
@@ -125,13 +125,13 @@ def estimate(
     Args:
         program: the program.
         is_graph: whether it is differentiated; then its backward is included.
-        way: the way it is scheduled.
+        strategy: how it is scheduled.
         is_live: return the moments of a live run, of the whole batch in the order of the calls.
         graphs: returns the bytes of a backward through graphs that exist already.
         whole: the bytes of a live run, if these are known: they are not computed again.
     """
     states = _STATE * program.is_drawing, draws.bytes_kept()
-    policy = way.as_tuple(is_graph, is_live)
+    policy = strategy.as_tuple(is_graph, is_live)
 
     def peak_of(found: set[torch.Tensor]) -> float:
         return graphs([*found, *program.beside])
@@ -145,7 +145,7 @@ def estimate(
     if not lengths or is_live:
         return Estimate(moments, rows, whole)
 
-    n_pieces = 1 if way.second_size else way.n_pieces
+    n_pieces = 1 if strategy.second_size else strategy.n_pieces
 
     @functools.cache
     def again(of_chunk: int) -> bytes:

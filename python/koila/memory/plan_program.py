@@ -17,7 +17,7 @@ from koila.messages.moments import BACKWARD, FORWARD, OPTIMIZER, Moment, Value
 from koila.staged import layers
 from koila.staged.facts import name_of_node, where_of_node
 from koila.staged.program import Program
-from koila.staged.schedule import Way
+from koila.staged.schedule import Strategy
 
 _N_LARGEST = 10
 
@@ -84,7 +84,7 @@ def _largest(program: Program, names: layers.Names, rows: int) -> tuple[Value, .
 def of(
     program: Program,
     is_graph: bool,
-    way: Way,
+    strategy: Strategy,
     n_chunks: int,
     unit: int,
     allowed: float,
@@ -100,7 +100,7 @@ def of(
     Args:
         program: the program.
         is_graph: whether it is differentiated.
-        way: the way it is scheduled.
+        strategy: how it is scheduled.
         n_chunks: the number of chunks.
         unit: the rows of a chunk are a multiple of it.
         allowed: the bytes that the program may use.
@@ -110,15 +110,15 @@ def of(
         known: the estimate for this way; None: it is measured here, as for a live run always.
         names: the names of its layers, if they were found before: that searches all objects.
     """
-    cut = program.cut_for(way)
-    is_live = n_chunks == 1 and way == Way()
+    cut = program.cut_for(strategy)
+    is_live = n_chunks == 1 and strategy == Strategy()
     if known is None or is_live:
-        known = estimates.estimate(cut, is_graph, way, is_live)
+        known = estimates.estimate(cut, is_graph, strategy, is_live)
     estimate = known
     rows = max(1, largest(estimate.rows, n_chunks, unit))
     course = estimate.course(rows)
     # Moments after the last instruction, when gradients and results are delivered, are backward.
-    n_forward = math.inf if is_live or not is_graph else cut.schedule(True, way).n_forward
+    n_forward = math.inf if is_live or not is_graph else cut.schedule(True, strategy).n_forward
     is_backward = [at.is_back or at.step >= n_forward for at in course]
     names = layers.Names(program) if names is None else names
     moments = tuple(_moments(cut, names, course, is_backward))

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In how many chunks a program runs, and which way; why, in words."""
+"""In how many chunks a program runs, and which strategy; why, in words."""

@@ -24,7 +24,7 @@ from koila.planning import (
     plans,
     refusals,
     schedule_words,
-    ways,
+    strategies,
     whole_calls,
 )
 from koila.reporting import reports
@@ -33,7 +33,7 @@ from koila.reporting.reports import Decision
 from koila.staged import hooks, layers
 from koila.staged.facts import REDUCE, Node, Run, name_of_node, where_of_node
 from koila.staged.program import Program
-from koila.staged.schedule import AS_IT_IS, Schedule, Way
+from koila.staged.schedule import AS_IT_IS, Schedule, Strategy
 
 FITS_LATER = Decision("it fits, with the backward that may follow")
 
@@ -88,29 +88,29 @@ class Scheduled(NamedTuple):
     """How a program is about to run in stages."""
 
     stages: tuple[Stage, ...]
-    way: str  # what saves memory beside chunks, in words
+    strategy: str  # what saves memory beside chunks, in words
     named: list[tuple[Node, str]]  # the calls that the stages name, in words
 
 
 def scheduled(
     program: Program,
-    way: Way,
+    strategy: Strategy,
     schedule: Schedule,
     grids: Mapping[int, list[Bounds]],
     grid_of: Callable[[Run], list[Bounds]],
 ) -> Scheduled:
     """Describe a run before it begins: afterwards there may be no memory left for that. The chunks
     of an axis are in `grids`, those of a run, or pieces of them, come from `grid_of`."""
-    key = id(schedule), way, *grids, *map(tuple, grids.values())  # `known` keeps the schedule
+    key = id(schedule), strategy, *grids, *map(tuple, grids.values())  # `known` keeps the schedule
     found: Scheduled | None = program.known.described.get(key)
     words = schedule_words.call_in_words
     if found is None or hooks.is_any() or any(words(node) != text for node, text in found.named):
-        found = program.known.described[key] = _described(program, way, schedule, grid_of)
+        found = program.known.described[key] = _described(program, strategy, schedule, grid_of)
     return found
 
 
 def _described(
-    program: Program, way: Way, schedule: Schedule, grid_of: Callable[[Run], list[Bounds]]
+    program: Program, strategy: Strategy, schedule: Schedule, grid_of: Callable[[Run], list[Bounds]]
 ) -> Scheduled:
     passes = schedule_words.passes_of(schedule)
     none = schedule_words.Passes()
@@ -126,7 +126,9 @@ def _described(
         n_calls = [last[i] for i in run.nodes].count(run.index)
         n_chunks, n_rows = len(rows) or 1, max(rows, default=None)
         stages.append(Stage(position, n_calls, n_chunks, n_rows, str(of_run), why))
-    return Scheduled(tuple(stages), schedule_words.way_in_words(program, way, schedule), named)
+    return Scheduled(
+        tuple(stages), schedule_words.strategy_in_words(program, strategy, schedule), named
+    )
 
 
 def report_of(
@@ -149,7 +151,7 @@ def report_of(
     """
     used = list(map(grids.__getitem__, program.axes))
     n_chunks = max(map(len, used), default=1)
-    is_whole = n_chunks == 1 and not known.way
+    is_whole = n_chunks == 1 and not known.strategy
     sizes_of = [stop - start for grid in used for start, stop in grid]
     n_rows = None if is_whole else max(sizes_of)
     cause, asked = cause_of_whole(program), reports.asked()
@@ -165,10 +167,10 @@ def report_of(
         planned.predicted,
         planned.allowed,
         measured,
-        "" if n_chunks > 1 or known.way else fits if used else cause.why,
+        "" if n_chunks > 1 or known.strategy else fits if used else cause.why,
         stages=known.stages,
         whole=cause.whole,
-        way=known.way,
+        strategy=known.strategy,
         bytes_whole=planned.whole or None,
         layers=layers_of(program, planned),
         least_limit=planned.least_limit,
@@ -184,9 +186,11 @@ class Forecast(NamedTuple):
     fits: bool
     n_chunks: int
     unit: int  # the rows of a chunk are a multiple of it
-    way: Way
+    strategy: Strategy
     costs: str  # what saves memory beside chunks, in words
-    estimate: estimates.Estimate | None = None  # of that program and way; None: it does not fit
+    estimate: estimates.Estimate | None = (
+        None  # of that program and strategy; None: it does not fit
+    )
 
 
 def forecast(program: Program, is_graph: bool) -> Forecast:
@@ -195,24 +199,24 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
         planned = planner.plan(program, is_graph)
     except MemoryLimitError as error:
         text, schedule = f"it does not fit: {error}", program.schedule(is_graph)
-        least = ways.Ways(program, is_graph).least()
-        return Forecast(text, program, schedule, False, least.n_chunks, 1, least.way, "")
-    way = planned.way
-    cut = program.cut_for(way)
-    estimate = ways.Ways(program, is_graph).option(way).estimate
+        least = strategies.Strategies(program, is_graph).least()
+        return Forecast(text, program, schedule, False, least.n_chunks, 1, least.strategy, "")
+    strategy = planned.strategy
+    cut = program.cut_for(strategy)
+    estimate = strategies.Strategies(program, is_graph).option(strategy).estimate
     rows = largest(estimate.rows, planned.n_chunks, planned.unit)
     needed = planned.predicted
     if needed is None:
         needed, _ = estimate.peak(rows)
     n_chunks = -(-estimate.rows // rows)
-    schedule = cut.schedule(is_graph, way)
-    is_whole = n_chunks == 1 and way == AS_IT_IS
+    schedule = cut.schedule(is_graph, strategy)
+    is_whole = n_chunks == 1 and strategy == AS_IT_IS
     if is_whole:
         needed = left_graphs.estimate(program, is_graph).whole
     if is_whole:
-        how = schedule_words.checkpoints_in_words(cut, way)
+        how = schedule_words.checkpoints_in_words(cut, strategy)
     else:
-        how = schedule_words.way_in_words(cut, way, schedule)
+        how = schedule_words.strategy_in_words(cut, strategy, schedule)
     chunked = f"{count(n_chunks, 'chunk')} of {count(rows, 'sample')}"
     asked = config.get("chunks")
     why = f" ({planned.why})" if asked is not None and asked > 1 and planned.why else ""
@@ -222,7 +226,7 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
     more = how or (schedule_words.kept_in_words(cut, schedule) if n_chunks > 1 else "")
     text += f", with {more}" if more else ""
     n, unit = planned.n_chunks, planned.unit
-    return Forecast(text, cut, schedule, True, n, unit, way, more, estimate)
+    return Forecast(text, cut, schedule, True, n, unit, strategy, more, estimate)
 
 
 def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fit a program into the bytes that it may use: the way and the chunks in which it runs."""
+"""Fit a program into the bytes that it may use: the strategy and the chunks in which it runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import NamedTuple
 from koila import _core
 from koila.basics.rows import UNIT, Bounds, largest
 from koila.memory import budget, estimates
-from koila.planning import left_graphs, limits, ways
+from koila.planning import left_graphs, limits, strategies
 from koila.planning.limits import Needs
 from koila.planning.plans import Lasting, Plan, Shape, is_measured, lasting, remember
-from koila.planning.ways import Fitting, Option, Ways
+from koila.planning.strategies import Fitting, Option, Strategies
 from koila.random import draws
 from koila.staged.program import Program
-from koila.staged.schedule import AS_IT_IS, Way
+from koila.staged.schedule import AS_IT_IS, Strategy
 
 # A prediction may be too high. So chunks that fitted in an earlier step are used again if the limit
 # allows at least this share of the bytes that are predicted for them.
@@ -29,50 +29,51 @@ class _Case(NamedTuple):
     program: Program
     is_graph: bool  # it is differentiated
     allowed: float  # the bytes that it may use
-    shape: Shape | None  # by which ways are remembered; None: none is used or remembered
+    shape: Shape | None  # by which strategies are remembered; None: none is used or remembered
 
     @property
-    def ways(self) -> Ways:
-        return Ways(self.program, self.is_graph)
+    def strategies(self) -> Strategies:
+        return Strategies(self.program, self.is_graph)
 
 
-#: By shape: the way that a program ran in last, and the bytes that were allowed then.
-_last_ways: dict[Shape, tuple[Way, float]] = {}
+#: By shape: the strategy that a program ran in last, and the bytes that were allowed then.
+_last_strategies: dict[Shape, tuple[Strategy, float]] = {}
 _NEAR = 0.1
 
 
-def _way_before(case: _Case) -> Way | None:
-    """Return the way that a program of this shape ran in last, if about as many bytes were allowed
-    then."""
-    if case.shape is None or case.shape not in _last_ways:
+def _strategy_before(case: _Case) -> Strategy | None:
+    """Return the strategy that a program of this shape ran in last, if about as many bytes were
+    allowed then."""
+    if case.shape is None or case.shape not in _last_strategies:
         return None
-    way, allowed = _last_ways[case.shape]
-    return way if abs(case.allowed - allowed) <= _NEAR * allowed else None
+    strategy, allowed = _last_strategies[case.shape]
+    return strategy if abs(case.allowed - allowed) <= _NEAR * allowed else None
 
 
 def _remembered(case: _Case, found: Fitting) -> Fitting:
-    """Return a fitting, whose way is remembered for later programs of this shape."""
+    """Return a fitting, whose strategy is remembered for later programs of this shape."""
     if case.shape is not None:
-        remember(_last_ways, case.shape, (found.option.way, case.allowed))
+        remember(_last_strategies, case.shape, (found.option.strategy, case.allowed))
     return found
 
 
 def _fitting_before(case: _Case) -> Fitting | None:
-    """Return the way that a program of this shape ran in last, with its rows, if it fits again. As
-    it is, a program is tried before this."""
-    way = _way_before(case)
-    if way is None or way == AS_IT_IS:
+    """Return the strategy that a program of this shape ran in last, with its rows, if it fits
+    again. As it is, a program is tried before this."""
+    strategy = _strategy_before(case)
+    if strategy is None or strategy == AS_IT_IS:
         return None
-    if case.program.cut_for(way).unstageable is not None:
+    if case.program.cut_for(strategy).unstageable is not None:
         return None
-    option = case.ways.option(way)
+    option = case.strategies.option(strategy)
     rows = option.rows(case.allowed)
     return Fitting(option, rows) if rows > 0 else None
 
 
-def _find_way(case: _Case) -> Fitting | Needs:
-    """Return the cheapest way that fits, or if none does, what the one that needs least needs."""
-    found, some = _fitting_before(case), case.ways
+def _find_strategy(case: _Case) -> Fitting | Needs:
+    """Return the cheapest strategy that fits, or if none does, what the one that needs least
+    needs."""
+    found, some = _fitting_before(case), case.strategies
     if found is not None:
         return found
     allowed = case.allowed
@@ -88,11 +89,11 @@ def _find_way(case: _Case) -> Fitting | Needs:
 
 
 def _larger_chunks(case: _Case, found: Fitting) -> Fitting:
-    """Return a way with larger chunks for a program that fits in many small ones, if it is cheaper;
-    else the fitting that was found."""
-    if _way_before(case) == found.option.way:
+    """Return a strategy with larger chunks for a program that fits in many small ones, if it is
+    cheaper; else the fitting that was found."""
+    if _strategy_before(case) == found.option.strategy:
         return found
-    before, some = _fitting_before(case), case.ways
+    before, some = _fitting_before(case), case.strategies
     if before is not None:
         return before
     enough = some.enough(case.allowed, found)
@@ -126,7 +127,7 @@ def fit(
     as_it_is = Option(AS_IT_IS, estimate, program.n_nodes)
     rows = as_it_is.rows(allowed)
     last = lasting.get(shape) if is_measured() else None
-    was_whole = last is not None and last.n_chunks == 1 and last.way == AS_IT_IS
+    was_whole = last is not None and last.n_chunks == 1 and last.strategy == AS_IT_IS
     # Without a graph one chunk runs stage by stage too, and each stage keeps what later ones read.
     # With a graph a whole run is live: it runs all other pending calls as well.
     besides = 0 if program.is_all else max(0, _core.pending_bytes(True) - program.amounts.made)
@@ -139,14 +140,14 @@ def fit(
     case = _Case(program, is_graph, allowed, shape)
     if last is not None and not was_whole:
         allowed = left + slack  # libraries have taken what they take in a first step
-        cut = program.cut_for(last.way)
-        way = last.way if cut.unstageable is None else AS_IT_IS
+        cut = program.cut_for(last.strategy)
+        strategy = last.strategy if cut.unstageable is None else AS_IT_IS
         size = last.rows(estimate.rows)
-        option = case.ways.option(way)
+        option = case.strategies.option(strategy)
         rows = option.rows(allowed)
         if rows < 2 * size and _still_fits(last, option.estimate.peak(size)[0], allowed):
             needed = option.estimate.peak(size)[0]
-            return Plan(last.n_chunks, last.unit, needed, allowed, shape, way)
+            return Plan(last.n_chunks, last.unit, needed, allowed, shape, strategy)
         if 0 < rows < 2 * size:
             while size > rows:
                 size //= 2
@@ -169,25 +170,25 @@ def _in_chunks(case: _Case, found: Fitting) -> Plan | Needs:
 
     Args:
         case: the program.
-        found: the way to begin with; if its chunks have no rows, it does not fit.
+        found: the strategy to begin with; if its chunks have no rows, it does not fit.
     """
-    (way, estimate, _), rows = found
+    (strategy, estimate, _), rows = found
     if rows == 0:
-        fitting = _find_way(case)
+        fitting = _find_strategy(case)
         if isinstance(fitting, Needs):
             return fitting
-        (way, estimate, _), rows = fitting
-    elif way == AS_IT_IS and not is_measured():
+        (strategy, estimate, _), rows = fitting
+    elif strategy == AS_IT_IS and not is_measured():
         # Not under a limit of the process: oneDNN would compile kernels for the size of pieces too,
         # and their memory counts against that limit.
-        if case.ways.cost(*found) > ways.DEAR:
+        if case.strategies.cost(*found) > strategies.DEAR:
             found = _larger_chunks(case, found)
-        (way, estimate, _), rows = found
-    if case.is_graph and way == AS_IT_IS:
+        (strategy, estimate, _), rows = found
+    if case.is_graph and strategy == AS_IT_IS:
         rows = min(rows, -(-estimate.rows // 2))  # one chunk is a whole run, which does not fit
-    n_chunks, unit = _chunks_of(estimate.rows, rows, way)
+    n_chunks, unit = _chunks_of(estimate.rows, rows, strategy)
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
-    return Plan(n_chunks, unit, predicted, case.allowed, case.shape, way)
+    return Plan(n_chunks, unit, predicted, case.allowed, case.shape, strategy)
 
 
 def _shape_of(program: Program, is_graph: bool, estimate: estimates.Estimate) -> Shape:
@@ -209,26 +210,26 @@ def _pinned(
     other chunks it would draw others."""
     rows = max(stop - start for start, stop in bounds)
     best: Needs | None = None
-    some = Ways(program, is_graph)
-    for way in filter(some.is_there, some.all()):
-        estimate = some.option(way).estimate
+    some = Strategies(program, is_graph)
+    for strategy in filter(some.is_there, some.all()):
+        estimate = some.option(strategy).estimate
         n_bytes, node = estimate.peak(rows)
         if n_bytes <= allowed:
-            return Plan(len(bounds), rows, n_bytes, allowed, shape, way)
+            return Plan(len(bounds), rows, n_bytes, allowed, shape, strategy)
         if best is None or n_bytes < best.n_bytes:
             best = Needs(rows, n_bytes, node, estimate.fixed(rows), allowed)
     assert best is not None
     return best
 
 
-def _chunks_of(n_rows: int, rows: int, way: Way) -> tuple[int, int]:
+def _chunks_of(n_rows: int, rows: int, strategy: Strategy) -> tuple[int, int]:
     """Return the number of chunks with at most `rows` rows, and the unit of rows that they have.
 
     A single chunk is returned only if the head runs in pieces of it. Under a limit of the process
     all chunks but the last have one size, a multiple of eight or a power of two, since oneDNN
     compiles kernels for each size and keeps them.
     """
-    if rows >= n_rows and way.n_pieces > 1:
+    if rows >= n_rows and strategy.n_pieces > 1:
         return 1, 1
     if is_measured():
         rows = rows // UNIT * UNIT if rows >= UNIT else 1 << rows.bit_length() - 1
@@ -270,7 +271,7 @@ class Trial:
     @functools.cached_property
     def least(self) -> float:
         """The least bytes with which the program runs."""
-        return Ways(self._program, self._is_graph).least().least
+        return Strategies(self._program, self._is_graph).least().least
 
     def fit(self, allowed: float) -> Plan | Needs:
         """Return the plan for `allowed` bytes; or what the program needs, if it does not fit."""
@@ -299,7 +300,7 @@ class Trial:
             before: what a memory_limit, in tenths of a MiB, is for beside these bytes.
         """
         rows = -(-self._estimate.rows // most_chunks)
-        low, high = self.least, self._estimate.peak(rows)[0] / ways.CHUNK_SHARE
+        low, high = self.least, self._estimate.peak(rows)[0] / strategies.CHUNK_SHARE
         for _ in range(_N_HALVED if low < high else 0):
             middle = limits.in_tenths(before + (low + high) / 2) - before
             is_enough = self.n_chunks(middle) <= most_chunks

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 from koila.memory import estimates
-from koila.planning.ways import Ways
+from koila.planning.strategies import Strategies
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS
 
@@ -20,7 +20,7 @@ def estimate(program: Program, is_graph: bool) -> estimates.Estimate:
 
     A graph that is freed meanwhile is counted as if it was held.
     """
-    found = Ways(program, is_graph).option(AS_IT_IS).estimate
+    found = Strategies(program, is_graph).option(AS_IT_IS).estimate
     if not is_graph:
         return found
     return dataclasses.replace(found, whole=found.whole + _further_of(program, found.whole))

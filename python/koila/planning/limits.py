@@ -11,7 +11,7 @@ import torch
 from koila.basics import config
 from koila.memory import budget, estimates, storages
 from koila.messages.words import size
-from koila.planning.ways import devices_of
+from koila.planning.strategies import devices_of
 from koila.staged.program import Program
 
 # The share of the allowed memory that a whole run may be predicted to need: unlike a run in chunks,

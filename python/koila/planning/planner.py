@@ -18,11 +18,11 @@ from koila.messages.errors import MemoryLimitError
 from koila.planning import fitting, left_graphs, limits, plans, refusals, seen, steps
 from koila.planning.limits import Needs
 from koila.planning.plans import Plan, is_measured, remember
-from koila.planning.ways import Ways
+from koila.planning.strategies import Strategies
 from koila.random import draws
 from koila.reporting import reports
 from koila.staged.program import Program
-from koila.staged.schedule import AS_IT_IS, Way
+from koila.staged.schedule import AS_IT_IS, Strategy
 
 _ASKED = reports.Decision("config(chunks=1) asks for it")
 _FITS = reports.Decision("it certainly fits")
@@ -45,7 +45,7 @@ def is_whole() -> bool:
 
 
 def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
-    """Choose the number of chunks for a program, and the way to schedule it.
+    """Choose the number of chunks for a program, and the strategy by which to schedule it.
 
     A share of the memory that is allowed is not planned with, since predicted bytes are not exact;
     nor, under a limit of the process, what libraries may still take. A program that would otherwise
@@ -61,10 +61,10 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
     """
     chunks = config.get("chunks")
     if chunks is not None:
-        way = _way_in(chunks, program) if is_graph else AS_IT_IS
-        if way is None and is_final:
+        strategy = _strategy_in(chunks, program) if is_graph else AS_IT_IS
+        if strategy is None and is_final:
             return Plan(1, why=_MORE_IN_CHUNKS, is_scheduled=program.is_part)
-        return Plan(chunks, way=way or AS_IT_IS)
+        return Plan(chunks, strategy=strategy or AS_IT_IS)
     if not program.axes:
         return Plan(1)
     try:
@@ -109,8 +109,8 @@ class _Least(NamedTuple):
     limit: float
 
 
-#: By the line that asked and the sizes of the program. Computing a limit measures all ways, so it
-#: is repeated only if a program needs more memory than before by this share.
+#: By the line that asked and the sizes of the program. Computing a limit measures all strategies,
+#: so it is repeated only if a program needs more memory than before by this share.
 _least_limits: dict[tuple[str, int, int, int, int], _Least] = {}
 _GROWN = 0.02
 
@@ -135,7 +135,8 @@ def _least_limit(program: Program, made: Plan, is_graph: bool) -> float | None:
 
 #: Chunks that the user asked for are to need at most this share of eager mode's activations.
 _ASKED_SHARE = 0.6
-#: If no way reaches that share, ways count that need at most this multiple of the best one's bytes.
+#: If no strategy reaches that share, strategies count that need at most this multiple of the best
+#: one's bytes.
 _NEARLY = 1.05
 _MORE = 1.1  # the bytes predicted may be too high by this factor
 #: A program that makes less runs as it is: saving memory is not worth the time.
@@ -143,9 +144,9 @@ FEW_BYTES = 2**20
 _MORE_IN_CHUNKS = "in the chunks that were asked for it would take more"
 
 
-def _way_in(chunks: int, program: Program) -> Way | None:
-    """Return the cheapest way that saves memory in a number of chunks that the user asked for; None
-    if every way needs more than a whole run."""
+def _strategy_in(chunks: int, program: Program) -> Strategy | None:
+    """Return the cheapest strategy that saves memory in a number of chunks that the user asked for;
+    None if every strategy needs more than a whole run."""
     if chunks == 1 or not program.axes:
         return AS_IT_IS
     is_small, is_pinned = program.amounts.made < FEW_BYTES, bool(fitting.pinned_grids(program))
@@ -153,13 +154,17 @@ def _way_in(chunks: int, program: Program) -> Way | None:
     if is_small and not is_behind:
         return AS_IT_IS
     shared = estimates.bytes_shared(program) if is_behind else 0
-    key, ways_in = (chunks, is_pinned, is_behind, shared), program.known.ways_in
-    if key not in ways_in:
-        way = AS_IT_IS if is_small else _find_way_in(chunks, program)
-        if way is not None and is_behind and _is_less_in_one(chunks, program, way, shared):
-            way = None
-        ways_in[key] = way
-    return ways_in[key]
+    key, strategies_in = (chunks, is_pinned, is_behind, shared), program.known.strategies_in
+    if key not in strategies_in:
+        strategy = AS_IT_IS if is_small else _find_strategy_in(chunks, program)
+        if (
+            strategy is not None
+            and is_behind
+            and _is_less_in_one(chunks, program, strategy, shared)
+        ):
+            strategy = None
+        strategies_in[key] = strategy
+    return strategies_in[key]
 
 
 _GRAD_FN = operator.attrgetter("grad_fn")
@@ -176,22 +181,22 @@ def _is_graph_behind(program: Program) -> bool:
         return any(map(_GRAD_FN, program.entered))
 
 
-def _is_less_in_one(chunks: int, program: Program, way: Way, shared: int) -> bool:
+def _is_less_in_one(chunks: int, program: Program, strategy: Strategy, shared: int) -> bool:
     """Tell whether a program that a graph is behind takes less in one chunk than in several. Each
     chunk's gradient of a value that entered with its rows is beside that of all rows; a program
     that saves little wins less than that. Nor does it win where the graph behind takes most, which
     runs later: then gradients that one chunk would share (`shared` bytes) are there as well.
     """
-    cut = program.cut_for(way)
-    alone = estimates.estimate(cut, True, way, graphs=lambda _: 0.0)
+    cut = program.cut_for(strategy)
+    alone = estimates.estimate(cut, True, strategy, graphs=lambda _: 0.0)
     rows, most = largest(alone.rows, chunks, 1), alone.whole + _MORE_OF_ROWS
     if alone.peak(rows)[0] > most:
         return True
-    return shared > _MORE_OF_ROWS and estimates.estimate(cut, True, way).peak(rows)[0] > most
+    return shared > _MORE_OF_ROWS and estimates.estimate(cut, True, strategy).peak(rows)[0] > most
 
 
-def _find_way_in(chunks: int, program: Program) -> Way | None:
-    some = Ways(program, True)
+def _find_strategy_in(chunks: int, program: Program) -> Strategy | None:
+    some = Strategies(program, True)
     estimate = some.option(AS_IT_IS).estimate
     rows = largest(estimate.rows, chunks, 1)
     gradients = sum(parameter.nbytes for parameter in program.parameters)
@@ -199,13 +204,13 @@ def _find_way_in(chunks: int, program: Program) -> Way | None:
     found = [(estimate.peak(rows)[0], AS_IT_IS)]
     others = map(some.option, filter(some.is_there, some.recomputing()))
     while found[-1][0] > asked and (option := next(others, None)) is not None:
-        found.append((option.estimate.peak(rows)[0], option.way))
+        found.append((option.estimate.peak(rows)[0], option.strategy))
     least = min(found)[0]
     is_free = not (program.is_part or fitting.pinned_grids(program))
     if least > _MORE * estimate.whole and is_free:
         return None
     enough = asked if least <= asked else gradients + _NEARLY * (least - gradients)
-    return next(way for n_bytes, way in found if n_bytes <= enough)
+    return next(strategy for n_bytes, strategy in found if n_bytes <= enough)
 
 
 def plan_read(program: Program, is_known_only: bool) -> Plan | None:
@@ -256,7 +261,7 @@ def _plan_read(program: Program, is_known_only: bool) -> Plan | None:
     if with_graph is None:
         return plan(program, False)  # the script may never call backward()
     is_due = is_read or not with_graph.is_whole
-    planned = dataclasses.replace(with_graph, way=AS_IT_IS)  # no graph is kept here
+    planned = dataclasses.replace(with_graph, strategy=AS_IT_IS)  # no graph is kept here
     if is_pinning or not ends or planned.shape is None:
         return planned if is_due else None
     assert planned.allowed is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan: the number of chunks that a program runs in, and the way it is scheduled."""
+"""A plan: the number of chunks that a program runs in, and how it is scheduled."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import NamedTuple, TypeVar
 from koila.basics import config
 from koila.basics.rows import UNIT, largest
 from koila.memory import budget
-from koila.planning import limits, ways
+from koila.planning import limits, strategies
 from koila.planning.limits import Needs
 from koila.staged.program import Program
-from koila.staged.schedule import AS_IT_IS, Way
+from koila.staged.schedule import AS_IT_IS, Strategy
 
 #: What plans are remembered by: the rows of each axis, the number of calls, whether the program is
 #: differentiated, the bytes that it needs whole.
@@ -43,7 +43,7 @@ class Plan:
     predicted: float | None = None  # peak bytes
     allowed: float | None = None  # bytes
     shape: Shape | None = None  # under a limit of the process, plans are kept by shape
-    way: Way = AS_IT_IS
+    strategy: Strategy = AS_IT_IS
     why: str = "it fits"  # the reason if the program runs whole
     least_limit: float | None = None  # the least memory_limit that works, if one is set
     is_scheduled: bool = False  # by a schedule, in one chunk too
@@ -51,7 +51,7 @@ class Plan:
     @property
     def is_whole(self) -> bool:
         """Whether the program runs in one chunk, as it was written."""
-        return self.n_chunks == 1 and self.way == AS_IT_IS and not self.is_scheduled
+        return self.n_chunks == 1 and self.strategy == AS_IT_IS and not self.is_scheduled
 
     @property
     def whole(self) -> float:
@@ -70,25 +70,31 @@ class Plan:
         most = max(program.axes.values(), default=1)
         if self.n_chunks < most and not is_fixed:
             return program, self._halved(most)
-        if self.way.second_size:
+        if self.strategy.second_size:
             return self._smaller_pieces(program)
-        some = ways.Ways(program.cut_for(AS_IT_IS), True)
-        n_segments = max(2, 2 * self.way.n_segments)
-        while program.roots and n_segments <= ways.SEGMENTS[-1]:
-            cut = program.cut_for(Way(n_segments))
+        some = strategies.Strategies(program.cut_for(AS_IT_IS), True)
+        n_segments = max(2, 2 * self.strategy.n_segments)
+        while program.roots and n_segments <= strategies.SEGMENTS[-1]:
+            cut = program.cut_for(Strategy(n_segments))
             if cut.n_cut > program.n_cut and cut.unstageable is None:
-                way = some.offloading()._replace(n_segments=n_segments)
-                return cut, dataclasses.replace(self, way=way)
+                strategy = some.offloading()._replace(n_segments=n_segments)
+                return cut, dataclasses.replace(self, strategy=strategy)
             n_segments *= 2
         if not some.along():
             return None
-        way = min(some.along(), key=lambda way: some.option(way).estimate.peak(1)[0])
-        return program.cut_for(way), dataclasses.replace(self, way=way)
+        strategy = min(some.along(), key=lambda strategy: some.option(strategy).estimate.peak(1)[0])
+        return program.cut_for(strategy), dataclasses.replace(self, strategy=strategy)
 
     def _smaller_pieces(self, program: Program) -> tuple[Program, Plan] | None:
         """Return the plan with twice the pieces of the second axis; None if each is one entry."""
-        way = self.way._replace(n_pieces=min(2 * self.way.n_pieces, self.way.second_size))
-        return None if way == self.way else (program, dataclasses.replace(self, way=way))
+        strategy = self.strategy._replace(
+            n_pieces=min(2 * self.strategy.n_pieces, self.strategy.second_size)
+        )
+        return (
+            None
+            if strategy == self.strategy
+            else (program, dataclasses.replace(self, strategy=strategy))
+        )
 
     def _halved(self, most: int) -> Plan:
         """Return the plan with twice the chunks, at most `most`; under a limit of the process, with
@@ -101,7 +107,7 @@ class Plan:
     def keep(self, program: Program) -> None:
         """Remember, after a run that went well, its chunks for the next program of this shape."""
         if self.shape is not None and is_measured():
-            last = Lasting(self.n_chunks, self.unit, limits.allowed_for(program), self.way)
+            last = Lasting(self.n_chunks, self.unit, limits.allowed_for(program), self.strategy)
             remember(lasting, self.shape, last)
 
 
@@ -111,7 +117,7 @@ class Lasting(NamedTuple):
     n_chunks: int
     unit: int
     left: float  # bytes that were left after the run
-    way: Way
+    strategy: Strategy
 
     def rows(self, n_rows: int) -> int:
         """Return the rows of the largest chunk."""
@@ -140,7 +146,7 @@ def to_ask_for(made: Plan | Needs) -> float:
     """Return the bytes to plan with again, under a limit of the process, if a program does not fit,
     or only in chunks of few rows; otherwise 0."""
     if isinstance(made, Needs):
-        return made.n_bytes / ways.CHUNK_SHARE
+        return made.n_bytes / strategies.CHUNK_SHARE
     if made.n_chunks > 1 and made.unit < UNIT and made.shape not in lasting:
-        return (made.predicted or 0.0) / ways.CHUNK_SHARE + _SPARED_SHARE * budget.slack()
+        return (made.predicted or 0.0) / strategies.CHUNK_SHARE + _SPARED_SHARE * budget.slack()
     return 0.0

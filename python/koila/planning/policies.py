@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from koila.staged.program import Program
-from koila.staged.schedule import AS_IT_IS, Graph, Op, Policy, Schedule, Way
+from koila.staged.schedule import AS_IT_IS, Graph, Op, Policy, Schedule, Strategy
 
 # Of the bodies every n-th is kept, or offloaded; chains of emptied values are at most n long.
 _KEEP = 2, 3, 4, 6, 8
@@ -40,7 +40,7 @@ class Policies:
         base: how its bodies are cut: as it is, or without the script's checkpoints.
     """
 
-    def __init__(self, program: Program, is_graph: bool, base: Way = AS_IT_IS) -> None:
+    def __init__(self, program: Program, is_graph: bool, base: Strategy = AS_IT_IS) -> None:
         self._program, self._is_graph, self._base = program.cut_for(base), is_graph, base
         self._is_on_cpu = all(device.type == "cpu" for device in program.devices)
         self.plain = self.schedule(b"")

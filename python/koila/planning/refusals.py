@@ -15,7 +15,7 @@ from koila.messages.errors import MemoryLimitError
 from koila.messages.words import count, size, sizes
 from koila.planning import fitting, limits, whole_calls
 from koila.planning.limits import FEW_CHUNKS, Needs, as_limit, in_tenths, limit_in_words
-from koila.planning.ways import Ways
+from koila.planning.strategies import Strategies
 from koila.reporting import reports
 from koila.staged import layers
 from koila.staged.facts import name_of_call
@@ -134,11 +134,11 @@ def refusal(needs: Needs, program: Program, said: str = "") -> MemoryLimitError:
     if needs.n_bytes > left:
         error.least_limit = in_tenths(found.least)
     with contextlib.suppress(MemoryError):  # the error goes without its plan if memory is short
-        option = Ways(program, bool(program.roots)).least()
+        option = Strategies(program, bool(program.roots)).least()
         error.plan = plan_program.of(
             program,
             bool(program.roots),
-            option.way,
+            option.strategy,
             option.n_chunks,
             1,
             left,
@@ -255,7 +255,7 @@ def ran_out(program: Program, said: str) -> MemoryLimitError:
         said: the message of the allocator.
     """
     allowed = limits.allowed_for(program)
-    option = Ways(program, bool(program.roots)).least()
+    option = Strategies(program, bool(program.roots)).least()
     return refusal(limits.least(option.estimate, allowed), program, said)
 
 

@@ -12,7 +12,7 @@ from koila.random import draws
 from koila.staged import hooks
 from koila.staged.facts import ONCE, Node, Run, name_of_node, where_of_node
 from koila.staged.program import Program
-from koila.staged.schedule import Op, Schedule, Way
+from koila.staged.schedule import Op, Schedule, Strategy
 
 _MODES = ("chunks", "reduce", "whole")
 
@@ -109,7 +109,7 @@ def hook_in_words(program: Program, run: Run) -> str:
 
 def why_twice(program: Program, run: Run, passes: Passes) -> tuple[str, Node | None]:
     """Return why the chunks of a body run forward before their backward is possible, and the call
-    for which; empty if they do not, or if it is recomputed in segments, which `way_in_words`
+    for which; empty if they do not, or if it is recomputed in segments, which `strategy_in_words`
     describes."""
     if not run.is_body or passes.back == 0 or passes.forward < 2 or passes.n_segments > 1:
         return "", None
@@ -131,36 +131,38 @@ def head_of(program: Program, passes: Mapping[int, Passes], run: Run, position: 
     return f"part {position}, in chunks over {rows} samples{part}: {of}"
 
 
-def checkpoints_in_words(program: Program, way: Way) -> str:
+def checkpoints_in_words(program: Program, strategy: Strategy) -> str:
     """Describe what becomes of the activations in the script's checkpoints; empty if there are
     none."""
     if not program.has_checkpoints:
         return ""
-    how = "recomputed before their backward" if way.n_segments > 0 else "kept"
+    how = "recomputed before their backward" if strategy.n_segments > 0 else "kept"
     return f"the activations that the script's checkpoints cover {how}"
 
 
-def way_in_words(program: Program, way: Way, schedule: Schedule) -> str:
+def strategy_in_words(program: Program, strategy: Strategy, schedule: Schedule) -> str:
     """Describe what saves memory beside chunks, and what it costs; empty if nothing does.
 
     Args:
-        program: the program, with its bodies cut into the segments of the way.
-        way: how it is scheduled.
+        program: the program, with its bodies cut into the segments of the strategy.
+        strategy: how it is scheduled.
         schedule: its schedule.
     """
-    checkpoints = checkpoints_in_words(program, way)
+    checkpoints = checkpoints_in_words(program, strategy)
     words = [checkpoints] if checkpoints else []
-    if way.n_segments > 1:
+    if strategy.n_segments > 1:
         loops = (step for step in schedule.steps if step.op == Op.LOOP)
         n_segments = max((len(step.runs) for step in loops), default=1)
         words.append(
             f"activations recomputed in up to {n_segments} segments (a second forward of all but "
             "the last)"
         )
-    if way.second_size:
-        words.append(f"the last layers in {way.n_pieces} pieces along dim {way.second_dim}")
+    if strategy.second_size:
+        words.append(
+            f"the last layers in {strategy.n_pieces} pieces along dim {strategy.second_dim}"
+        )
     elif schedule.head is not None:
-        words.append(f"the last layers in {way.n_pieces} pieces of each chunk")
+        words.append(f"the last layers in {strategy.n_pieces} pieces of each chunk")
     again, offloaded, emptied = map(schedule.values_of, (Op.REMAKE, Op.STORE, Op.EMPTY))
     fates = []
     if again or offloaded or emptied:

@@ -10,7 +10,7 @@ import torch
 
 from koila import _core
 from koila.memory import budget, estimates
-from koila.planning import limits, ways
+from koila.planning import limits, strategies
 from koila.planning.plans import Plan, remember
 from koila.random import draws
 from koila.staged import hooks
@@ -34,10 +34,10 @@ class Seen(NamedTuple):
         since it no longer fits, or so much more is left than before that fewer chunks may fit."""
         plan, allowed = self.plan, limits.allowed_for(program, needed=self.whole)
         assert plan.predicted is not None and plan.allowed is not None
-        fits = allowed >= plan.allowed or plan.predicted <= ways.CHUNK_SHARE * allowed
+        fits = allowed >= plan.allowed or plan.predicted <= strategies.CHUNK_SHARE * allowed
         is_near = plan.is_whole or allowed <= (1 + _MORE_LEFT) * plan.allowed
-        if Policy.OFFLOAD in plan.way.policies:
-            fits = fits and ways.can_offload(program)
+        if Policy.OFFLOAD in plan.strategy.policies:
+            fits = fits and strategies.can_offload(program)
         if not (fits and is_near):
             return None
         return plan if allowed == plan.allowed else dataclasses.replace(plan, allowed=allowed)

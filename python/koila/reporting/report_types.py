@@ -117,7 +117,7 @@ class ProgramReport:
         why: why it ran whole, or failed; empty if it ran in chunks.
         stages: its parts, if it ran in chunks.
         whole: the calls that ran on the whole batch although they read samples of it.
-        way: what saved memory beside chunks, and what it costs; empty: nothing did.
+        strategy: what saved memory beside chunks, and what it costs; empty: nothing did.
         layers: the layers and the bytes that they keep for backward, if the program was planned.
         least_limit: the least memory_limit, in bytes, that works; None if no limit was set.
     """
@@ -135,7 +135,7 @@ class ProgramReport:
     why: str = ""
     stages: tuple[Stage, ...] = ()
     whole: tuple[Whole, ...] = ()
-    way: str = ""
+    strategy: str = ""
     bytes_whole: float | None = None
     layers: tuple[Layer, ...] = ()
     least_limit: float | None = None
@@ -178,8 +178,8 @@ class ProgramReport:
             return f"{calls}, whole: {self.why}" + ("; no memory was predicted" * is_unknown)
         tries = f", at try {self.n_tries}" if self.n_tries > 1 else ""
         samples = count(self.n_rows or 0, "sample")
-        way = f", {self.way}" if self.way else ""
-        return f"{calls}, in {count(self.n_chunks, 'chunk')} of {samples}{way}{tries}"
+        strategy = f", {self.strategy}" if self.strategy else ""
+        return f"{calls}, in {count(self.n_chunks, 'chunk')} of {samples}{strategy}{tries}"
 
     def __str__(self) -> str:
         return "\n".join(self._lines())

@@ -109,8 +109,8 @@ class _State(threading.local):
 
 
 _state = _State()
-#: By line and number of calls: the chunks, rows and way of the program that was logged last.
-_ways: dict[tuple[str, int], tuple[int, int | None, str]] = {}
+#: By line and number of calls: the chunks, rows and strategy of the program that was logged last.
+_strategies: dict[tuple[str, int], tuple[int, int | None, str]] = {}
 
 
 class Observer:
@@ -250,11 +250,11 @@ def note(ran: ProgramReport) -> None:
         _logger.debug("step %d: %s", _state.n_steps + 1, ran)
     if ran.n_calls == 0 or ran.bytes_predicted is None or ran.bytes_allowed is None:
         return
-    way = ran.n_chunks, ran.n_rows, ran.way
-    if _ways.get((ran.line, ran.n_calls)) != way and _logger.isEnabledFor(logging.INFO):
-        _ways[ran.line, ran.n_calls] = way
+    strategy = ran.n_chunks, ran.n_rows, ran.strategy
+    if _strategies.get((ran.line, ran.n_calls)) != strategy and _logger.isEnabledFor(logging.INFO):
+        _strategies[ran.line, ran.n_calls] = strategy
         many = f"{count(ran.n_chunks, 'chunk')} of {ran.n_rows or 0}"
-        how = many + (f", {ran.way}" if ran.way else "") if ran.stages else "whole"
+        how = many + (f", {ran.strategy}" if ran.strategy else "") if ran.stages else "whole"
         needs, has = sizes(ran.bytes_predicted, ran.bytes_allowed)
         passes = max((stage.passes for stage in ran.stages), default="1 forward")
         forwards = passes.partition(",")[0]

@@ -38,7 +38,7 @@ def attempt(
 
     Args:
         program: the staged program.
-        planned: the chunks and the way of the first try.
+        planned: the chunks and the strategy of the first try.
         make: makes a replay of a plan. All tries share what the user's hooks have seen.
         run: called with the replay of each try.
 
@@ -57,7 +57,7 @@ def attempt(
         _core.set_busy(True)
         try:
             grids, grid_of = replay.grids, replay.grid_of
-            known = scheduled(program, planned.way, replay.schedule, grids, grid_of)
+            known = scheduled(program, planned.strategy, replay.schedule, grids, grid_of)
             result = run(replay)
             reports.note(report_of(program, planned, grids, n_tries, meter.bytes(), known))
             return replay, result, planned

@@ -50,7 +50,7 @@ class Interpreter:
         self.is_certain = False  # the tail's gradients are known not to depend on values
         self.filled = cheap.Filled(stages, schedule.cheap_values)
         self.leaving = schedule.leaving
-        self.is_offloading = Policy.OFFLOAD in stages.planned.way.policies
+        self.is_offloading = Policy.OFFLOAD in stages.planned.strategy.policies
 
     def go(self) -> None:
         """Execute all instructions."""
@@ -151,7 +151,7 @@ class Interpreter:
         start, stop = stages.grid_of(run)[self.chunk]
         imports = stages.prepared(run, True).inputs(self.chunk, self.pieces)
         stages.begin_outputs(run.exports)  # `seeds` looks up their gradients there
-        dim = stages.planned.way.second_dim
+        dim = stages.planned.strategy.second_dim
         return second_axis.record(stages.program, run, imports, stop - start, start, dim)
 
     def _tail(self, step: Step) -> None:
@@ -177,7 +177,7 @@ class Interpreter:
         elif step.graph == Graph.SECOND_AXIS:
             recorded = self.open.pop(run.index)
             pairs = stages.seeds(run, recorded.left, chunk)
-            n_pieces = stages.planned.way.n_pieces
+            n_pieces = stages.planned.strategy.n_pieces
             second_axis.send_back(
                 [(out, seed) for out, seed in pairs if out.requires_grad], n_pieces
             )

@@ -244,7 +244,7 @@ def _stage(
     if not planned.is_whole:
         freed_graphs.check_program(program.handle)
         overwritten.check(program)
-        return program.cut_for(planned.way), planned
+        return program.cut_for(planned.strategy), planned
     decision = reports.Decision(
         planned.why,
         planned.predicted,

@@ -69,8 +69,8 @@ class Stages(Store):
         n_chunks = max(map(len, self.grids.values()), default=1)
         if not self.is_forward and not saved.are_hooks_allowed():
             n_chunks = saved.NEVER
-        schedule = self.program.schedule(not self.is_forward, self.planned.way, n_chunks)
-        if schedule.head is not None and not self.planned.way.second_size:
+        schedule = self.program.schedule(not self.is_forward, self.planned.strategy, n_chunks)
+        if schedule.head is not None and not self.planned.strategy.second_size:
             self._cut_in_pieces(schedule.head)
         if not self.is_forward and n_chunks > 1:
             for axis in _counted_at_once(self.program):
@@ -86,7 +86,7 @@ class Stages(Store):
         found = [
             (start + first, start + last)
             for start, stop in self.grids[head.axis]
-            for first, last in grid(stop - start, self.planned.way.n_pieces)
+            for first, last in grid(stop - start, self.planned.strategy.n_pieces)
         ]
         self.pieces[head.stage, head.axis, head.segment] = found
         self.pieces[DATA, head.axis, 0] = found

@@ -9,7 +9,7 @@ from typing import Any
 
 from koila import _core
 from koila.staged.facts import Import, Node, Run, parts_in
-from koila.staged.schedule import Arguments, Cheap, Graph, Op, Schedule, Step, Way, head_of
+from koila.staged.schedule import Arguments, Cheap, Graph, Op, Schedule, Step, Strategy, head_of
 
 _OPS, _GRAPHS = tuple(Op), tuple(Graph)
 #: The prints of the programs that are kept have at most so many bytes together. A call has about
@@ -39,11 +39,11 @@ class Known:
         self.reads: dict[int, Any] = {}  # by body, of `running/prepared.py`
         self._schedules: dict[Arguments, Schedule] = {}
         #: Caches of `planning`, by all else that they depend on: plans (`seen.py`), descriptions of
-        #: runs (`explain.py`) and ways in a number of chunks (`planner.py`); the further bytes of
-        #: `left_graphs.py`.
+        #: runs (`explain.py`) and strategies in a number of chunks (`planner.py`); the further
+        #: bytes of `left_graphs.py`.
         self.plans: dict[tuple[Any, ...], Any] = {}
         self.described: dict[tuple[Any, ...], Any] = {}
-        self.ways_in: dict[tuple[int, ...], Way | None] = {}
+        self.strategies_in: dict[tuple[int, ...], Strategy | None] = {}
         self.further: dict[bool, float] = {}
         #: The axes over which the first stage runs on all rows at once, once `running/stages.py`
         #: has found out.

@@ -27,7 +27,7 @@ from koila.staged.facts import (
     is_data,
 )
 from koila.staged.known import FACTS, Known, known_of
-from koila.staged.schedule import AS_IT_IS, Op, Policy, Schedule, Way
+from koila.staged.schedule import AS_IT_IS, Op, Policy, Schedule, Strategy
 
 #: What the core tells of a program, and all that depends on how its bodies are cut into segments.
 _OF_CUTS = ("known", *FACTS, "unstageable", "cloned")
@@ -120,9 +120,10 @@ class Program:
         self.infos = Infos()
         #: A cached function of the number of a value.
         self.info = self.infos.__getitem__
-        #: A cache of `planning/ways.py`: the measures of this program, with and without backward.
+        #: A cache of `planning/strategies.py`: the measures of this program, with and without
+        #: backward.
         self.measured: dict[bool, Any] = {}
-        self._cut_before: dict[tuple[int, bool], Program] = {}  # by `Way.cuts`
+        self._cut_before: dict[tuple[int, bool], Program] = {}  # by `Strategy.cuts`
 
     def __getattr__(self, name: str) -> Any:
         """Ask the core what it tells of the program, when that is read first."""
@@ -276,29 +277,30 @@ class Program:
                 inner |= read
         return [value for value in self.wanted if value in wanted and value not in inner]
 
-    def cut_for(self, way: Way) -> Program:
-        """Return the program with its bodies cut into the segments of a way: it shares the stages.
+    def cut_for(self, strategy: Strategy) -> Program:
+        """Return the program with its bodies cut into the segments of a strategy: it shares the
+        stages.
 
         A program that contains derivatives is returned as it is: no cut may come between a value
         and the recorded call that computes a gradient of it.
         """
-        if way.cuts == self._cuts or self.is_derived:
+        if strategy.cuts == self._cuts or self.is_derived:
             return self
-        if way.cuts not in self._cut_before:
+        if strategy.cuts not in self._cut_before:
             cut = copy.copy(self)
-            cut.handle, axes = _core.cut_program(self.handle, *way.cuts)
+            cut.handle, axes = _core.cut_program(self.handle, *strategy.cuts)
             cut.n_cut = len(axes)
-            cut._cuts, cut._cloned, cut._cut_before = way.cuts, set(), {}
+            cut._cuts, cut._cloned, cut._cut_before = strategy.cuts, set(), {}
             for depends_on_cuts in _OF_CUTS:
                 cut.__dict__.pop(depends_on_cuts, None)
-            self._cut_before[way.cuts] = cut
-        return self._cut_before[way.cuts]
+            self._cut_before[strategy.cuts] = cut
+        return self._cut_before[strategy.cuts]
 
-    def n_calls(self, way: Way) -> int:
+    def n_calls(self, strategy: Strategy) -> int:
         """Return the calls made for each chunk; those of a head are made for each piece of it."""
-        if way.n_pieces == 1:
+        if strategy.n_pieces == 1:
             return self.n_nodes
-        return self.n_nodes + (way.n_pieces - 1) * len(self.last_segment.nodes)
+        return self.n_nodes + (strategy.n_pieces - 1) * len(self.last_segment.nodes)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -313,8 +315,8 @@ class Program:
 
     @functools.cached_property
     def boundary(self) -> list[int]:
-        """The values that bodies leave for others, in the order of `Way.policies`; the same however
-        the bodies are cut."""
+        """The values that bodies leave for others, in the order of `Strategy.policies`; the same
+        however the bodies are cut."""
         return self.left_by([run for run in self.runs if run.is_body])
 
     def policies(self, of_values: Mapping[int, Policy]) -> bytes:
@@ -329,18 +331,20 @@ class Program:
 
     def crossing(self, is_graph: bool) -> set[int]:
         """Return the activations that bodies leave for others and that need not stay in memory."""
-        offloading = Way(policies=self.all_as(Policy.OFFLOAD))
+        offloading = Strategy(policies=self.all_as(Policy.OFFLOAD))
         return self.schedule(is_graph, offloading).values_of(Op.STORE)
 
-    def schedule(self, is_graph: bool, way: Way = AS_IT_IS, n_chunks: int = 0) -> Schedule:
+    def schedule(
+        self, is_graph: bool, strategy: Strategy = AS_IT_IS, n_chunks: int = 0
+    ) -> Schedule:
         """Return the schedule of the program.
 
         Args:
             is_graph: the roots are differentiated.
-            way: how memory is saved beside chunks.
+            strategy: how memory is saved beside chunks.
             n_chunks: the number of chunks; 0: not known yet.
         """
-        return self.known.schedule(self.handle, way.as_tuple(is_graph, n_chunks=n_chunks))
+        return self.known.schedule(self.handle, strategy.as_tuple(is_graph, n_chunks=n_chunks))
 
     @staticmethod
     def left_by(runs: Sequence[Run]) -> list[int]:

@@ -57,7 +57,7 @@ class Policy(enum.IntEnum):
 Arguments = tuple[bool, bytes, int, int, bool, int]
 
 
-class Way(NamedTuple):
+class Strategy(NamedTuple):
     """What a step trades for memory, beside its number of chunks.
 
     Attributes:
@@ -98,9 +98,9 @@ class Way(NamedTuple):
         return self.n_segments, self.n_pieces > 1
 
 
-AS_IT_IS = Way()
+AS_IT_IS = Strategy()
 
-WITHOUT_CHECKPOINTS = Way(n_segments=0)
+WITHOUT_CHECKPOINTS = Strategy(n_segments=0)
 
 #: The number of the body that holds cheap calls on inputs alone, without gradients: masks, counts.
 DATA = 1

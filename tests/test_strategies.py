@@ -24,11 +24,11 @@ from allocations import Allocations
 from koila import _core
 from koila.basics.rows import largest
 from koila.memory import estimates, offload
-from koila.planning import fitting, planner, plans, ways
-from koila.planning.ways import Option, Ways
+from koila.planning import fitting, planner, plans, strategies
+from koila.planning.strategies import Option, Strategies
 from koila.staged import known
 from koila.staged.program import Program
-from koila.staged.schedule import Graph, Op, Policy, Schedule, Way
+from koila.staged.schedule import Graph, Op, Policy, Schedule, Strategy
 from limits import there
 from oracle import assert_close
 from policies import mixed
@@ -162,7 +162,7 @@ def test_one_row_does_not_fit(share: float) -> None:
         assert_close(seen[name], value, name)
     assert peak <= share * one_row + 64 * 2**10
     (ran,) = koila.report().programs
-    assert ran.n_chunks > 1 and "segments (a second forward of all but the last)" in ran.way
+    assert ran.n_chunks > 1 and "segments (a second forward of all but the last)" in ran.strategy
     assert ran.n_tries == 1, "it was planned"
 
 
@@ -177,7 +177,7 @@ def test_a_network_of_batch_normalizations(share: float) -> None:
     for name, value in wanted.items():
         assert_close(seen[name], value, name)
     (ran,) = koila.report().programs
-    assert ran.n_chunks > 1 and "activations between parts" in ran.way
+    assert ran.n_chunks > 1 and "activations between parts" in ran.strategy
     assert ran.bytes_predicted is not None and ran.bytes_predicted <= share * peak
 
 
@@ -203,7 +203,7 @@ def test_scores_that_are_most_of_it(share: float) -> None:
         assert_close(seen[name], value, name)
     (ran,) = koila.report().programs
     assert ran.n_chunks == 1 and ran.n_tries == 1
-    assert "the last layers in" in ran.way and not ran.why
+    assert "the last layers in" in ran.strategy and not ran.why
     assert got <= gradients + share * (peak - gradients)
     (of_labels, *of_body) = [stage.passes for stage in ran.stages if stage.n_rows is not None]
     assert of_labels == "1 forward" and of_body == ["1 forward, 1 backward"] * 2
@@ -216,7 +216,7 @@ def test_what_fits_runs_as_it_is() -> None:
     needed = needs(made, 1)
     step(made, int(there() + 2 * needed))
     (ran,) = koila.report().programs
-    assert ran.n_chunks > 1 and not ran.way
+    assert ran.n_chunks > 1 and not ran.strategy
 
 
 def deep() -> tuple[nn.Module, Tensor, Tensor, Loss]:
@@ -233,7 +233,7 @@ def test_no_pieces_of_half_a_model(n_rows: int) -> None:
     made = deep()
     step(made, int(there() + n_rows * needs(made, 1)))
     (ran,) = koila.report().programs
-    assert ran.n_chunks > 1 and not ran.way
+    assert ran.n_chunks > 1 and not ran.strategy
 
 
 def test_explain_tells() -> None:
@@ -253,7 +253,7 @@ def test_explain_tells() -> None:
 def forget() -> None:
     """Forget what was planned before."""
     known._known.clear()
-    for seen in (ways._seen, fitting._last_ways, planner._least_limits):
+    for seen in (strategies._seen, fitting._last_strategies, planner._least_limits):
         seen.clear()
 
 
@@ -326,11 +326,11 @@ def test_the_cheapest_way_is_found_without_measuring_all(
     lazy = koila.lazy(x, y)
     loss = loss_of(model(lazy[0]), lazy[1])
 
-    def options(some: Ways, which: Iterable[Way]) -> list[Option]:
+    def options(some: Strategies, which: Iterable[Strategy]) -> list[Option]:
         return [some.option(way) for way in which if some.is_there(way)]
 
     program = Program([loss])
-    every = Ways(program, True)
+    every = Strategies(program, True)
     of_rows, along = options(every, every.all()), options(every, every.along())
     least = min(one.least for one in of_rows)
     for i in range(10):
@@ -339,12 +339,12 @@ def test_the_cheapest_way_is_found_without_measuring_all(
         prices = [[every.cost(one, one.rows(allowed)) for one in some] for some in fits]
         forget()
         again = Program([loss])
-        some = Ways(again, True)
+        some = Strategies(again, True)
         found = some.cheapest(some.all(), allowed) or some.cheapest(some.along(allowed), allowed)
         price = None if found is None else some.cost(*found)
         assert price == min(prices[0] or prices[1], default=None)
     forget()
-    assert Ways(Program([loss]), True).least().least == least
+    assert Strategies(Program([loss]), True).least().least == least
     _core.forget()
 
 
@@ -384,7 +384,7 @@ def test_mixed_policies(
         way = mixed(seed)(program)
         schedule = program.schedule(True, way)
         assert schedule.values_of(Op.REMAKE) and schedule.values_of(Op.STORE)
-        return dataclasses.replace(plan(program, *args), n_chunks=chunks, way=way)
+        return dataclasses.replace(plan(program, *args), n_chunks=chunks, strategy=way)
 
     monkeypatch.setattr(planner, "plan", changed)
     got, _ = step(made, int(there() + 2**30))
@@ -397,7 +397,7 @@ def test_one_narrow_place_frees_nothing_else(
     is_offloading: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One large value is freed, and no more than is missing beside it; all others stay."""
-    monkeypatch.setattr(ways, "can_offload", lambda program: is_offloading)
+    monkeypatch.setattr(strategies, "can_offload", lambda program: is_offloading)
     torch.manual_seed(0)
     made = narrow()
     wanted, _ = step(made, None)
@@ -407,20 +407,20 @@ def test_one_narrow_place_frees_nothing_else(
         lazy = koila.lazy(x, y)
         loss = loss_of(copy.deepcopy(model)(lazy[0]), lazy[1])
     program = Program([loss])
-    allowed = 0.85 * Ways(program, True).option(Way()).least
+    allowed = 0.85 * Strategies(program, True).option(Strategy()).least
     limit = int(there() + allowed)
     with koila.config(memory_limit=limit):
         planned = planner.plan(program, True)
-        schedule = program.schedule(True, planned.way)
+        schedule = program.schedule(True, planned.strategy)
     freed = schedule.values_of(Op.REMAKE, Op.STORE)
     assert sum(program.bytes_of(value) == 8 * 320 * len(x) for value in freed) == 1
     # Without any of them it does not fit, and all others stay.
     rows = largest(len(x), planned.n_chunks, planned.unit)
     for value in freed:
-        others = bytearray(planned.way.policies)
+        others = bytearray(planned.strategy.policies)
         others[program.boundary.index(value)] = Policy.KEEP
-        estimate = estimates.estimate(program, True, Way(policies=bytes(others)))
-        assert estimate.peak(rows)[0] > ways.CHUNK_SHARE * allowed
+        estimate = estimates.estimate(program, True, Strategy(policies=bytes(others)))
+        assert estimate.peak(rows)[0] > strategies.CHUNK_SHARE * allowed
 
     def n_graphs(schedule: Schedule) -> int:
         return sum(step.graph == Graph.RETAIN and step.op == Op.RUN for step in schedule.steps)
@@ -475,9 +475,9 @@ def test_an_accelerator_recomputes_before_it_offloads() -> None:
         loss = loss_of(model(lazy[0]), lazy[1])
         program = Program([loss])
         program.devices = {torch.device(device)}
-        some, crossing, found = Ways(program, True), program.crossing(True), []
+        some, crossing, found = Strategies(program, True), program.crossing(True), []
         for policy in (Policy.REMAKE, Policy.OFFLOAD):
-            way = Way(policies=program.policies(dict.fromkeys(crossing, policy)))
+            way = Strategy(policies=program.policies(dict.fromkeys(crossing, policy)))
             found.append(some.cost(some.option(way), 4))
         _core.forget()
         return found[0], found[1]

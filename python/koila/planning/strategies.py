@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ways to schedule a step, each with the bytes it needs and the time it takes."""
+"""The strategies to schedule a step, each with the bytes it needs and the time it takes."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from koila.planning.missing import Missing
 from koila.planning.policies import Families, Policies
 from koila.staged import hooks
 from koila.staged.program import Program
-from koila.staged.schedule import AS_IT_IS, WITHOUT_CHECKPOINTS, Op, Policy, Way
+from koila.staged.schedule import AS_IT_IS, WITHOUT_CHECKPOINTS, Op, Policy, Strategy
 
 # The share of the allowed memory to plan with: predictions do not know how allocators round, nor
 # the buffers inside kernels.
 CHUNK_SHARE = 0.9
-# The values of the fields of a Way that are tried: n_pieces of rows, n_pieces of a second axis,
-# n_segments.
+# The values of the fields of a Strategy that are tried: n_pieces of rows, n_pieces of a second
+# axis, n_segments.
 _PIECES = 2, 4, 8, 16, 32
 _PIECES_ALONG = 2, 4, 8, 16, 32, 64
 SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
-#: The numbers of chunks for which a way is made that frees just what is missing then, and how many
-#: of these ways are measured.
+#: The numbers of chunks for which a strategy is made that frees just what is missing then, and how
+#: many of these strategies are measured.
 _CHUNKS = 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256
 _N_MEASURED = 3
-DEAR = 1.1  # with a higher cost, other ways are looked for
+DEAR = 1.1  # with a higher cost, other strategies are looked for
 # The fixed time of a call on a chunk, forward and backward, expressed as the bytes of results that
 # calls compute in that time. Measured on a CPU; an accelerator computes a hundred times as many.
 # With four times as much, networks of batch normalizations took up to 23 % longer under limits, and
@@ -45,9 +45,10 @@ _GIVEN = 1 / 8
 
 
 class Option(NamedTuple):
-    """A way to run a program, with its predicted memory and its number of calls a chunk."""
+    """A strategy for running a program, with its predicted memory and its number of calls a
+    chunk."""
 
-    way: Way
+    strategy: Strategy
     estimate: estimates.Estimate
     n_calls: int
 
@@ -67,7 +68,7 @@ class Option(NamedTuple):
 
 
 class Fitting(NamedTuple):
-    """A way that fits, with the most rows that its chunks may have."""
+    """A strategy that fits, with the most rows that its chunks may have."""
 
     option: Option
     rows: int
@@ -79,25 +80,26 @@ def can_offload(program: Program) -> bool:
     return all(map(offload.is_worth_it, devices_of(program)))
 
 
-_IN_PIECES = tuple(Way(n_pieces=n_pieces) for n_pieces in _PIECES)
+_IN_PIECES = tuple(Strategy(n_pieces=n_pieces) for n_pieces in _PIECES)
 
 
 @dataclasses.dataclass
 class _Known:
-    """Results of measuring and cutting a program for its ways, kept to be found once."""
+    """Results of measuring and cutting a program for its strategies, kept to be found once."""
 
-    options: dict[Way, Option]
-    #: By `Way.cuts`: the segments of all bodies; 0: the program cannot run so.
+    options: dict[Strategy, Option]
+    #: By `Strategy.cuts`: the segments of all bodies; 0: the program cannot run so.
     n_cut: dict[tuple[int, bool], int] = dataclasses.field(default_factory=dict)
-    #: By way: the values that bodies leave for others and that it offloads, frees or recomputes.
-    freed: dict[Way, frozenset[int]] = dataclasses.field(default_factory=dict)
+    #: By strategy: the values that bodies leave for others and that it offloads, frees or
+    #: recomputes.
+    freed: dict[Strategy, frozenset[int]] = dataclasses.field(default_factory=dict)
     #: By whether the script's checkpoints are ignored: the policies that are tried, and by policies
     #: the time that they add.
     families: dict[bool, Families] = dataclasses.field(default_factory=dict)
     prices: dict[tuple[bool, bytes], float] = dataclasses.field(default_factory=dict)
     #: By storage: the bytes of the activations that bodies keep for backward; None: not found yet.
     left: dict[int, int] | None = None
-    along: list[Way] | None = None  # the ways along a second axis; None: not found yet
+    along: list[Strategy] | None = None  # the strategies along a second axis; None: not found yet
 
 
 #: The programs of the last steps. The key has a program's sizes, and the bytes at each moment of
@@ -125,11 +127,12 @@ def _known_of(program: Program, is_graph: bool) -> _Known:
     return known
 
 
-class Ways:
-    """The ways to run a program.
+class Strategies:
+    """The strategies to run a program.
 
-    A way is measured once, and not at all if the measure of another rules it out: it cannot fit in
-    more rows than a way that saves more memory, and cannot cost less than it would in these rows.
+    A strategy is measured once, and not at all if the measure of another rules it out: it cannot
+    fit in more rows than a strategy that saves more memory, and cannot cost less than it would in
+    these rows.
     """
 
     def __init__(self, program: Program, is_graph: bool) -> None:
@@ -138,64 +141,67 @@ class Ways:
         self._is_back = is_graph and bool(program.roots)
         self._can_offload = can_offload(program)
 
-    def option(self, way: Way) -> Option:
-        """Return a way with what it needs."""
+    def option(self, strategy: Strategy) -> Option:
+        """Return a strategy with what it needs."""
         options = self._known.options
-        if way not in options:
-            cut = self._program.cut_for(way)
+        if strategy not in options:
+            cut = self._program.cut_for(strategy)
             whole = options[AS_IT_IS].estimate.whole
-            estimate = estimates.estimate(cut, self._is_graph, way, whole=whole)
-            options[way] = Option(way, estimate, cut.n_calls(way))
-        return options[way]
+            estimate = estimates.estimate(cut, self._is_graph, strategy, whole=whole)
+            options[strategy] = Option(strategy, estimate, cut.n_calls(strategy))
+        return options[strategy]
 
     def cost(self, option: Option, rows: int) -> float:
-        """Estimate the time of a step that is run in a way, to choose among ways.
+        """Estimate the time of a step that is run in a strategy, to choose among strategies.
 
         Args:
-            option: the way.
+            option: the strategy.
             rows: the rows of a chunk.
 
         Returns:
             The time as a multiple of that of the calls alone, each made once.
         """
-        return self._price(option.way, option.n_calls, -(-option.estimate.rows // rows))
+        return self._price(option.strategy, option.n_calls, -(-option.estimate.rows // rows))
 
-    def _price(self, way: Way, n_calls: int, n_chunks: int) -> float:
-        """Return the cost of a way with so many calls a chunk and chunks."""
+    def _price(self, strategy: Strategy, n_calls: int, n_chunks: int) -> float:
+        """Return the cost of a strategy with so many calls a chunk and chunks."""
         amounts = self._program.amounts
         is_cpu = all(device.type == "cpu" for device in self._program.devices)
         of_chunk = n_calls * (_CALL if is_cpu else _CALL_ON_ACCELERATOR) + _GIVEN * amounts.given
-        is_again = way.n_segments > 1 or (way.n_segments == 1 and self._program.has_checkpoints)
-        more = _AGAIN * is_again + self._price_of_policies(way)
+        is_again = strategy.n_segments > 1 or (
+            strategy.n_segments == 1 and self._program.has_checkpoints
+        )
+        more = _AGAIN * is_again + self._price_of_policies(strategy)
         return (1 + more) * (1 + n_chunks * of_chunk / max(1, amounts.made))
 
-    def _price_of_policies(self, way: Way) -> float:
-        key = way.n_segments == 0, way.policies
+    def _price_of_policies(self, strategy: Strategy) -> float:
+        key = strategy.n_segments == 0, strategy.policies
         if key not in self._known.prices:
-            self._known.prices[key] = self._policies(way).price(way.policies)
+            self._known.prices[key] = self._policies(strategy).price(strategy.policies)
         return self._known.prices[key]
 
-    def _policies(self, way: Way) -> Policies:
-        """Return the policies for bodies that are cut as for a way with one segment, or none."""
-        base = Way(min(1, way.n_segments))
+    def _policies(self, strategy: Strategy) -> Policies:
+        """Return the policies for bodies that are cut as for a strategy with one segment, or
+        none."""
+        base = Strategy(min(1, strategy.n_segments))
         return Policies(self._program.cut_for(base), self._is_back, base)
 
-    def _families(self, base: Way = AS_IT_IS) -> Families:
+    def _families(self, base: Strategy = AS_IT_IS) -> Families:
         known, is_uncut = self._known.families, base.n_segments == 0
         if is_uncut not in known:
             known[is_uncut] = self._policies(base).families()
         return known[is_uncut]
 
-    def offloading(self) -> Way:
-        """Return the way that offloads all that bodies leave for each other; as it is, if nothing
-        can be offloaded."""
+    def offloading(self) -> Strategy:
+        """Return the strategy that offloads all that bodies leave for each other; as it is, if
+        nothing can be offloaded."""
         policies = self._families().offloading if self._can_offload else []
-        return Way(policies=policies[-1]) if policies else AS_IT_IS
+        return Strategy(policies=policies[-1]) if policies else AS_IT_IS
 
-    # The ways that there may be; `is_there` tells whether one is of use for the program.
+    # The strategies that there may be; `is_there` tells whether one is of use for the program.
 
-    def all(self) -> Iterator[Way]:
-        """Yield the ways that need no second axis; all give the same numbers."""
+    def all(self) -> Iterator[Strategy]:
+        """Yield the strategies that need no second axis; all give the same numbers."""
         yield AS_IT_IS
         if not self._is_back:
             yield self.offloading()
@@ -203,26 +209,26 @@ class Ways:
         yield from self.recomputing()
         offloading = self.offloading()
         some = self._families().offloading if offloading != AS_IT_IS else []
-        yield from (Way(policies=policies) for policies in some)
+        yield from (Strategy(policies=policies) for policies in some)
         yield from _IN_PIECES
         for n_segments in SEGMENTS:
-            yield from (Way(n_segments), offloading._replace(n_segments=n_segments))
+            yield from (Strategy(n_segments), offloading._replace(n_segments=n_segments))
         if self._program.has_checkpoints:
             yield from self.recomputing(WITHOUT_CHECKPOINTS)
 
-    def recomputing(self, base: Way = AS_IT_IS) -> Iterator[Way]:
-        """Yield the ways that free activations which cheap calls can recompute, then those that
-        keep a part of the activations between bodies and recompute the others."""
+    def recomputing(self, base: Strategy = AS_IT_IS) -> Iterator[Strategy]:
+        """Yield the strategies that free activations which cheap calls can recompute, then those
+        that keep a part of the activations between bodies and recompute the others."""
         emptying, remaking, _ = self._families(base)
         yield from (base._replace(policies=policies) for policies in (*emptying, *remaking))
 
-    def larger_chunks(self) -> tuple[Way, ...]:
-        """Return the ways that fit more rows, for a program that fits in chunks as it is."""
+    def larger_chunks(self) -> tuple[Strategy, ...]:
+        """Return the strategies that fit more rows, for a program that fits in chunks as it is."""
         return _IN_PIECES if self._is_back else ()
 
-    def along(self, allowed: float = math.inf) -> list[Way]:
-        """Return the ways that run the head in parts of a second axis, and the calls before it in
-        segments; none if they certainly take more than `allowed` bytes."""
+    def along(self, allowed: float = math.inf) -> list[Strategy]:
+        """Return the strategies that run the head in parts of a second axis, and the calls before
+        it in segments; none if they certainly take more than `allowed` bytes."""
         known, program = self._known, self._program
         if self._holds(AS_IT_IS) > allowed:
             return []
@@ -232,64 +238,64 @@ class Ways:
             n_before = self._n_cut(AS_IT_IS)
             is_able = self._is_back and program.is_tail_linear
             for n_segments in (1, *SEGMENTS) if is_able else ():
-                way = Way(n_segments, n_pieces=_PIECES[0])
-                if self._n_cut(way) <= n_before:
+                strategy = Strategy(n_segments, n_pieces=_PIECES[0])
+                if self._n_cut(strategy) <= n_before:
                     continue
-                n_before, cut = self._n_cut(way), program.cut_for(way)
+                n_before, cut = self._n_cut(strategy), program.cut_for(strategy)
                 head = tuple(cut.last_segment.nodes)
                 if head not in by_head:
                     by_head[head] = second_axis.find(cut, cut.last_segment)
                 found = by_head[head]
                 for n_pieces in _PIECES_ALONG:
                     if found is not None and found.is_in(n_pieces):
-                        pieces = way._replace(n_pieces=n_pieces)
+                        pieces = strategy._replace(n_pieces=n_pieces)
                         known.along.append(
                             pieces._replace(second_size=found.n, second_dim=found.dim)
                         )
         return known.along
 
-    def _n_cut(self, way: Way) -> int:
-        """Return a way's entry in `_Known.n_cut`."""
+    def _n_cut(self, strategy: Strategy) -> int:
+        """Return a strategy's entry in `_Known.n_cut`."""
         known = self._known.n_cut
-        if way.cuts not in known:
-            cut = self._program.cut_for(way)
+        if strategy.cuts not in known:
+            cut = self._program.cut_for(strategy)
             # In one that is not stageable, a segment would write what another made.
-            known[way.cuts] = cut.n_cut if cut.unstageable is None else 0
-        return known[way.cuts]
+            known[strategy.cuts] = cut.n_cut if cut.unstageable is None else 0
+        return known[strategy.cuts]
 
-    def _freed(self, way: Way) -> frozenset[int]:
-        """Return a way's entry in `_Known.freed`."""
+    def _freed(self, strategy: Strategy) -> frozenset[int]:
+        """Return a strategy's entry in `_Known.freed`."""
         known = self._known.freed
-        if way not in known and not self._n_cut(way):
-            known[way] = frozenset()
-        if way not in known:
-            schedule = self._program.cut_for(way).schedule(self._is_back, way)
-            known[way] = frozenset(
+        if strategy not in known and not self._n_cut(strategy):
+            known[strategy] = frozenset()
+        if strategy not in known:
+            schedule = self._program.cut_for(strategy).schedule(self._is_back, strategy)
+            known[strategy] = frozenset(
                 schedule.values_of(Op.STORE, Op.REMAKE) | schedule.cheap_values.keys()
             )
-        return known[way]
+        return known[strategy]
 
-    def is_there(self, way: Way) -> bool:
-        """Tell whether a way does something that no way before it in its list does."""
-        if way.second_size or way == AS_IT_IS:
+    def is_there(self, strategy: Strategy) -> bool:
+        """Tell whether a strategy does something that no strategy before it in its list does."""
+        if strategy.second_size or strategy == AS_IT_IS:
             return True
-        if way.n_pieces > 1:
-            return self._n_cut(way) > self._n_cut(AS_IT_IS)
-        if way.n_segments <= 1:
-            return self._n_cut(way) > 0
-        shorter = max(n for n in (1, *SEGMENTS) if n < way.n_segments)
-        return self._n_cut(way) > self._n_cut(Way(shorter))
+        if strategy.n_pieces > 1:
+            return self._n_cut(strategy) > self._n_cut(AS_IT_IS)
+        if strategy.n_segments <= 1:
+            return self._n_cut(strategy) > 0
+        shorter = max(n for n in (1, *SEGMENTS) if n < strategy.n_segments)
+        return self._n_cut(strategy) > self._n_cut(Strategy(shorter))
 
-    # Bounds of a way's bytes and cost, found without measuring it.
+    # Bounds of a strategy's bytes and cost, found without measuring it.
 
-    def _saving_more(self, way: Way) -> Way | None:
-        """Return a way that needs no more bytes in chunks of any size; None: none is known."""
-        if way.n_pieces > 1:
-            some = self.along() if way.second_size else _IN_PIECES
-            alike = (one for one in some if one.n_segments == way.n_segments)
+    def _saving_more(self, strategy: Strategy) -> Strategy | None:
+        """Return a strategy that needs no more bytes in chunks of any size; None: none is known."""
+        if strategy.n_pieces > 1:
+            some = self.along() if strategy.second_size else _IN_PIECES
+            alike = (one for one in some if one.n_segments == strategy.n_segments)
             return max(alike, key=lambda one: one.n_pieces)
         offloading = self.offloading()
-        is_same = way.n_segments <= 1 and way.policies != offloading.policies
+        is_same = strategy.n_segments <= 1 and strategy.policies != offloading.policies
         return offloading if is_same and offloading != AS_IT_IS else None
 
     def _left(self) -> dict[int, int]:
@@ -298,7 +304,9 @@ class Ways:
             by_storage: dict[int, int] = {}
             self._known.left = by_storage
             stored = self._program.crossing(True) if self._is_back else set()
-            offloading = Way(policies=self._program.policies(dict.fromkeys(stored, Policy.OFFLOAD)))
+            offloading = Strategy(
+                policies=self._program.policies(dict.fromkeys(stored, Policy.OFFLOAD))
+            )
             schedule = self._program.schedule(True, offloading)
             for step in schedule.steps[: schedule.n_forward] if stored else ():
                 stored -= set(step.values) if step.op == Op.FREE else set()
@@ -307,88 +315,94 @@ class Ways:
                 by_storage[storage] = max(n_bytes, by_storage.get(storage, 0))
         return self._known.left
 
-    def _holds(self, way: Way) -> int:
+    def _holds(self, strategy: Strategy) -> int:
         """Return bytes that a step certainly holds between its forward and its backward pass: what
-        bodies leave for backward, but for what the way frees, recomputes or offloads."""
+        bodies leave for backward, but for what the strategy frees, recomputes or offloads."""
         left = self._left()
         if not left:
             return 0
-        base = way._replace(
-            n_segments=min(1, way.n_segments), n_pieces=1, second_size=0, second_dim=0
+        base = strategy._replace(
+            n_segments=min(1, strategy.n_segments), n_pieces=1, second_size=0, second_dim=0
         )
         freed = self._freed(base) if base != AS_IT_IS else ()
         return sum(left.values()) - sum(left.get(self._program.info(v).storage, 0) for v in freed)
 
-    def _most_rows(self, way: Way, allowed: float) -> int:
-        """Return rows that the chunks of a way that differs in its policies cannot exceed: it saves
-        no more, at any moment, than the values that it frees."""
-        base = self.option(Way(way.n_segments)).estimate
-        freed = {self._program.info(value).storage for value in self._freed(way)}
+    def _most_rows(self, strategy: Strategy, allowed: float) -> int:
+        """Return rows that the chunks of a strategy that differs in its policies cannot exceed: it
+        saves no more, at any moment, than the values that it frees."""
+        base = self.option(Strategy(strategy.n_segments)).estimate
+        freed = {self._program.info(value).storage for value in self._freed(strategy)}
         n_bytes = sum(self._left().get(storage, 0) for storage in freed)
         return base.largest_chunk(CHUNK_SHARE * allowed + n_bytes)
 
-    def _n_calls(self, way: Way) -> int:
-        option = self._known.options.get(way)
-        return self._program.cut_for(way).n_calls(way) if option is None else option.n_calls
+    def _n_calls(self, strategy: Strategy) -> int:
+        option = self._known.options.get(strategy)
+        return (
+            self._program.cut_for(strategy).n_calls(strategy) if option is None else option.n_calls
+        )
 
-    def _least_price(self, way: Way) -> float:
-        """Return a cost that no way like this is below."""
-        return self._price(way, self._program.n_nodes, 1)
+    def _least_price(self, strategy: Strategy) -> float:
+        """Return a cost that no strategy like this is below."""
+        return self._price(strategy, self._program.n_nodes, 1)
 
     # The search.
 
-    def _fitting(self, way: Way, allowed: float, price: float) -> Fitting | None:
-        """Return a way with the rows in which it fits; None if it does not, or is not cheaper than
-        `price`."""
-        if self._holds(way) > CHUNK_SHARE * allowed or not self.is_there(way):
+    def _fitting(self, strategy: Strategy, allowed: float, price: float) -> Fitting | None:
+        """Return a strategy with the rows in which it fits; None if it does not, or is not cheaper
+        than `price`."""
+        if self._holds(strategy) > CHUNK_SHARE * allowed or not self.is_there(strategy):
             return None
-        if way.n_pieces == 1 and way.n_segments <= 1:
-            most_rows = self._most_rows(way, allowed)
+        if strategy.n_pieces == 1 and strategy.n_segments <= 1:
+            most_rows = self._most_rows(strategy, allowed)
             if most_rows == 0:
                 return None
             n_chunks = -(-self.option(AS_IT_IS).estimate.rows // most_rows)
-            if self._price(way, self._n_calls(way), n_chunks) >= price:
+            if self._price(strategy, self._n_calls(strategy), n_chunks) >= price:
                 return None
-        more = self._saving_more(way)
-        if more is not None and more != way:
+        more = self._saving_more(strategy)
+        if more is not None and more != strategy:
             most = self._fitting(more, allowed, math.inf)
             if most is None:
                 return None
             n_chunks = -(-most.option.estimate.rows // most.rows)
-            if self._price(way, self._n_calls(way), n_chunks) >= price:
+            if self._price(strategy, self._n_calls(strategy), n_chunks) >= price:
                 return None
-        option = self.option(way)
+        option = self.option(strategy)
         rows = option.rows(allowed)
         is_cheaper = rows > 0 and self.cost(option, rows) < price
         return Fitting(option, rows) if is_cheaper else None
 
     def cheapest(
-        self, some: Iterable[Way], allowed: float, found: Fitting | None = None
+        self, some: Iterable[Strategy], allowed: float, found: Fitting | None = None
     ) -> Fitting | None:
-        """Return the cheapest of some ways that fits; `found` if none is cheaper than that."""
+        """Return the cheapest of some strategies that fits; `found` if none is cheaper than
+        that."""
         price = math.inf if found is None else self.cost(*found)
-        for way in sorted(some, key=self._least_price):
-            if self._least_price(way) >= price:
+        for strategy in sorted(some, key=self._least_price):
+            if self._least_price(strategy) >= price:
                 break
-            cheaper = self._fitting(way, allowed, price)
+            cheaper = self._fitting(strategy, allowed, price)
             if cheaper is not None:
                 found, price = cheaper, self.cost(*cheaper)
         return found
 
     def enough(self, allowed: float, found: Fitting | None = None) -> Fitting | None:
-        """Return a way that frees only as many boundary values as the memory that is missing needs;
-        `found` if none was found that fits and is cheaper."""
+        """Return a strategy that frees only as many boundary values as the memory that is missing
+        needs; `found` if none was found that fits and is cheaper."""
         bases = (AS_IT_IS, WITHOUT_CHECKPOINTS)[: 1 + self._program.has_checkpoints]
         for base in bases if self._is_back else ():
             found = self._enough(base, allowed, found)
         return found
 
-    def _enough(self, base: Way, allowed: float, found: Fitting | None) -> Fitting | None:
-        """Return a way with the cuts of `base` that fits and is cheaper than `found`; else that."""
+    def _enough(self, base: Strategy, allowed: float, found: Fitting | None) -> Fitting | None:
+        """Return a strategy with the cuts of `base` that fits and is cheaper than `found`; else
+        that."""
         estimate = self.option(base).estimate
         missing = Missing(self._program.cut_for(base), self._policies(base), self._can_offload)
         budgets = dict.fromkeys((n for n in _CHUNKS if n <= estimate.rows), CHUNK_SHARE * allowed)
-        chosen: dict[int, tuple[float, Way, float]] = {}  # by chunks: price, way, spare bytes
+        chosen: dict[
+            int, tuple[float, Strategy, float]
+        ] = {}  # by chunks: price, strategy, spare bytes
         hopeless: set[int] = set()  # numbers of chunks in which it fits with no policies
         for _ in range(_N_MEASURED if missing.options else 0):
             most = math.inf if found is None else self.cost(*found)
@@ -403,17 +417,17 @@ class Ways:
                 if made is None:
                     hopeless.add(n_chunks)
                     continue
-                way = base._replace(policies=made.policies)
-                price = self._price(way, self._program.n_nodes, n_chunks)
-                chosen[n_chunks] = price, way, made.spare
+                strategy = base._replace(policies=made.policies)
+                price = self._price(strategy, self._program.n_nodes, n_chunks)
+                chosen[n_chunks] = price, strategy, made.spare
                 best = min(best, price)
             if not chosen:
                 break
             n_chunks = min(chosen, key=chosen.__getitem__)
-            price, way, spare = chosen.pop(n_chunks)
+            price, strategy, spare = chosen.pop(n_chunks)
             if price >= most:
                 break
-            option, rows = self.option(way), -(-estimate.rows // n_chunks)
+            option, rows = self.option(strategy), -(-estimate.rows // n_chunks)
             fits = option.rows(allowed)
             if fits > 0 and (found is None or self.cost(option, fits) < self.cost(*found)):
                 found = Fitting(option, fits)
@@ -424,44 +438,44 @@ class Ways:
         return found
 
     def least(self) -> Option:
-        """Return the way that needs the fewest bytes of those that were measured, after measuring
-        those that may need the fewest."""
+        """Return the strategy that needs the fewest bytes of those that were measured, after
+        measuring those that may need the fewest."""
         offloading = self.offloading()
         least = min(self.option(AS_IT_IS).least, self.option(offloading).least)
         if self._is_back:
             some = [_IN_PIECES[-1]]
             for base in (AS_IT_IS, WITHOUT_CHECKPOINTS)[: 1 + self._program.has_checkpoints]:
                 some += self.recomputing(base) if offloading == AS_IT_IS else ()
-            for way in some:
-                if self._holds(way) < least and self.is_there(way):
-                    least = min(least, self.option(way).least)
+            for strategy in some:
+                if self._holds(strategy) < least and self.is_there(strategy):
+                    least = min(least, self.option(strategy).least)
             if self._holds(offloading) < least:
                 self._measure_segments(offloading)
         measured = [
             one
-            for way, one in self._known.options.items()
-            if way == AS_IT_IS or self._n_cut(way) > 0
+            for strategy, one in self._known.options.items()
+            if strategy == AS_IT_IS or self._n_cut(strategy) > 0
         ]
-        return min(measured, key=lambda one: (one.least, self._least_price(one.way)))
+        return min(measured, key=lambda one: (one.least, self._least_price(one.strategy)))
 
-    def _measure_segments(self, base: Way) -> None:
+    def _measure_segments(self, base: Strategy) -> None:
         """Measure the numbers of segments around the one that needs the fewest bytes. With more
         segments, bytes first fall and then grow: so the numbers are doubled until bytes do not
         fall, and then those between the neighbors of the best one are measured."""
         best, n_cut, falling, stop = self.option(base).least, self._n_cut(base), [1], SEGMENTS[-1]
         for n in (n for n in SEGMENTS if n.bit_count() == 1):
-            way = base._replace(n_segments=n)
-            if self._n_cut(way) > n_cut:
-                n_cut = self._n_cut(way)
-                if self.option(way).least >= best:
+            strategy = base._replace(n_segments=n)
+            if self._n_cut(strategy) > n_cut:
+                n_cut = self._n_cut(strategy)
+                if self.option(strategy).least >= best:
                     stop = n
                     break
-                best = self.option(way).least
+                best = self.option(strategy).least
                 falling.append(n)
         for n in SEGMENTS:
-            way = base._replace(n_segments=n)
-            if falling[-2:][0] < n < stop and self.is_there(way):
-                self.option(way)
+            strategy = base._replace(n_segments=n)
+            if falling[-2:][0] < n < stop and self.is_there(strategy):
+                self.option(strategy)
 
 
 def devices_of(program: Program) -> list[torch.device]:
