@@ -19,6 +19,7 @@ import torch
 
 import koila
 from koila import _core
+from koila.recording import backwards
 from koila.running import replay
 from koila.staged.facts import ONCE, Node
 from koila.staged.program import Program
@@ -107,6 +108,7 @@ class Watched:
                 (replay, "_stage", self._stage),
                 (replay, "attempt", self._attempt),
                 (_core, "live", self._live),
+                (backwards, "_run_whole", self._run_whole),
                 (_core, "input", self._input),
             ):
                 changed = self._around(getattr(owner, name), watch)
@@ -200,6 +202,11 @@ class Watched:
         if func in BACKWARD:
             self.whole.add("a backward")
         return original(func, *args)
+
+    @unseen
+    def _run_whole(self, original: Any, *args: Any) -> Any:
+        self.whole.add("a backward")
+        return original(*args)
 
 
 def is_barrier(program: Program, node: Node) -> bool:

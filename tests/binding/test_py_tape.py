@@ -256,9 +256,9 @@ def test_what_dies_with_a_tape_may_record() -> None:
 
 def test_two_threads_attach_a_lazy_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """While one thread enters it as a leaf, Python code runs, and so may another thread."""
-    memory = torch.zeros(3)
-    shared = memory.data  # while such a tensor lives, each new leaf is noted, in Python
-    lazy, made = koila.lazy(batch()), list[Any]()
+    memory = batch()
+    shared = memory.data  # a leaf whose memory is shared is noted, in Python
+    lazy, made = koila.lazy(memory), list[Any]()
     is_shared = aliases.is_shared
 
     def look(tensor: torch.Tensor) -> bool:
