@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,10 @@ from torch.testing import assert_close
 
 import koila
 from allocations import Allocations
-from koila.memory import budget, storages
+from collector import collector_off
+from koila.memory import budget, estimates, storages
 from koila.planning import unsplit
+from koila.staged.program import Program
 from limits import there
 
 SORTED, UNSORTED, EVEN = [9, 8, 8, 5, 3, 3, 1], [3, 9, 1, 5, 8, 8, 3], [6] * 7
@@ -339,3 +342,19 @@ def test_what_dropout_between_layers_takes(
     with koila.config(memory_limit=there() + taken * 3 // 4), refused:
         net(pack_padded_sequence(koila.lazy(x), lengths, True, enforce_sorted=False))
     assert 0.95 <= said[0] / taken <= 1.05
+
+
+def test_an_estimate_does_not_keep_its_program() -> None:
+    """The program keeps its estimates: of rows of many lengths they are made when they are asked
+    for. A cycle would hold a step's tensors until the collector runs."""
+    layer = nn.LSTM(5, 3, batch_first=True)
+    with koila.config(chunks=2):
+        x = koila.lazy(torch.ones(6, 4, 5), batch=0)
+        packed = pack_padded_sequence(x, [4, 4, 3, 2, 2, 1], batch_first=True)
+        loss = layer(packed)[0].data.sum()
+        program = Program([loss])
+        estimate, alive = estimates.estimate(program, True), weakref.ref(program)
+    assert estimate.again is not None
+    with collector_off():
+        del program
+        assert alive() is None

@@ -58,7 +58,7 @@ class Forced:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", range(0, fewer(60, 6), 6))
+@pytest.mark.parametrize("first", range(0, fewer(18, 6), 6))
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_scripts(name: str, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     forced, n_run = Forced(monkeypatch), 0

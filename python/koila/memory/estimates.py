@@ -133,8 +133,10 @@ def estimate(
     states = _STATE * program.is_drawing, draws.bytes_kept()
     policy = strategy.as_tuple(is_graph, is_live)
 
+    beside = program.beside  # the estimate must not refer to the program, which keeps it
+
     def peak_of(found: set[torch.Tensor]) -> float:
-        return graphs([*found, *program.beside])
+        return graphs([*found, *beside])
 
     arguments = program.handle, policy, of_nodes(program), states, peak_of
     is_known = whole is not None
