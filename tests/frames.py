@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 from torch import nn
@@ -27,13 +27,20 @@ N_BEFORE = 3
 def frames_of(work: Callable[[], object], name: str = "") -> int:
     """Return how many frames of koila's Python code `work` enters on this thread; with a name,
     those of functions of this name."""
+
+    def is_own(code: CodeType) -> bool:
+        return code.co_filename.startswith(_FOLDER) and name in ("", code.co_name)
+
+    return n_entered(work, is_own)
+
+
+def n_entered(work: Callable[[], object], is_counted: Callable[[CodeType], bool]) -> int:
+    """Return how many frames `work` enters on this thread whose code `is_counted`."""
     n_frames = 0
 
     def look(frame: FrameType, event: str, _: object) -> None:
         nonlocal n_frames
-        is_named = not name or frame.f_code.co_name == name
-        is_own = is_named and frame.f_code.co_filename.startswith(_FOLDER)
-        n_frames += event == "call" and is_own
+        n_frames += event == "call" and is_counted(frame.f_code)
 
     before = sys.getprofile()
     sys.setprofile(look)

@@ -4,9 +4,8 @@ class that overrides them, unless a mode or another class has to be asked."""
 
 from __future__ import annotations
 
-import sys
 import traceback
-from types import FrameType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import koila
+from frames import n_entered
 
 N_ROWS = 4
 
@@ -25,22 +25,10 @@ def batch() -> Tensor:
     return made
 
 
-def searches(call: Any) -> int:
+def searches(call: Callable[[], object]) -> int:
     """Return how often a call enters torch's function that searches for the class."""
-    n = 0
     code = torch.overrides.handle_torch_function.__code__
-
-    def look(frame: FrameType, event: str, _: object) -> None:
-        nonlocal n
-        n += event == "call" and frame.f_code is code
-
-    before = sys.getprofile()
-    sys.setprofile(look)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return n
+    return n_entered(call, lambda entered: entered is code)
 
 
 def test_calls_on_lazies_and_plain_tensors_need_no_search() -> None:

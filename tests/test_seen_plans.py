@@ -118,7 +118,8 @@ def test_a_graph_that_is_differentiated_too_is_measured_each_time(measured: list
 def test_the_plan_of_a_large_program_is_kept(
     measured: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is known of the ways that were measured for it does not displace it."""
+    """A plan measures the program by many strategies, and each cut of it enters the cache too.
+    These must not push out the program itself, which keeps the plan."""
     monkeypatch.setattr(known, "_N_BYTES_KEPT", 1)
     x, w = koila.lazy(torch.ones(64, 4)), torch.ones(4, requires_grad=True)
     for _ in range(50):

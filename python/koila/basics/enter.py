@@ -62,8 +62,8 @@ enter: Callable[..., Any] = getattr(torch._C, "_skip_one_hop_torch_function", _e
 #: it, as wrappers of one decorator do.
 _by_code: dict[types.CodeType, types.FunctionType | None] = {}
 
-
-#: The code of torch's function that passes such calls on, and of what replaces it.
+#: The code of torch's handle_torch_function, which these functions call where a class overrides
+#: them, and of koila's function in its place (`patches/dispatch.py`).
 handlers: set[types.CodeType] = {torch.overrides.handle_torch_function.__code__}
 
 

@@ -132,8 +132,9 @@ def estimate(
     """
     states = _STATE * program.is_drawing, draws.bytes_kept()
     policy = strategy.as_tuple(is_graph, is_live)
-
-    beside = program.beside  # the estimate must not refer to the program, which keeps it
+    # The program keeps its estimates, so `again` must not refer to it: a cycle would hold the
+    # tensors of a step until the garbage collector runs.
+    beside = program.beside
 
     def peak_of(found: set[torch.Tensor]) -> float:
         return graphs([*found, *beside])

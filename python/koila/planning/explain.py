@@ -188,9 +188,8 @@ class Forecast(NamedTuple):
     unit: int  # the rows of a chunk are a multiple of it
     strategy: Strategy
     costs: str  # what saves memory beside chunks, in words
-    estimate: estimates.Estimate | None = (
-        None  # of that program and strategy; None: it does not fit
-    )
+    #: Of that program and strategy; None: it does not fit.
+    estimate: estimates.Estimate | None = None
 
 
 def forecast(program: Program, is_graph: bool) -> Forecast:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans of programs that an earlier step had too: they are looked up, not made again."""
+"""A cache of plans: the plan of a program that an earlier step had too is looked up."""
 
 from __future__ import annotations
 
@@ -30,8 +30,11 @@ class Seen(NamedTuple):
     whole: float
 
     def now(self, program: Program) -> Plan | None:
-        """Return the plan with the bytes that a program may use now; None: it is to be made again,
-        since it no longer fits, or so much more is left than before that fewer chunks may fit."""
+        """Return the plan, with the bytes that the program may use now in its `allowed`.
+
+        Return None if the program has to be planned again: the plan no longer fits, or so much more
+        memory is left than when it was made that fewer chunks may do.
+        """
         plan, allowed = self.plan, limits.allowed_for(program, needed=self.whole)
         assert plan.predicted is not None and plan.allowed is not None
         fits = allowed >= plan.allowed or plan.predicted <= strategies.CHUNK_SHARE * allowed

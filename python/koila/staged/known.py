@@ -36,7 +36,7 @@ class Known:
         self._facts: dict[str, Any] = {}  # by name of an attribute of a program
         self.rows: dict[int, str] = {}  # by call, once asked for: the name of its row
         self.splits: dict[int, Any] = {}  # by reduction, of `reductions/calls.py`
-        self.reads: dict[int, Any] = {}  # by body, of `running/prepared.py`
+        self.reads: dict[int, Any] = {}  # by body, of `running/store.py`
         self._schedules: dict[Arguments, Schedule] = {}
         #: Caches of `planning`, by all else that they depend on: plans (`seen.py`), descriptions of
         #: runs (`explain.py`) and strategies in a number of chunks (`planner.py`); the further
@@ -141,7 +141,8 @@ def known_of(handle: object) -> Known:
 
 
 def keep(known: Known) -> None:
-    """Keep what is known of a program; those that were used longest ago are dropped for it."""
+    """Put a program's facts into the cache, as those used last. Drop the least recently used ones
+    while the cache is too large."""
     if _known and _known[-1] is known:
         return
     with contextlib.suppress(ValueError):  # it is new, or another thread has dropped it
