@@ -42,9 +42,15 @@ find_device(const KlCall *call, KlInferred *result)
 static KlStatus
 prepare(const KlCall *call, KlInferred *result, KlError *error)
 {
+    KlStatus status = KL_OK;
     void *places = result->split.places;
-    KlStatus status =
-        kl_alloc_reserve(&places, &result->n_places_max, call->n_inputs, sizeof(KlPlace), error);
+    if (result->n_outs_max < KL_OUTS_FEW) {
+        status = kl_ops_reserve_outs(result, KL_OUTS_FEW, error);
+    }
+    if (status == KL_OK) {
+        status = kl_alloc_reserve(&places, &result->n_places_max, call->n_inputs, sizeof(KlPlace),
+                                  error);
+    }
     if (status != KL_OK) {
         return status;
     }
@@ -72,6 +78,17 @@ prepare(const KlCall *call, KlInferred *result, KlError *error)
         }
     }
     return call->n_inputs == 0 ? KL_DECLINED : find_device(call, result);
+}
+
+/* Apply a rule. If it could not read an argument, that counts and not what the rule made of the others. */
+static KlStatus
+apply(KlRule *rule, const KlCall *call, KlInferred *result, KlError *error)
+{
+    KlStatus status = rule(call, result, error);
+    if (call->unread->status == KL_OK) {
+        return status;
+    }
+    return kl_error_set(error, call->unread->status, "%s", call->unread->text);
 }
 
 /* Make the first input the output of an in-place op. Its rules describe the out-of-place op, whose result must fit into
@@ -190,7 +207,7 @@ is_gathering(const KlCall *call, uint32_t kept, KlInferred *result)
     begin_split(&seen, call->inputs[kept]->place.axis, result);
     const KlSplit *split = &result->split;
     KlError ignored;
-    if (call->row->place(&seen, result, &ignored) != KL_OK || split->mode == KL_MODE_ONCE ||
+    if (apply(call->row->place, &seen, result, &ignored) != KL_OK || split->mode == KL_MODE_ONCE ||
         split->is_open || split->row_ranges != 0) {
         return false;
     }
@@ -263,7 +280,7 @@ place_all_rows(const KlCall *call, KlAxisId axis, bool is_mixed, KlInferred *res
     if (call->axis_rows[axis] <= 0) {
         return kl_rules_once(result, "the batch has no samples");
     }
-    KlStatus status = call->row->place(call, result, error);
+    KlStatus status = apply(call->row->place, call, result, error);
     if (status == KL_OK && result->split.mode == KL_MODE_ROWS && !result->split.is_open &&
         has_whole_gradient(result)) {
         status = kl_rules_once(result, "its result has no samples, and gets one gradient");
@@ -344,8 +361,8 @@ static KlStatus
 apply_rules(const KlCall *call, KlInferred *result, KlError *error)
 {
     KlStatus status = prepare(call, result, error);
-    status = status == KL_OK ? call->row->shape(call, result, error) : status;
-    status = status == KL_OK ? call->row->dtype(call, result, error) : status;
+    status = status == KL_OK ? apply(call->row->shape, call, result, error) : status;
+    status = status == KL_OK ? apply(call->row->dtype, call, result, error) : status;
     if (status == KL_OK && call->row->kind == KL_ROW_INPLACE) {
         status = settle_inplace(call, result, error);
     }
@@ -360,7 +377,11 @@ apply_rules(const KlCall *call, KlInferred *result, KlError *error)
 KlStatus
 kl_infer_call(const KlCall *call, KlInferred *result, KlError *error)
 {
-    KlStatus status = apply_rules(call, result, error);
+    KlError unread;
+    KlCall read = *call;
+    read.unread = &unread;
+    unread.status = KL_OK;
+    KlStatus status = apply_rules(&read, result, error);
     if (status != KL_OK && status != KL_DECLINED && error != NULL) {
         char text[KL_ERROR_TEXT_MAX];
         (void)snprintf(text, sizeof(text), "%s: %.400s", call->row->name, error->text);

@@ -250,9 +250,6 @@ kl_ops_reserve_outs(KlInferred *result, uint32_t n, KlError *error)
         return status;
     }
     result->outs = outs;
-    for (uint32_t i = 0; i < n; i++) {
-        result->outs[i] = (KlMeta){.place = KL_PLACE_WHOLE};
-    }
-    result->n_outs = n;
+    (void)kl_rules_outs(result, n);
     return KL_OK;
 }

@@ -199,6 +199,7 @@ typedef struct KlCall {
     const KlOrder *orders;    /* [n_axes], or NULL: no axis is an order */
     uint64_t row_ranges; /* bit i: input i, of a call that reads an order, counts 0, 1, 2, ... */
     uint32_t n_axes;
+    KlError *unread; /* why infer.c refuses the call: what rules could not read; or NULL */
 } KlCall;
 
 /* How the outputs share memory with an input. */
@@ -211,6 +212,8 @@ typedef enum {
 
 /* Effects: which arguments the op writes. Bit i: word i of the signature. */
 typedef uint32_t KlEffects;
+
+enum { KL_OUTS_FEW = 4 }; /* outputs for which a shape rule need not reserve memory */
 
 /* The result of inference. `outs` grows as needed and is reused from call to call. */
 typedef struct KlInferred {

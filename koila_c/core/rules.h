@@ -11,29 +11,29 @@
 
 #include "infer.h"
 
-/* --- arguments (rules_args.c): KL_DECLINED if the argument has another kind ------------------------ */
+/* --- arguments (rules_args.c) ------------------------------------------------------------------------
+ * A rule reads arguments without asking whether that failed: if it did, the function returns the fallback, or zero, and
+ * infer.c declines or refuses the call after the rule, whatever the rule returned. */
 
 /* Whether an argument is present and not None. */
 bool kl_rules_is_given(const KlCall *call, uint32_t arg);
+/* Decline the call: an argument is not what the rule can describe. */
+void kl_rules_decline(const KlCall *call);
 
 /* Get an int; `fallback` if it is absent or None. A bool is an int, as in Python. */
-KlStatus kl_rules_int(const KlCall *call, uint32_t arg, int64_t fallback, int64_t *value);
-KlStatus kl_rules_bool(const KlCall *call, uint32_t arg, bool fallback, bool *value);
+int64_t kl_rules_int(const KlCall *call, uint32_t arg, int64_t fallback);
+bool kl_rules_bool(const KlCall *call, uint32_t arg, bool fallback);
 /* Get a float or an int. */
-KlStatus kl_rules_float(const KlCall *call, uint32_t arg, double fallback, double *value);
-KlStatus kl_rules_text(const KlCall *call, uint32_t arg, const char *fallback, const char **value);
+double kl_rules_float(const KlCall *call, uint32_t arg, double fallback);
+const char *kl_rules_text(const KlCall *call, uint32_t arg, const char *fallback);
 /* Get a tuple of ints, or one int; n is 0 if it is absent or None. */
-KlStatus kl_rules_ints(const KlCall *call, uint32_t arg, const int64_t **ints, uint32_t *n);
+const int64_t *kl_rules_ints(const KlCall *call, uint32_t arg, uint32_t *n);
 
 /* Get a dim of a value with `n_dims` dims, wrapped to 0 .. n_dims - 1; a 0-dim value counts as one of one dim. */
-KlStatus kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims,
-                      int32_t *dim, KlError *error);
-/* Likewise, after the shape rule has checked that the dim is legal. */
-int32_t kl_rules_legal_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims);
-KlStatus kl_rules_wrap(int64_t dim, int32_t n_dims, int32_t *wrapped, KlError *error);
+int32_t kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims);
+int32_t kl_rules_wrap(const KlCall *call, int64_t dim, int32_t n_dims);
 /* Get a set of dims, bit d for dim d; an absent argument, None or an empty tuple means all dims. */
-KlStatus kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims, uint32_t *dims,
-                       KlError *error);
+uint32_t kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims);
 
 /* Return the meta of a tensor argument, or NULL if the argument is no tensor. */
 static inline const KlMeta *
@@ -58,14 +58,12 @@ KlDtype kl_rules_dtype(const KlCall *call, KlDtype fallback);
 
 /* --- shapes and strides (rules_shape.c, rules_strides.c) -------------------------------------------- */
 
+/* Make `n` outputs, at most KL_OUTS_FEW, zeroed and WHOLE; infer.c has reserved the memory. */
+KlMeta *kl_rules_outs(KlInferred *result, uint32_t n);
 /* Make one output with the shape of `like` and unknown strides. */
-KlStatus kl_rules_out(KlInferred *result, const KlMeta *like, KlError *error);
-
-/* Likewise, contiguous. */
-KlStatus kl_rules_out_contiguous(KlInferred *result, const KlMeta *like, KlError *error);
-/* Make one output of that shape; decline more than KL_DIMS_MAX dims. */
-KlStatus kl_rules_out_shape(KlInferred *result, const int64_t *shape, int32_t n_dims,
-                            KlError *error);
+KlMeta *kl_rules_out(KlInferred *result, const KlMeta *like);
+/* Likewise, contiguous. Return KL_OK. */
+KlStatus kl_rules_out_contiguous(KlInferred *result, const KlMeta *like);
 /* Make every output a view of (or the same as) that input. */
 void kl_rules_alias(KlInferred *result, KlAlias alias, uint32_t input);
 /* Note that only the shape or dtype of the tensor in args[arg] is read, so that it gets no gradient. */
@@ -202,12 +200,10 @@ KlLabels kl_rules_letters_right(KlLabels full, int32_t n_dims_full, int32_t n_di
 bool kl_rules_is_plain(const KlMeta *meta);
 /* Set the strides of a new output: row-major if every tensor of the call is plain, else unknown. */
 void kl_rules_settle_plain(const KlCall *call, KlInferred *result);
-/* kl_rules_out, then kl_rules_settle_plain. */
-KlStatus kl_rules_out_plain(const KlCall *call, KlInferred *result, const KlMeta *like,
-                            KlError *error);
-/* kl_rules_out, then kl_rules_settle_format by the first input. */
-KlStatus kl_rules_out_format(const KlCall *call, KlInferred *result, const KlMeta *like,
-                             KlError *error);
+/* kl_rules_out, then kl_rules_settle_plain. Return KL_OK. */
+KlStatus kl_rules_out_plain(const KlCall *call, KlInferred *result, const KlMeta *like);
+/* kl_rules_out, then kl_rules_settle_format by the first input. Return KL_OK. */
+KlStatus kl_rules_out_format(const KlCall *call, KlInferred *result, const KlMeta *like);
 /* As kl_rules_settle_plain, considering torch's memory formats: outputs of 4 dims are channels_last if one of the first
  * `n_deciders` inputs, all of 4 dims, suggests it, else row-major. Other numbers of dims: as
  * kl_rules_settle_plain. */
@@ -221,18 +217,17 @@ void kl_rules_save_new(const KlInferred *result, KlSaves *saves, int64_t n, KlDt
 /* Whether all dims but the last `n_last` can be merged into one without a copy. */
 bool kl_rules_merges(const KlMeta *meta, int32_t n_last);
 /* Get args[arg] as `n` numbers, one for each spatial dim: a tuple, one number for all, or the fallback. */
-KlStatus kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fallback,
-                          int64_t *values); /* rules_conv.c */
-/* Likewise, but the argument is required, and a tuple must have `n` entries. */
-KlStatus kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *values);
+void kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fallback,
+                      int64_t *values); /* rules_conv.c */
+/* Likewise, but the argument is required, and a tuple must have `n` entries; else `values` stay as they are. */
+void kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *values);
 
 /* --- losses (rules_loss.c, rules_loss_nll.c) -------------------------------------------------- */
 
-/* Find whether the loss's argument `reduction`, an int, is not "none". */
-KlStatus kl_rules_reduction(const KlCall *call, bool *is_reduced);
+/* Whether the loss's argument `reduction`, an int, is not "none". */
+bool kl_rules_reduction(const KlCall *call);
 /* Make the output of a loss: with the shape of its terms, or a scalar. */
-KlStatus kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms,
-                            KlError *error);
+KlStatus kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms);
 
 /* --- the rules --------------------------------------------------------------------------------------- */
 

@@ -10,128 +10,102 @@ kl_rules_is_given(const KlCall *call, uint32_t arg)
            call->args[arg].kind != KL_ARG_NONE;
 }
 
-KlStatus
-kl_rules_int(const KlCall *call, uint32_t arg, int64_t fallback, int64_t *value)
+/* Return where to note why an argument cannot be read; NULL if a reason is noted, or if nobody asks. */
+static KlError *
+first_reason(const KlCall *call)
 {
-    if (!kl_rules_is_given(call, arg)) {
-        *value = fallback;
-        return KL_OK;
-    }
-    const KlArg *given = &call->args[arg];
-    if (given->kind != KL_ARG_INT && given->kind != KL_ARG_BOOL) {
-        return KL_DECLINED;
-    }
-    *value = given->u.i;
-    return KL_OK;
+    return call->unread != NULL && call->unread->status == KL_OK ? call->unread : NULL;
 }
 
-KlStatus
-kl_rules_bool(const KlCall *call, uint32_t arg, bool fallback, bool *value)
+void
+kl_rules_decline(const KlCall *call)
 {
-    int64_t entry = 0;
-    KlStatus status = kl_rules_int(call, arg, fallback, &entry);
-    *value = status == KL_OK ? entry != 0 : *value;
-    return status;
+    (void)kl_error_set(first_reason(call), KL_DECLINED, "an argument is of another kind");
 }
 
-KlStatus
-kl_rules_float(const KlCall *call, uint32_t arg, double fallback, double *value)
+/* Return an argument of one of these kinds, bits by KlArgKind; NULL if it is absent or None. Decline other kinds. */
+static const KlArg *
+read(const KlCall *call, uint32_t arg, uint32_t kinds)
 {
-    if (kl_rules_is_given(call, arg) && call->args[arg].kind == KL_ARG_FLOAT) {
-        *value = call->args[arg].u.f;
-        return KL_OK;
+    const KlArg *given = kl_rules_is_given(call, arg) ? &call->args[arg] : NULL;
+    bool is_of_kind = given != NULL && (kinds >> given->kind & 1) != 0;
+    if (given != NULL && !is_of_kind) {
+        kl_rules_decline(call);
     }
-    int64_t entry = 0;
-    if (!kl_rules_is_given(call, arg)) {
-        *value = fallback;
-        return KL_OK;
-    }
-    KlStatus status = kl_rules_int(call, arg, 0, &entry);
-    if (status == KL_OK) {
-        *value = (double)entry;
-    }
-    return status;
+    return is_of_kind ? given : NULL;
 }
 
-KlStatus
-kl_rules_text(const KlCall *call, uint32_t arg, const char *fallback, const char **value)
+int64_t
+kl_rules_int(const KlCall *call, uint32_t arg, int64_t fallback)
 {
-    if (!kl_rules_is_given(call, arg)) {
-        *value = fallback;
-        return KL_OK;
-    }
-    if (call->args[arg].kind != KL_ARG_TEXT) {
-        return KL_DECLINED;
-    }
-    *value = call->args[arg].u.text;
-    return KL_OK;
+    const KlArg *given = read(call, arg, 1 << KL_ARG_INT | 1 << KL_ARG_BOOL);
+    return given != NULL ? given->u.i : fallback;
 }
 
-KlStatus
-kl_rules_ints(const KlCall *call, uint32_t arg, const int64_t **ints, uint32_t *n)
+bool
+kl_rules_bool(const KlCall *call, uint32_t arg, bool fallback)
+{
+    return kl_rules_int(call, arg, fallback) != 0;
+}
+
+double
+kl_rules_float(const KlCall *call, uint32_t arg, double fallback)
+{
+    const KlArg *given = read(call, arg, 1 << KL_ARG_INT | 1 << KL_ARG_BOOL | 1 << KL_ARG_FLOAT);
+    return given == NULL ? fallback : given->kind == KL_ARG_FLOAT ? given->u.f : (double)given->u.i;
+}
+
+const char *
+kl_rules_text(const KlCall *call, uint32_t arg, const char *fallback)
+{
+    const KlArg *given = read(call, arg, 1 << KL_ARG_TEXT);
+    return given != NULL ? given->u.text : fallback;
+}
+
+const int64_t *
+kl_rules_ints(const KlCall *call, uint32_t arg, uint32_t *n)
 {
     static const int64_t absent = 0;
-    const KlArg *given = kl_rules_is_given(call, arg) ? &call->args[arg] : NULL;
+    const KlArg *given = read(call, arg, 1 << KL_ARG_INT | 1 << KL_ARG_INTS);
     bool is_one = given != NULL && given->kind == KL_ARG_INT;
-    bool is_tuple = given != NULL && given->kind == KL_ARG_INTS;
-    *ints = is_one ? &given->u.i : is_tuple ? given->u.ints : &absent;
-    *n = is_one ? 1 : is_tuple ? given->n : 0;
-    return given == NULL || is_one || is_tuple ? KL_OK : KL_DECLINED;
-}
-
-KlStatus
-kl_rules_wrap(int64_t dim, int32_t n_dims, int32_t *wrapped, KlError *error)
-{
-    int64_t n = n_dims == 0 ? 1 : n_dims;
-    if (dim < -n || dim >= n) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "dim %lld is not in the range [%lld, %lld]",
-                            (long long)dim, (long long)-n, (long long)(n - 1));
-    }
-    *wrapped = (int32_t)(dim < 0 ? dim + n : dim);
-    return KL_OK;
-}
-
-KlStatus
-kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims, int32_t *dim,
-             KlError *error)
-{
-    int64_t given = 0;
-    KlStatus status = kl_rules_int(call, arg, fallback, &given);
-    return status != KL_OK ? status : kl_rules_wrap(given, n_dims, dim, error);
+    *n = is_one ? 1 : given != NULL ? given->n : 0;
+    return is_one ? &given->u.i : given != NULL ? given->u.ints : &absent;
 }
 
 int32_t
-kl_rules_legal_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims)
+kl_rules_wrap(const KlCall *call, int64_t dim, int32_t n_dims)
 {
-    int32_t dim = 0;
-    KlError error;
-    (void)kl_rules_dim(call, arg, fallback, n_dims, &dim, &error);
-    return dim;
+    int64_t n = n_dims == 0 ? 1 : n_dims;
+    bool is_legal = dim >= -n && dim < n;
+    if (!is_legal) {
+        (void)kl_error_set(first_reason(call), KL_ERROR_ARGUMENT,
+                           "dim %lld is not in the range [%lld, %lld]", (long long)dim,
+                           (long long)-n, (long long)(n - 1));
+    }
+    return is_legal ? (int32_t)(dim < 0 ? dim + n : dim) : 0;
 }
 
-KlStatus
-kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims, uint32_t *dims, KlError *error)
+int32_t
+kl_rules_dim(const KlCall *call, uint32_t arg, int64_t fallback, int32_t n_dims)
 {
-    const int64_t *ints = NULL;
+    return kl_rules_wrap(call, kl_rules_int(call, arg, fallback), n_dims);
+}
+
+uint32_t
+kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims)
+{
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, arg, &ints, &n);
-    if (status != KL_OK) {
-        return status;
-    }
+    const int64_t *ints = kl_rules_ints(call, arg, &n);
     uint32_t found = n == 0 ? (UINT32_C(1) << n_dims) - 1 : 0;
     for (uint32_t i = 0; i < n; i++) {
-        int32_t dim = 0;
-        status = kl_rules_wrap(ints[i], n_dims, &dim, error);
-        if (status != KL_OK) {
-            return status;
-        }
+        int32_t dim = kl_rules_wrap(call, ints[i], n_dims);
         if ((found >> dim & 1) != 0) {
-            return kl_error_set(error, KL_ERROR_ARGUMENT, "dim %d appears twice", (int)dim);
+            (void)kl_error_set(first_reason(call), KL_ERROR_ARGUMENT, "dim %d appears twice",
+                               (int)dim);
         }
         found |= UINT32_C(1) << dim;
     }
-    *dims = found;
-    return KL_OK;
+    return found;
 }
 
 const KlArg *

@@ -9,15 +9,23 @@
 enum { QUERY, KEY, VALUE, MASK, DROPOUT, CAUSAL, SCALE, GROUPED };
 enum { LETTER_QUERY = 20, LETTER_KEY = 21, LETTER_VALUE = 22 };
 
-static KlStatus
-read_options(const KlCall *call, double *dropout, bool *is_causal, bool *is_grouped)
+/* The options of a call. */
+typedef struct {
+    double dropout;
+    bool is_causal, is_grouped;
+} Options;
+
+static Options
+read_options(const KlCall *call)
 {
-    KlStatus status = kl_rules_float(call, DROPOUT, 0.0, dropout);
-    status = status == KL_OK ? kl_rules_bool(call, CAUSAL, false, is_causal) : status;
-    status = status == KL_OK ? kl_rules_bool(call, GROUPED, false, is_grouped) : status;
-    bool is_declined =
-        kl_rules_is_given(call, MASK) && (kl_rules_input(call, MASK) == NULL || *is_causal);
-    return status == KL_OK && is_declined ? KL_DECLINED : status;
+    const Options options = {.dropout = kl_rules_float(call, DROPOUT, 0.0),
+                             .is_causal = kl_rules_bool(call, CAUSAL, false),
+                             .is_grouped = kl_rules_bool(call, GROUPED, false)};
+    if (kl_rules_is_given(call, MASK) &&
+        (kl_rules_input(call, MASK) == NULL || options.is_causal)) {
+        kl_rules_decline(call);
+    }
+    return options;
 }
 
 /* Find the shape of the attention weights without the last two dims: query, key and value broadcast. */
@@ -75,17 +83,17 @@ check_mask(const KlCall *call, const KlMeta *lead, KlError *error)
 /* Whether torch may use a fused kernel: four dims, equal batch and feature sizes, contiguous features, a mask of two or
  * four dims that requires no grad, and no dropout. On other devices than the CPU not for float64. */
 static bool
-is_fused(const KlCall *call, double dropout, bool is_grouped)
+is_fused(const KlCall *call, const Options *options)
 {
     const KlMeta *query = call->inputs[QUERY], *mask = kl_rules_input(call, MASK);
     bool is_fit = query->device == 0 ? call->is_flash_allowed : query->dtype != KL_DTYPE_FLOAT64;
-    is_fit = is_fit && query->n_dims == 4 && dropout == 0.0 &&
+    is_fit = is_fit && query->n_dims == 4 && options->dropout == 0.0 &&
              (mask == NULL || (!mask->requires_grad && mask->n_dims % 2 == 0));
     for (uint32_t arg = QUERY; arg <= VALUE && is_fit; arg++) {
         const KlMeta *meta = call->inputs[arg];
         is_fit = meta->n_dims == 4 && meta->shape[0] == query->shape[0] &&
                  meta->shape[3] == query->shape[3] &&
-                 (is_grouped || meta->shape[1] == query->shape[1]) &&
+                 (options->is_grouped || meta->shape[1] == query->shape[1]) &&
                  (!meta->is_strided || meta->strides[3] == 1);
     }
     return is_fit;
@@ -93,11 +101,10 @@ is_fused(const KlCall *call, double dropout, bool is_grouped)
 
 KL_SHAPE(attention)
 {
-    double dropout = 0.0;
-    bool is_causal = false, is_grouped = false;
+    const Options options = read_options(call);
     KlMeta out;
-    KlStatus status = read_options(call, &dropout, &is_causal, &is_grouped);
-    status = status == KL_OK ? broadcast_lead(call, is_grouped, &out, error) : status;
+    KlStatus status = broadcast_lead(call, options.is_grouped, &out, error);
+    status = status == KL_OK ? check_mask(call, &out, error) : status;
     if (status != KL_OK) {
         return status;
     }
@@ -107,21 +114,17 @@ KL_SHAPE(attention)
         key->shape[key->n_dims - 2] != value->shape[value->n_dims - 2]) {
         return KL_DECLINED;
     }
-    status = check_mask(call, &out, error);
-    if (status != KL_OK) {
-        return status;
-    }
     out.shape[out.n_dims++] = query->shape[query->n_dims - 2];
     out.shape[out.n_dims++] = value->shape[value->n_dims - 1];
-    status = kl_rules_out(result, &out, error);
-    result->is_random = dropout > 0.0 && dropout < 1.0; /* with 0 and 1 torch draws none */
-    bool may_be_fused = status == KL_OK && is_fused(call, dropout, is_grouped);
+    (void)kl_rules_out(result, &out);
+    result->is_random = options.dropout > 0.0 && options.dropout < 1.0; /* else torch draws none */
+    bool may_be_fused = is_fused(call, &options);
     if (may_be_fused && query->device == 0) {
         kl_rules_preserve(&result->outs[0], query); /* laid out as the query */
-    } else if (status == KL_OK && !may_be_fused && kl_rules_is_plain(query)) {
+    } else if (!may_be_fused && kl_rules_is_plain(query)) {
         kl_meta_set_contiguous(&result->outs[0]);
     }
-    return status;
+    return KL_OK;
 }
 
 KL_DTYPE(attention)
@@ -134,18 +137,13 @@ KL_DTYPE(attention)
 
 KL_PLACE(attention)
 {
-    double dropout = 0.0;
-    bool is_causal = false, is_grouped = false;
-    KlStatus status = read_options(call, &dropout, &is_causal, &is_grouped);
-    if (status != KL_OK) {
-        return status;
-    }
+    const Options options = read_options(call);
     int32_t n = result->outs[0].n_dims;
     KlLabels full = kl_rules_letters(n - 2);
-    if (is_grouped) {
+    if (options.is_grouped) {
         full.of[n - 3] = 0; /* one head of the keys is used by several heads of the queries */
     }
-    full.of[n - 2] = is_causal ? 0 : LETTER_QUERY;
+    full.of[n - 2] = options.is_causal ? 0 : LETTER_QUERY;
     full.of[n - 1] = LETTER_VALUE;
     KlWiring wiring = {.outs = {full},
                        .reason = "the batch is in positions or features of attention"};
@@ -167,16 +165,15 @@ KL_PLACE(attention)
 
 KL_SAVES(attention)
 {
-    double dropout = 0.0;
-    bool is_causal = false, is_grouped = false;
+    const Options options = read_options(call);
+    const bool has_dropout = options.dropout > 0.0, is_grouped = options.is_grouped;
     const KlMeta *query = call->inputs[QUERY], *key = call->inputs[KEY];
     const KlMeta *mask = kl_rules_input(call, MASK), *out = &result->outs[0];
-    (void)read_options(call, &dropout, &is_causal, &is_grouped);
     int64_t n_queries = kl_meta_n_elements(out) / out->shape[out->n_dims - 1];
     int64_t own = (int64_t)kl_meta_dtype_bytes(query->dtype);
     bool is_half = own == 2;
     KlDtype wide = is_half ? KL_DTYPE_FLOAT32 : query->dtype;
-    if (is_fused(call, dropout, is_grouped)) {
+    if (is_fused(call, &options)) {
         kl_rules_save(call, saves, QUERY);
         kl_rules_save(call, saves, KEY);
         kl_rules_save(call, saves, VALUE);
@@ -203,13 +200,13 @@ KL_SAVES(attention)
     int64_t values = feature * out->shape[out->n_dims - 1];
     int64_t further = is_made || !is_batch ? values : 0;
     int64_t pair = keys + size * n_queries * query->shape[query->n_dims - 1];
-    int64_t kept = pair + further + (dropout > 0.0 ? 3 : 1) * weights;
+    int64_t kept = pair + further + (has_dropout ? 3 : 1) * weights;
     kl_rules_save_new(result, saves, kept / size, wide);
     int64_t there = is_grouped ? keys : 0;
     there += is_half ? size * (kl_meta_n_elements(query) + kl_meta_n_elements(key)) : 0;
     there += is_half && (is_grouped || !is_batch) ? size * kl_meta_n_elements(value) : 0;
     there += kl_rules_merges(query, 2) ? 0 : size * kl_meta_n_elements(query);
-    there += is_causal ? weights / n_queries * out->shape[out->n_dims - 2] : 0;
+    there += options.is_causal ? weights / n_queries * out->shape[out->n_dims - 2] : 0;
     there += mask != NULL && mask->dtype == KL_DTYPE_BOOL ? own * kl_meta_n_elements(mask) : 0;
     /* During softmax the scores exist besides the weights, and a bool for each that tells whether it is -inf. At the end
      * weights and result in half precision exist besides those in float32. */
@@ -218,7 +215,7 @@ KL_SAVES(attention)
     saves->bytes_workspace = there + kl_larger(scores, is_half ? wider + own * n_weights : 0);
     /* The backward's peak: the gradient of the weights besides all saved tensors; or the gradient of the scores, when the
      * value and the incoming gradient are freed; or those of query and key. The inputs' gradients are not counted here. */
-    int64_t first = kl_larger(dropout > 0.0 ? 0 : 2 * weights, pair) - further - given;
+    int64_t first = kl_larger(has_dropout ? 0 : 2 * weights, pair) - further - given;
     first = kl_larger(weights + (is_half ? wider - given : 0), first);
     for (uint32_t arg = QUERY; arg <= MASK; arg++) {
         first -= kl_rules_needs_grad(call, arg) ? kl_meta_n_bytes(kl_rules_input(call, arg)) : 0;

@@ -7,30 +7,30 @@
 enum { SPATIAL_MAX = 3 };
 static const int64_t zeros[SPATIAL_MAX] = {0};
 
-KlStatus
+void
 kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fallback,
                  int64_t *values)
 {
-    const int64_t *ints = NULL;
     uint32_t n_given = 0;
-    KlStatus status = kl_rules_ints(call, arg, &ints, &n_given);
-    if (status != KL_OK || (n_given > 1 && n_given != (uint32_t)n)) {
-        return status != KL_OK ? status : KL_DECLINED;
+    const int64_t *ints = kl_rules_ints(call, arg, &n_given);
+    const bool is_each = n_given == (uint32_t)n;
+    if (n_given > 1 && !is_each) {
+        kl_rules_decline(call);
     }
     for (int32_t i = 0; i < n; i++) {
-        values[i] = n_given == 0 ? fallback[i] : ints[n_given == 1 ? 0 : i];
+        values[i] = n_given == 0 ? fallback[i] : ints[is_each ? i : 0];
     }
-    return KL_OK;
 }
 
-KlStatus
+void
 kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *values)
 {
     const KlArg *given = &call->args[arg];
     if (!kl_rules_is_given(call, arg) || (given->kind == KL_ARG_INTS && given->n != (uint32_t)n)) {
-        return KL_DECLINED;
+        kl_rules_decline(call);
+    } else {
+        kl_rules_spatial(call, arg, n, values, values);
     }
-    return kl_rules_spatial(call, arg, n, values, values);
 }
 
 /* The parameters of a convolution; arrays have an entry for each spatial dim. */
@@ -43,15 +43,17 @@ typedef struct {
         n_rows; /* positions of the kernel, strides multiplied, samples */
 } Conv;
 
-static KlStatus
+static void
 read_padding(const KlCall *call, Conv *conv)
 {
-    const char *text = NULL;
-    if (kl_rules_text(call, 4, NULL, &text) != KL_OK || text == NULL) {
-        return kl_rules_spatial(call, 4, conv->n, zeros, conv->padding);
+    if (call->args[4].kind != KL_ARG_TEXT) {
+        kl_rules_spatial(call, 4, conv->n, zeros, conv->padding);
+        return;
     }
-    conv->is_same = strcmp(text, "same") == 0;
-    return conv->is_same || strcmp(text, "valid") == 0 ? KL_OK : KL_DECLINED;
+    conv->is_same = strcmp(call->args[4].u.text, "same") == 0;
+    if (!conv->is_same && strcmp(call->args[4].u.text, "valid") != 0) {
+        kl_rules_decline(call);
+    }
 }
 
 /* conv: input, weight, bias, stride, padding, dilation, groups
@@ -63,26 +65,23 @@ read_conv(const KlCall *call, Conv *conv)
     const int32_t n = call->row->n_spatial;
     const bool is_transposed = call->row->is_transposed;
     *conv = (Conv){.n = n, .is_transposed = is_transposed};
-    KlStatus status = kl_rules_spatial(call, 3, n, ones, conv->stride);
-    if (status == KL_OK) {
-        status = is_transposed ? kl_rules_spatial(call, 4, n, zeros, conv->padding)
-                               : read_padding(call, conv);
+    kl_rules_spatial(call, 3, n, ones, conv->stride);
+    if (is_transposed) {
+        kl_rules_spatial(call, 4, n, zeros, conv->padding);
+        kl_rules_spatial(call, 5, n, zeros, conv->output_padding);
+    } else {
+        read_padding(call, conv);
     }
-    if (status == KL_OK && is_transposed) {
-        status = kl_rules_spatial(call, 5, n, zeros, conv->output_padding);
+    kl_rules_spatial(call, is_transposed ? 7 : 5, n, ones, conv->dilation);
+    conv->groups = kl_rules_int(call, 6, 1);
+    bool is_declined = conv->groups <= 0;
+    for (int32_t i = 0; i < n; i++) {
+        is_declined |= conv->stride[i] <= 0 || conv->dilation[i] <= 0 || conv->padding[i] < 0 ||
+                       conv->output_padding[i] < 0 ||
+                       conv->output_padding[i] >= kl_larger(conv->stride[i], conv->dilation[i]) ||
+                       (conv->is_same && conv->stride[i] != 1);
     }
-    uint32_t at = is_transposed ? 7 : 5;
-    status = status == KL_OK ? kl_rules_spatial(call, at, n, ones, conv->dilation) : status;
-    status = status == KL_OK ? kl_rules_int(call, 6, 1, &conv->groups) : status;
-    for (int32_t i = 0; i < n && status == KL_OK; i++) {
-        int64_t widest = conv->stride[i] > conv->dilation[i] ? conv->stride[i] : conv->dilation[i];
-        bool is_declined = conv->stride[i] <= 0 || conv->dilation[i] <= 0 || conv->padding[i] < 0 ||
-                           conv->output_padding[i] < 0 || conv->groups <= 0 ||
-                           conv->output_padding[i] >= widest ||
-                           (conv->is_same && conv->stride[i] != 1);
-        status = is_declined ? KL_DECLINED : KL_OK;
-    }
-    return status;
+    return is_declined ? KL_DECLINED : KL_OK;
 }
 
 static KlStatus
@@ -146,14 +145,14 @@ KL_SHAPE(conv)
                                 (long long)weight->shape[2 + i], (long long)input->shape[dim]);
         }
     }
-    status = kl_rules_out(result, &out, error);
+    (void)kl_rules_out(result, &out);
     bool is_copied = n == 1 && input->is_strided && !kl_meta_is_contiguous(input);
-    if (status == KL_OK && is_copied && kl_rules_is_plain(weight)) {
+    if (is_copied && kl_rules_is_plain(weight)) {
         kl_meta_set_contiguous(&result->outs[0]); /* with one spatial dim the copy is row-major */
-    } else if (status == KL_OK) {
+    } else {
         kl_rules_settle_format(call, result, 2);
     }
-    return status;
+    return KL_OK;
 }
 
 /* Whether the kernel reads the input without a copy: if it is row-major, or channels last if input or weight is. With

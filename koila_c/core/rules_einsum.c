@@ -179,11 +179,11 @@ read_result(const char *text, Equation *equation, const uint8_t *counts)
 static KlStatus
 read_equation(const KlCall *call, Equation *equation)
 {
-    const char *text = NULL;
+    const char *text = kl_rules_text(call, 0, NULL);
     uint8_t counts[128] = {0};
     *equation = (Equation){.n_operands = call->n_inputs};
-    if (kl_rules_text(call, 0, NULL, &text) != KL_OK || text == NULL || call->n_inputs < 2 ||
-        call->n_inputs > KL_LABELS_MAX || call->args[1].kind != KL_ARG_VALUES) {
+    if (text == NULL || call->n_inputs < 2 || call->n_inputs > KL_LABELS_MAX ||
+        call->args[1].kind != KL_ARG_VALUES) {
         return KL_DECLINED;
     }
     bool is_read = read_operands(call, &text, equation) && (*text == '\0' || *text == '-') &&
@@ -321,21 +321,20 @@ KL_SHAPE(einsum)
     if (status != KL_OK) {
         return status;
     }
-    int64_t shape[KL_DIMS_MAX] = {0};
-    for (int32_t i = 0; i < equation.n_out; i++) {
-        shape[i] = equation.sizes[equation.all[i]];
+    KlMeta *out = kl_rules_outs(result, 1);
+    for (; out->n_dims < equation.n_out; out->n_dims++) {
+        out->shape[out->n_dims] = equation.sizes[equation.all[out->n_dims]];
     }
-    status = kl_rules_out_shape(result, shape, equation.n_out, error);
-    if (status == KL_OK && call->n_inputs == 2 && equation.n_all <= KL_DIMS_MAX) {
+    if (call->n_inputs == 2 && equation.n_all <= KL_DIMS_MAX) {
         Pair pair;
         plan_pair(call, &equation, &pair);
         if (pair.is_product) {
-            set_product_strides(&pair, &equation, &result->outs[0]);
+            set_product_strides(&pair, &equation, out);
         } else {
-            set_pair_strides(&equation, &pair, &result->outs[0]);
+            set_pair_strides(&equation, &pair, out);
         }
     }
-    return status;
+    return KL_OK;
 }
 
 KL_PLACE(einsum)

@@ -23,18 +23,15 @@ KL_SHAPE(embedding)
     }
     KlMeta out = *indices;
     out.shape[out.n_dims++] = weight->shape[1];
-    return kl_rules_out_contiguous(result, &out, error);
+    return kl_rules_out_contiguous(result, &out);
 }
 
 KL_PLACE(embedding)
 {
     enum { LETTER_FEATURE = 20 };
-    bool is_scaled = false;
     int32_t n = call->inputs[1]->n_dims;
-    KlStatus status = kl_rules_bool(call, 3, false, &is_scaled);
-    if (status != KL_OK || is_scaled) {
-        const char *reason = "the gradient is scaled by frequency in the batch";
-        return status != KL_OK ? status : kl_rules_once(result, reason);
+    if (kl_rules_bool(call, 3, false)) {
+        return kl_rules_once(result, "the gradient is scaled by frequency in the batch");
     }
     KlWiring wiring = {.inputs = {{{0, LETTER_FEATURE}}, kl_rules_letters(n)},
                        .outs = {kl_rules_letters(n)},
@@ -47,21 +44,22 @@ KL_PLACE(embedding)
 KL_SHAPE(embedding_renorm)
 {
     const KlMeta *weight = kl_rules_input(call, 0), *indices = kl_rules_input(call, 1);
+    (void)kl_rules_out(result, call->inputs[0]);
     bool is_fit = weight != NULL && indices != NULL && is_index(indices) && weight->n_dims == 2;
-    return is_fit ? kl_rules_out(result, weight, error) : KL_DECLINED;
+    return is_fit ? KL_OK : KL_DECLINED;
 }
 
 KL_SHAPE(one_hot)
 {
     const KlMeta *input = kl_rules_input(call, 0);
-    int64_t n_classes = 0;
-    if (kl_rules_int(call, 1, -1, &n_classes) != KL_OK || input == NULL ||
-        input->dtype != KL_DTYPE_INT64 || n_classes <= 0 || input->n_dims + 1 > KL_DIMS_MAX) {
+    int64_t n_classes = kl_rules_int(call, 1, -1);
+    if (input == NULL || input->dtype != KL_DTYPE_INT64 || n_classes <= 0 ||
+        input->n_dims + 1 > KL_DIMS_MAX) {
         return KL_DECLINED; /* without num_classes the shape depends on the data */
     }
     KlMeta out = *input;
     out.shape[out.n_dims++] = n_classes;
-    return kl_rules_out_contiguous(result, &out, error);
+    return kl_rules_out_contiguous(result, &out);
 }
 
 /* --- embedding_bag: input (n, l), weight (v, d), ..., per_sample_weights (n, l) -> (n, d). Bags of several lengths
@@ -76,13 +74,11 @@ read_bag(const KlCall *call)
 {
     const KlMeta *input = kl_rules_input(call, 0), *weight = kl_rules_input(call, 1);
     const KlMeta *each = kl_rules_input(call, BAG_WEIGHTS);
-    const char *mode = NULL;
-    bool is_scaled = false, is_sparse = false;
+    const char *mode = kl_rules_text(call, BAG_MODE, "mean");
+    const bool is_scaled = kl_rules_bool(call, BAG_SCALE, false);
+    const bool is_sparse = kl_rules_bool(call, BAG_SPARSE, false);
     if (input == NULL || weight == NULL || kl_rules_is_given(call, BAG_OFFSETS) ||
-        kl_rules_is_given(call, BAG_NORM) ||
-        kl_rules_bool(call, BAG_SCALE, false, &is_scaled) != KL_OK || is_scaled ||
-        kl_rules_bool(call, BAG_SPARSE, false, &is_sparse) != KL_OK ||
-        kl_rules_text(call, BAG_MODE, "mean", &mode) != KL_OK) {
+        kl_rules_is_given(call, BAG_NORM) || is_scaled) {
         return 0;
     }
     bool is_mode = strcmp(mode, "sum") == 0 || strcmp(mode, "mean") == 0 ||
@@ -104,7 +100,7 @@ KL_SHAPE(embedding_bag)
     }
     KlMeta out = *call->inputs[0];
     out.shape[1] = call->inputs[1]->shape[1];
-    return kl_rules_out_contiguous(result, &out, error);
+    return kl_rules_out_contiguous(result, &out);
 }
 
 KL_DTYPE(embedding_bag)
@@ -130,9 +126,8 @@ KL_SAVES(embedding_bag)
     const char mode = read_bag(call);
     const int64_t n_all = kl_meta_n_bytes(input), n_bags = n_all / input->shape[1];
     const int64_t n_out = kl_meta_n_bytes(&result->outs[0]);
+    const bool is_sparse = kl_rules_bool(call, BAG_SPARSE, false);
     const bool is_fast = mode == 's' && weight->dtype == KL_DTYPE_FLOAT32;
-    bool is_sparse = false;
-    (void)kl_rules_bool(call, BAG_SPARSE, false, &is_sparse);
     saves_all(call, result, saves);
     saves->inputs &= ~(kl_rules_needs_grad(call, BAG_WEIGHTS) ? 0 : UINT64_C(2));
     int64_t n_kept = (is_fast ? 0 : n_all) + 3 * n_bags;

@@ -14,9 +14,8 @@ static const char index_couples[] = "an index reaches across the samples";
 static int64_t
 count_made(const KlCall *call)
 {
-    const char *name = "";
     bool is_scatter = call->row->shape == shape_scatter;
-    (void)kl_rules_text(call, 4, "", &name);
+    const char *name = kl_rules_text(call, 4, "");
     bool is_extreme = strcmp(name, "amax") == 0 || strcmp(name, "amin") == 0;
     bool is_sum = is_scatter && strcmp(name, "sum") == 0; /* index_reduce has no sum */
     return is_extreme                  ? (is_scatter ? 4 : 3)
@@ -26,17 +25,16 @@ count_made(const KlCall *call)
                                        : -1;
 }
 
-/* Get the dim in args[1] and the index in args[2]. Decline a value without dims. */
-static KlStatus
-get_index(const KlCall *call, int32_t *dim, const KlMeta **index, KlError *error)
+/* Get the dim in args[1]. Return the index in args[2]; NULL: it is none, or the value has no dims. */
+static const KlMeta *
+get_index(const KlCall *call, int32_t *dim)
 {
-    *index = kl_rules_input(call, 2);
-    if (!kl_rules_is_given(call, 1) || *index == NULL || call->inputs[0]->n_dims == 0 ||
-        ((*index)->dtype != KL_DTYPE_INT64 && (*index)->dtype != KL_DTYPE_INT32) ||
-        (call->row->saves == saves_scatter_reduce && count_made(call) < 0)) {
-        return KL_DECLINED;
-    }
-    return kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims, dim, error);
+    const KlMeta *index = kl_rules_input(call, 2);
+    bool is_fit = kl_rules_is_given(call, 1) && index != NULL && call->inputs[0]->n_dims > 0 &&
+                  (index->dtype == KL_DTYPE_INT64 || index->dtype == KL_DTYPE_INT32) &&
+                  (call->row->saves != saves_scatter_reduce || count_made(call) >= 0);
+    *dim = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims);
+    return is_fit ? index : NULL;
 }
 
 /* Whether `small` is not larger than `large` in any dim except `free_dim` (-1: in any dim). */
@@ -56,17 +54,16 @@ fits(const KlMeta *small, const KlMeta *large, int32_t free_dim)
 
 KL_SHAPE(gather)
 {
-    const KlMeta *index = NULL;
     int32_t dim = 0;
-    KlStatus status = get_index(call, &dim, &index, error);
-    if (status != KL_OK || index->n_dims == 0 || kl_meta_n_elements(index) == 0 ||
+    const KlMeta *index = get_index(call, &dim);
+    if (index == NULL || index->n_dims == 0 || kl_meta_n_elements(index) == 0 ||
         kl_rules_is_given(call, 3)) {
-        return status == KL_OK ? KL_DECLINED : status;
+        return KL_DECLINED;
     }
     if (!fits(index, call->inputs[0], dim)) {
         return kl_error_set(error, KL_ERROR_SHAPE, "the index does not fit into the value");
     }
-    return kl_rules_out_contiguous(result, index, error);
+    return kl_rules_out_contiguous(result, index);
 }
 
 /* Place a call with the rows of all inputs but `other`, and of the result, at `want`. Return KL_OK. */
@@ -83,7 +80,7 @@ match_but(const KlCall *call, KlInferred *result, uint32_t other, const KlPlace 
 
 KL_PLACE(scatter)
 {
-    int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
+    int32_t dim = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims);
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
     return want.dim == dim ? kl_rules_once(result, index_couples)
                            : match_but(call, result, KL_ID_NONE, &want);
@@ -100,7 +97,7 @@ is_read_whole(const KlCall *call, int32_t dim)
 
 KL_PLACE(gather)
 {
-    int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
+    int32_t dim = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims);
     return is_read_whole(call, dim) ? kl_rules_at(result, call->inputs[1]->place)
                                     : place_scatter(call, result, error);
 }
@@ -108,39 +105,36 @@ KL_PLACE(gather)
 /* scatter(x, dim, index, src or value), scatter_add: the result has x's shape */
 KL_SHAPE(scatter)
 {
-    const KlMeta *input = call->inputs[0], *index = NULL, *source = kl_rules_input(call, 3);
     int32_t dim = 0;
-    KlStatus status = get_index(call, &dim, &index, error);
-    if (status != KL_OK || index->n_dims == 0 || kl_meta_n_elements(index) == 0) {
-        return status == KL_OK ? KL_DECLINED : status;
-    }
-    if (source == NULL ? !kl_rules_is_number(&call->args[3]) : source->dtype != input->dtype) {
+    const KlMeta *input = call->inputs[0], *source = kl_rules_input(call, 3);
+    const KlMeta *index = get_index(call, &dim);
+    if (index == NULL || index->n_dims == 0 || kl_meta_n_elements(index) == 0 ||
+        (source == NULL ? !kl_rules_is_number(&call->args[3]) : source->dtype != input->dtype)) {
         return KL_DECLINED;
     }
     if (!fits(index, input, dim) || (source != NULL && !fits(index, source, -1))) {
         return kl_error_set(error, KL_ERROR_SHAPE,
                             "the index does not fit into the value and the source");
     }
-    return kl_rules_out_contiguous(result, input, error);
+    return kl_rules_out_contiguous(result, input);
 }
 
 KL_SHAPE(index_select)
 {
-    const KlMeta *input = call->inputs[0], *index = NULL;
     int32_t dim = 0;
-    KlStatus status = get_index(call, &dim, &index, error);
-    if (status != KL_OK || index->n_dims > 1) {
-        return status == KL_OK ? KL_DECLINED : status;
+    const KlMeta *index = get_index(call, &dim);
+    if (index == NULL || index->n_dims > 1) {
+        return KL_DECLINED;
     }
-    KlMeta out = *input;
+    KlMeta out = *call->inputs[0];
     out.shape[dim] = kl_meta_n_elements(index);
-    return kl_rules_out_contiguous(result, &out, error);
+    return kl_rules_out_contiguous(result, &out);
 }
 
 KL_PLACE(index_select)
 {
     const KlPlace *of_value = &call->inputs[0]->place, *of_index = &call->inputs[1]->place;
-    int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
+    int32_t dim = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims);
     if (kl_place_is_rows(of_value) && (kl_place_is_rows(of_index) || of_value->dim == dim)) {
         return kl_rules_once_again(result, index_couples, dim);
     }
@@ -156,24 +150,25 @@ KL_PLACE(index_select)
 KL_SHAPE(select_masked)
 {
     const KlMeta *input = call->inputs[0], *mask = kl_rules_input(call, 1);
-    int64_t n_each = 0;
-    if (kl_rules_int(call, 2, 0, &n_each) != KL_OK || n_each <= 0 || mask == NULL ||
-        mask->dtype != KL_DTYPE_BOOL || mask->n_dims == 0 || mask->n_dims > input->n_dims) {
+    int64_t n_each = kl_rules_int(call, 2, 0);
+    if (n_each <= 0 || mask == NULL || mask->dtype != KL_DTYPE_BOOL || mask->n_dims == 0 ||
+        mask->n_dims > input->n_dims) {
         return KL_DECLINED;
     }
-    int64_t shape[KL_DIMS_MAX] = {mask->shape[0] * n_each};
+    KlMeta *out = kl_rules_outs(result, 1);
+    out->n_dims = input->n_dims - mask->n_dims + 1;
+    out->shape[0] = mask->shape[0] * n_each;
     for (int32_t dim = 0; dim < input->n_dims; dim++) {
         if (dim >= mask->n_dims) {
-            shape[dim - mask->n_dims + 1] = input->shape[dim];
+            out->shape[dim - mask->n_dims + 1] = input->shape[dim];
         } else if (mask->shape[dim] != input->shape[dim]) {
             return kl_error_set(error, KL_ERROR_SHAPE, "the mask does not have the value's shape");
         }
     }
-    KlStatus status = kl_rules_out_shape(result, shape, input->n_dims - mask->n_dims + 1, error);
-    if (status == KL_OK && (kl_meta_is_contiguous(input) || mask->n_dims == input->n_dims)) {
-        kl_meta_set_contiguous(&result->outs[0]);
+    if (kl_meta_is_contiguous(input) || mask->n_dims == input->n_dims) {
+        kl_meta_set_contiguous(out);
     }
-    return status;
+    return KL_OK;
 }
 
 KL_PLACE(select_masked)
@@ -206,12 +201,12 @@ KL_SAVES(select_masked)
 /* index_add(x, dim, index, source), index_copy: slices of source are written at the indices */
 KL_SHAPE(index_add)
 {
-    const KlMeta *input = call->inputs[0], *index = NULL, *source = kl_rules_input(call, 3);
     int32_t dim = 0;
-    KlStatus status = get_index(call, &dim, &index, error);
-    if (status != KL_OK || source == NULL || index->n_dims > 1 || source->dtype != input->dtype ||
+    const KlMeta *input = call->inputs[0], *source = kl_rules_input(call, 3);
+    const KlMeta *index = get_index(call, &dim);
+    if (index == NULL || source == NULL || index->n_dims > 1 || source->dtype != input->dtype ||
         source->n_dims != input->n_dims) {
-        return status == KL_OK ? KL_DECLINED : status;
+        return KL_DECLINED;
     }
     for (int32_t i = 0; i < input->n_dims; i++) {
         int64_t size = i == dim ? kl_meta_n_elements(index) : input->shape[i];
@@ -221,16 +216,16 @@ KL_SHAPE(index_add)
                                 (long long)source->shape[i], (long long)size, (int)i);
         }
     }
-    status = kl_rules_out(result, input, error);
-    if (status == KL_OK && kl_meta_is_contiguous(input)) {
-        kl_meta_set_contiguous(&result->outs[0]);
+    KlMeta *out = kl_rules_out(result, input);
+    if (kl_meta_is_contiguous(input)) {
+        kl_meta_set_contiguous(out);
     }
-    return status;
+    return KL_OK;
 }
 
 KL_PLACE(index_add)
 {
-    int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
+    int32_t dim = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims);
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
     return kl_place_is_rows(&call->inputs[1]->place) || want.dim == dim
                ? kl_rules_once(result, index_couples)
@@ -239,23 +234,19 @@ KL_PLACE(index_add)
 
 KL_SHAPE(index_fill)
 {
-    const KlMeta *input = call->inputs[0], *index = NULL, *value = kl_rules_input(call, 3);
     int32_t dim = 0;
-    KlStatus status = get_index(call, &dim, &index, error);
-    if (status != KL_OK || index->n_dims > 1 || (value != NULL && value->n_dims > 0) ||
+    const KlMeta *index = get_index(call, &dim), *value = kl_rules_input(call, 3);
+    if (index == NULL || index->n_dims > 1 || (value != NULL && value->n_dims > 0) ||
         (value == NULL && !kl_rules_is_number(&call->args[3]))) {
-        return status == KL_OK ? KL_DECLINED : status;
+        return KL_DECLINED;
     }
-    status = kl_rules_out(result, input, error);
-    if (status == KL_OK) {
-        kl_rules_preserve(&result->outs[0], input);
-    }
-    return status;
+    kl_rules_preserve(kl_rules_out(result, call->inputs[0]), call->inputs[0]);
+    return KL_OK;
 }
 
 KL_PLACE(index_fill)
 {
-    int32_t dim = kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims);
+    int32_t dim = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims);
     const KlPlace *place = &call->inputs[0]->place;
     bool is_coupled =
         !kl_place_is_rows(place) || kl_place_is_rows(&call->inputs[1]->place) || place->dim == dim;
@@ -276,26 +267,20 @@ KL_SHAPE(take_along_dim)
 {
     KlMeta value = *call->inputs[0];
     const KlMeta *index = kl_rules_input(call, 1);
-    int32_t dim = 0;
     if (index == NULL || index->dtype != KL_DTYPE_INT64 || !kl_rules_is_given(call, 2) ||
         index->n_dims != value.n_dims || index->n_dims == 0) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_dim(call, 2, 0, value.n_dims, &dim, error);
-    if (status == KL_OK) {
-        value.shape[dim] = index->shape[dim];
-        status = kl_rules_broadcast(&value, index, error);
-    }
-    status = status == KL_OK ? kl_rules_out_contiguous(result, &value, error) : status;
-    if (status == KL_OK) {
-        result->dim_map[dim] = -1;
-    }
-    return status;
+    int32_t dim = kl_rules_dim(call, 2, 0, value.n_dims);
+    value.shape[dim] = index->shape[dim];
+    result->dim_map[dim] = -1;
+    KlStatus status = kl_rules_broadcast(&value, index, error);
+    return status == KL_OK ? kl_rules_out_contiguous(result, &value) : status;
 }
 
 KL_PLACE(take_along_dim)
 {
-    int32_t dim = kl_rules_legal_dim(call, 2, 0, call->inputs[0]->n_dims);
+    int32_t dim = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims);
     if (is_read_whole(call, dim)) {
         return kl_rules_at(result, call->inputs[1]->place);
     }

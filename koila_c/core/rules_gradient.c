@@ -49,7 +49,7 @@ KL_PLACE(gradient_of)
 KL_SAVES(gradient_of)
 {
     saves_all(call, result, saves);
-    saves->is_extra_rows = kl_rules_int(call, N_KEPT, 0, &saves->bytes_extra) == KL_OK &&
-                           kl_rules_int(call, N_ALONE, 0, &saves->bytes_steps) == KL_OK;
-    saves->bytes_backward = saves->bytes_steps;
+    saves->is_extra_rows = true;
+    saves->bytes_extra = kl_rules_int(call, N_KEPT, 0);
+    saves->bytes_backward = saves->bytes_steps = kl_rules_int(call, N_ALONE, 0);
 }

@@ -40,11 +40,10 @@ KL_SHAPE(getitem)
 {
     KlOutline outline;
     KlStatus status = kl_outline_read(call, &outline, error);
-    status = status == KL_OK ? kl_ops_reserve_outs(result, 1, error) : status;
     if (status != KL_OK) {
         return status;
     }
-    KlMeta *out = &result->outs[0];
+    KlMeta *out = kl_rules_outs(result, 1);
     kl_outline_result_shape(&outline, out);
     if (outline.n_tensors > 0) {
         return index_strides(&outline, out, error);
@@ -295,7 +294,8 @@ KL_SHAPE(setitem)
             basic->n_dims != input->n_dims || !kl_rules_are_alike(basic, input, input->n_dims);
         status = check_value(call, &outline, error);
     }
-    return status == KL_OK ? kl_rules_out(result, call->inputs[0], error) : status;
+    (void)kl_rules_out(result, call->inputs[0]);
+    return status;
 }
 
 /* The call writes through a view: in backward torch copies the view's gradient and then fills it with zeros. */

@@ -69,7 +69,6 @@ join_shape(KlMeta *out, const KlMeta *input, int32_t at, KlError *error)
 
 KL_SHAPE(cat)
 {
-    int32_t at = 0;
     if (call->args[0].kind != KL_ARG_VALUES) {
         return KL_DECLINED;
     }
@@ -79,37 +78,34 @@ KL_SHAPE(cat)
             return KL_DECLINED;
         }
     }
-    KlStatus status = kl_rules_dim(call, 1, 0, call->inputs[first]->n_dims, &at, error);
-    status = status == KL_OK ? kl_rules_out(result, call->inputs[first], error) : status;
+    int32_t at = kl_rules_dim(call, 1, 0, call->inputs[first]->n_dims);
+    KlMeta *out = kl_rules_out(result, call->inputs[first]);
+    KlStatus status = KL_OK;
     for (uint32_t i = first + 1; status == KL_OK && i < call->n_inputs; i++) {
         if (!is_legacy_empty(call->inputs[i])) {
-            status = join_shape(&result->outs[0], call->inputs[i], at, error);
+            status = join_shape(out, call->inputs[i], at, error);
         }
     }
-    if (status == KL_OK) {
-        set_join_strides(call, &result->outs[0], 0);
-    }
+    set_join_strides(call, out, 0);
     return status;
 }
 
 KL_SHAPE(stack)
 {
-    int32_t at = 0;
     if (call->args[0].kind != KL_ARG_VALUES || call->inputs[0]->n_dims == KL_DIMS_MAX) {
         return KL_DECLINED;
     }
     const KlMeta *first = call->inputs[0];
-    KlStatus status = kl_rules_dim(call, 1, 0, first->n_dims + 1, &at, error);
-    for (uint32_t i = 1; status == KL_OK && i < call->n_inputs; i++) {
+    KlMeta *out = kl_rules_outs(result, 1);
+    int32_t at = kl_rules_dim(call, 1, 0, first->n_dims + 1);
+    for (uint32_t i = 1; i < call->n_inputs; i++) {
         if (call->inputs[i]->n_dims != first->n_dims ||
             !kl_rules_are_alike(call->inputs[i], first, first->n_dims)) {
             return kl_error_set(error, KL_ERROR_SHAPE,
                                 "value %u does not have the shape of the first", i);
         }
     }
-    status = status == KL_OK ? kl_ops_reserve_outs(result, 1, error) : status;
-    for (int32_t dim = 0; status == KL_OK && dim <= first->n_dims; dim++) {
-        KlMeta *out = &result->outs[0];
+    for (int32_t dim = 0; dim <= first->n_dims; dim++) {
         if (dim == at) {
             out->shape[out->n_dims++] = (int64_t)call->n_inputs;
         }
@@ -118,10 +114,8 @@ KL_SHAPE(stack)
             out->shape[out->n_dims++] = first->shape[dim];
         }
     }
-    if (status == KL_OK) {
-        set_join_strides(call, &result->outs[0], at == first->n_dims ? 1 : 0);
-    }
-    return status;
+    set_join_strides(call, out, at == first->n_dims ? 1 : 0);
+    return KL_OK;
 }
 
 KL_DTYPE(join)
@@ -184,7 +178,7 @@ join_batch(const KlCall *call, KlInferred *result, int32_t at)
 
 KL_PLACE(cat)
 {
-    int32_t at = kl_rules_legal_dim(call, 1, 0, call->inputs[first_joined(call)]->n_dims);
+    int32_t at = kl_rules_dim(call, 1, 0, call->inputs[first_joined(call)]->n_dims);
     bool is_batch = call->inputs[kl_rules_first_rows(call)]->place.dim == at;
     return is_batch ? join_batch(call, result, at) : join_beside(call, result);
 }
@@ -259,15 +253,11 @@ split_by(const KlCall *call, KlInferred *result, int32_t at, const int64_t *size
 /* split(x, size, dim) and split(x, [sizes], dim) */
 KL_SHAPE(split)
 {
-    int32_t at = 0;
+    const KlArg *sizes = &call->args[1];
     if (call->inputs[0]->n_dims == 0) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims, &at, error);
-    if (status != KL_OK) {
-        return status;
-    }
-    const KlArg *sizes = &call->args[1];
+    int32_t at = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims);
     if (sizes->kind == KL_ARG_INTS && sizes->n > 0) {
         return split_by(call, result, at, sizes->u.ints, sizes->n, error);
     }
@@ -277,32 +267,23 @@ KL_SHAPE(split)
 
 KL_SHAPE(chunk)
 {
-    int32_t at = 0;
-    int64_t n = 0;
-    if (call->inputs[0]->n_dims == 0) {
+    const KlMeta *input = call->inputs[0];
+    const int64_t n = kl_rules_int(call, 1, 0);
+    int32_t at = kl_rules_dim(call, 2, 0, input->n_dims);
+    if (input->n_dims == 0 || n < 1 || input->shape[at] == 0) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims, &at, error);
-    status = status == KL_OK ? kl_rules_int(call, 1, 0, &n) : status;
-    if (status != KL_OK || n < 1 || call->inputs[0]->shape[at] == 0) {
-        return KL_DECLINED;
-    }
-    return split_evenly(call, result, at, (call->inputs[0]->shape[at] + n - 1) / n, error);
+    return split_evenly(call, result, at, (input->shape[at] + n - 1) / n, error);
 }
 
 KL_SHAPE(unbind)
 {
     const KlMeta *input = call->inputs[0];
-    int32_t at = 0;
-    if (input->n_dims == 0) {
+    int32_t at = kl_rules_dim(call, 1, 0, input->n_dims);
+    if (input->n_dims == 0 || input->shape[at] > 4096) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &at, error);
-    if (status == KL_OK) {
-        status = input->shape[at] > 4096
-                     ? KL_DECLINED
-                     : kl_ops_reserve_outs(result, (uint32_t)input->shape[at], error);
-    }
+    KlStatus status = kl_ops_reserve_outs(result, (uint32_t)input->shape[at], error);
     for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
         KlMeta *out = &result->outs[i];
         out->is_strided = input->is_strided;
@@ -332,7 +313,7 @@ KL_PLACE(split)
 {
     const KlPlace *place = &call->inputs[0]->place;
     int64_t turn = kl_rules_rows(call, result) * place->inner;
-    int32_t at = kl_rules_legal_dim(call, 2, 0, call->inputs[0]->n_dims);
+    int32_t at = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims);
     if (at != place->dim) {
         return place_moved(call, result, error);
     }
@@ -357,7 +338,7 @@ KL_PLACE(split)
 KL_PLACE(chunk)
 {
     const KlPlace *place = &call->inputs[0]->place;
-    int32_t at = kl_rules_legal_dim(call, 2, 0, call->inputs[0]->n_dims);
+    int32_t at = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims);
     if (at != place->dim) {
         return place_moved(call, result, error);
     }

@@ -138,23 +138,19 @@ kl_rules_settle_plain(const KlCall *call, KlInferred *result)
 }
 
 KlStatus
-kl_rules_out_plain(const KlCall *call, KlInferred *result, const KlMeta *like, KlError *error)
+kl_rules_out_plain(const KlCall *call, KlInferred *result, const KlMeta *like)
 {
-    KlStatus status = kl_rules_out(result, like, error);
-    if (status == KL_OK) {
-        kl_rules_settle_plain(call, result);
-    }
-    return status;
+    (void)kl_rules_out(result, like);
+    kl_rules_settle_plain(call, result);
+    return KL_OK;
 }
 
 KlStatus
-kl_rules_out_format(const KlCall *call, KlInferred *result, const KlMeta *like, KlError *error)
+kl_rules_out_format(const KlCall *call, KlInferred *result, const KlMeta *like)
 {
-    KlStatus status = kl_rules_out(result, like, error);
-    if (status == KL_OK) {
-        kl_rules_settle_format(call, result, 1);
-    }
-    return status;
+    (void)kl_rules_out(result, like);
+    kl_rules_settle_format(call, result, 1);
+    return KL_OK;
 }
 
 void

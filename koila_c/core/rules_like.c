@@ -3,13 +3,15 @@
 #include "rules.h"
 
 /* Get the memory format in args[arg]; PRESERVE is torch's default for copies. */
-static KlStatus
-get_format(const KlCall *call, uint32_t arg, KlFormat fallback, KlFormat *format)
+static KlFormat
+get_format(const KlCall *call, uint32_t arg, KlFormat fallback)
 {
     bool is_given = kl_rules_is_given(call, arg);
     bool is_format = is_given && call->args[arg].kind == KL_ARG_FORMAT;
-    *format = is_format ? (KlFormat)call->args[arg].u.i : fallback;
-    return is_given && !is_format ? KL_DECLINED : KL_OK;
+    if (is_given && !is_format) {
+        kl_rules_decline(call);
+    }
+    return is_format ? (KlFormat)call->args[arg].u.i : fallback;
 }
 
 static KlStatus
@@ -54,44 +56,36 @@ has_one(const KlMeta *meta)
 KL_SHAPE(contiguous)
 {
     const KlMeta *input = call->inputs[0];
-    KlFormat format = KL_FORMAT_CONTIGUOUS;
-    KlStatus status = get_format(call, 1, KL_FORMAT_CONTIGUOUS, &format);
-    if (status != KL_OK || format == KL_FORMAT_PRESERVE) {
-        return KL_DECLINED;
-    }
-    status = kl_rules_out(result, input, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    KlFormat format = get_format(call, 1, KL_FORMAT_CONTIGUOUS);
+    KlMeta *out = kl_rules_out(result, input);
     bool is_contiguous = format == KL_FORMAT_CONTIGUOUS && kl_meta_is_contiguous(input);
     bool is_last = format == KL_FORMAT_CHANNELS_LAST && kl_rules_is_channels_last(input);
+    if (format == KL_FORMAT_PRESERVE) {
+        return KL_DECLINED;
+    }
     if (is_contiguous || is_last) {
         set_same(call, result);
         return KL_OK;
     }
     if (!input->is_strided) {
         kl_rules_alias(result, KL_ALIAS_MAYBE, 0);
-        return has_one(input) ? KL_OK : set_format(&result->outs[0], input, format);
+        return has_one(input) ? KL_OK : set_format(out, input, format);
     }
-    return set_format(&result->outs[0], input, format);
+    return set_format(out, input, format);
 }
 
 /* The first input itself. */
 KL_SHAPE(itself)
 {
-    KlStatus status = kl_rules_out(result, call->inputs[0], error);
-    if (status == KL_OK) {
-        set_same(call, result);
-    }
-    return status;
+    (void)kl_rules_out(result, call->inputs[0]);
+    set_same(call, result);
+    return KL_OK;
 }
 
 KL_SHAPE(clone)
 {
-    KlFormat format = KL_FORMAT_PRESERVE;
-    KlStatus status = get_format(call, 1, KL_FORMAT_PRESERVE, &format);
-    status = status == KL_OK ? kl_rules_out(result, call->inputs[0], error) : status;
-    return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], format) : status;
+    KlFormat format = get_format(call, 1, KL_FORMAT_PRESERVE);
+    return set_format(kl_rules_out(result, call->inputs[0]), call->inputs[0], format);
 }
 
 /* Return the memory format among a cast's arguments. */
@@ -108,9 +102,8 @@ KL_SHAPE(cast)
     if (kl_rules_find(call, KL_ARG_TEXT) != NULL) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_out(result, call->inputs[0], error);
-    return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], find_format(call))
-                           : status;
+    KlMeta *out = kl_rules_out(result, call->inputs[0]);
+    return set_format(out, call->inputs[0], find_format(call));
 }
 
 static KlStatus
@@ -152,10 +145,8 @@ KL_DTYPE(to)
     bool is_known =
         (has_device || first == KL_ARG_DTYPE || other != NULL) &&
         (is_shifted || !kl_rules_is_given(call, 2) || (has_device && second == KL_ARG_DTYPE));
-    bool is_copied = false;
     kl_rules_lend(call, result, 1);
-    KlStatus status = kl_rules_bool(call, is_shifted ? 3 : 4, false, &is_copied);
-    if (!is_known || status != KL_OK || (is_shifted && kl_rules_is_given(call, 4))) {
+    if (!is_known || (is_shifted && kl_rules_is_given(call, 4))) {
         return KL_DECLINED;
     }
     KlDtype dtype = kl_rules_dtype(call, other != NULL ? other->dtype : call->inputs[0]->dtype);
@@ -163,7 +154,7 @@ KL_DTYPE(to)
     result->device = device != NULL  ? (uint8_t)device->u.i
                      : other != NULL ? other->device
                                      : call->inputs[0]->device;
-    return cast_to(call, result, dtype, is_copied);
+    return cast_to(call, result, dtype, kl_rules_bool(call, is_shifted ? 3 : 4, false));
 }
 
 KL_DTYPE(type_as)
@@ -192,50 +183,40 @@ KL_DTYPE(type)
 
 /* --- new values ------------------------------------------------------------------------------------------ */
 
-/* Check that the words from `first` to the options are numbers; they may be left out. */
-static KlStatus
+/* Decline the call unless the words from `first` to the options are numbers; they may be left out. */
+static void
 check_numbers(const KlCall *call, uint32_t first)
 {
     for (uint32_t i = first; i < call->row->first_option; i++) {
         if (call->args[i].kind != KL_ARG_ABSENT && !kl_rules_is_number(&call->args[i])) {
-            return KL_DECLINED;
+            kl_rules_decline(call);
         }
     }
-    return KL_OK;
 }
 
-/* Check args[first] to args[first + 4]: dtype, layout, device, pin_memory, requires_grad. Set only the device. */
-static KlStatus
-read_options(const KlCall *call, KlInferred *result, uint32_t first)
+/* Check the options: dtype, layout, device, pin_memory, requires_grad. Set only the device. */
+static void
+read_options(const KlCall *call, KlInferred *result)
 {
-    bool is_pinned = false, is_leaf = false;
-    if (kl_rules_bool(call, first + 3, false, &is_pinned) != KL_OK ||
-        kl_rules_bool(call, first + 4, false, &is_leaf) != KL_OK || is_pinned || is_leaf ||
-        kl_rules_is_given(call, first + 1)) {
-        return KL_DECLINED;
+    const uint32_t first = call->row->first_option;
+    const KlArg *dtype = &call->args[first], *device = &call->args[first + 2];
+    const bool has_device = kl_rules_is_given(call, first + 2);
+    if (kl_rules_bool(call, first + 3, false) || kl_rules_bool(call, first + 4, false) ||
+        kl_rules_is_given(call, first + 1) || (has_device && device->kind != KL_ARG_DEVICE) ||
+        (kl_rules_is_given(call, first) &&
+         (dtype->kind != KL_ARG_DTYPE || dtype->u.dtype == KL_DTYPE_OTHER))) {
+        kl_rules_decline(call);
     }
-    if (kl_rules_is_given(call, first + 2)) {
-        if (call->args[first + 2].kind != KL_ARG_DEVICE) {
-            return KL_DECLINED;
-        }
-        result->device = (uint8_t)call->args[first + 2].u.i;
-    }
-    bool has_dtype = kl_rules_is_given(call, first);
-    bool is_dtype =
-        call->args[first].kind == KL_ARG_DTYPE && call->args[first].u.dtype != KL_DTYPE_OTHER;
-    return has_dtype && !is_dtype ? KL_DECLINED : KL_OK;
+    result->device = has_device ? (uint8_t)device->u.i : result->device;
 }
 
 /* input, numbers, options, memory_format */
 KL_SHAPE(like)
 {
-    const uint32_t first = call->row->first_option;
-    KlFormat format = KL_FORMAT_PRESERVE;
-    KlStatus status = check_numbers(call, 1);
-    status = status == KL_OK ? read_options(call, result, first) : status;
-    status = status == KL_OK ? get_format(call, first + 5, KL_FORMAT_PRESERVE, &format) : status;
-    status = status == KL_OK ? kl_rules_out(result, call->inputs[0], error) : status;
-    return status == KL_OK ? set_format(&result->outs[0], call->inputs[0], format) : status;
+    check_numbers(call, 1);
+    read_options(call, result);
+    KlFormat format = get_format(call, call->row->first_option + 5, KL_FORMAT_PRESERVE);
+    return set_format(kl_rules_out(result, call->inputs[0]), call->inputs[0], format);
 }
 
 KL_DTYPE(like)
@@ -259,21 +240,24 @@ KL_DTYPE(like_real)
 /* input, sizes, numbers, options */
 KL_SHAPE(new)
 {
-    const int64_t *sizes = NULL;
     uint32_t n = 0;
-    KlStatus status = check_numbers(call, 2);
-    status = status == KL_OK ? kl_rules_ints(call, 1, &sizes, &n) : status;
-    status = status == KL_OK ? read_options(call, result, call->row->first_option) : status;
-    for (uint32_t i = 0; status == KL_OK && i < n; i++) {
+    const int64_t *sizes = kl_rules_ints(call, 1, &n);
+    KlMeta *out = kl_rules_outs(result, 1);
+    check_numbers(call, 2);
+    read_options(call, result);
+    for (uint32_t i = 0; i < n; i++) {
         if (sizes[i] < 0) {
             return kl_error_set(error, KL_ERROR_ARGUMENT, "a size of %lld", (long long)sizes[i]);
         }
     }
-    status = status == KL_OK ? kl_rules_out_shape(result, sizes, (int32_t)n, error) : status;
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
+    if (n > KL_DIMS_MAX) {
+        return KL_DECLINED;
     }
-    return status;
+    for (; out->n_dims < (int32_t)n; out->n_dims++) {
+        out->shape[out->n_dims] = sizes[out->n_dims];
+    }
+    kl_meta_set_contiguous(out);
+    return KL_OK;
 }
 
 /* The value depends on no row. Whether one of its sizes is the number of rows is decided when a call reads it. */

@@ -24,24 +24,20 @@ reduction_arg(const KlCall *call)
     return position;
 }
 
-KlStatus
-kl_rules_reduction(const KlCall *call, bool *is_reduced)
+bool
+kl_rules_reduction(const KlCall *call)
 {
     /* The schema's default is Mean, but torch's argument parser converts it to 0, "none". */
-    int64_t reduction = REDUCTION_NONE;
-    KlStatus status = kl_rules_int(call, reduction_arg(call), REDUCTION_NONE, &reduction);
-    *is_reduced = reduction != REDUCTION_NONE;
-    return status == KL_OK && (reduction < 0 || reduction > REDUCTION_SUM) ? KL_DECLINED : status;
+    int64_t reduction = kl_rules_int(call, reduction_arg(call), REDUCTION_NONE);
+    if (reduction < 0 || reduction > REDUCTION_SUM) {
+        kl_rules_decline(call);
+    }
+    return reduction != REDUCTION_NONE;
 }
 
 KlStatus
-kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms, KlError *error)
+kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms)
 {
-    bool is_reduced = false;
-    KlStatus status = kl_rules_reduction(call, &is_reduced);
-    if (status != KL_OK) {
-        return status;
-    }
     /* Of these torch refuses a gradient, or saves tensors that no rule describes. */
     for (uint32_t arg = 0; call->row->plain >> arg != 0; arg++) {
         if ((call->row->plain >> arg & 1) != 0 && kl_rules_needs_grad(call, arg)) {
@@ -49,16 +45,15 @@ kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms, 
         }
     }
     const KlMeta scalar = {.n_dims = 0};
-    return is_reduced ? kl_rules_out_contiguous(result, &scalar, error)
-                      : kl_rules_out_plain(call, result, terms, error);
+    return kl_rules_reduction(call) ? kl_rules_out_contiguous(result, &scalar)
+                                    : kl_rules_out_plain(call, result, terms);
 }
 
 /* Place a loss whose inputs have n_dims dims, aligned from the right; the first n_dims_terms are dims of its terms. */
 static KlStatus
 wire_loss(const KlCall *call, KlInferred *result, int32_t n_dims, int32_t n_dims_terms)
 {
-    bool is_reduced = false;
-    KlStatus status = kl_rules_reduction(call, &is_reduced);
+    const bool is_reduced = kl_rules_reduction(call);
     KlLabels full = kl_rules_letters(n_dims_terms);
     KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_LOSS : KL_REDUCE_NONE,
                        .reason = "the batch is in features of the loss"};
@@ -68,7 +63,7 @@ wire_loss(const KlCall *call, KlInferred *result, int32_t n_dims, int32_t n_dims
     if (!is_reduced) {
         wiring.outs[0] = full;
     }
-    return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
+    return kl_rules_wire(call, result, &wiring);
 }
 
 /* --- terms are elements: all tensors broadcast ------------------------------------------------ */
@@ -79,7 +74,7 @@ KL_SHAPE(loss)
     KlStatus status = kl_rules_input(call, 0) == NULL || kl_rules_input(call, 1) == NULL
                           ? KL_DECLINED
                           : kl_rules_broadcast_all(call, &terms, error);
-    return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
+    return status == KL_OK ? kl_rules_make_loss(call, result, &terms) : status;
 }
 
 /* input and target have one shape; weights broadcast to it */
@@ -87,28 +82,25 @@ KL_SHAPE(loss_equal)
 {
     const KlMeta *input = kl_rules_input(call, 0), *target = kl_rules_input(call, 1);
     KlMeta terms = {.n_dims = 0};
-    if (input == NULL || target == NULL || input->n_dims != target->n_dims) {
-        return KL_DECLINED;
-    }
-    bool is_fit = kl_rules_broadcast_all(call, &terms, NULL) == KL_OK &&
+    bool is_fit = input != NULL && target != NULL && input->n_dims == target->n_dims &&
+                  kl_rules_broadcast_all(call, &terms, NULL) == KL_OK &&
                   terms.n_dims == input->n_dims &&
                   kl_rules_are_alike(&terms, input, terms.n_dims) &&
                   kl_rules_are_alike(&terms, target, terms.n_dims);
-    return is_fit ? kl_rules_make_loss(call, result, &terms, error) : KL_DECLINED;
+    return is_fit ? kl_rules_make_loss(call, result, &terms) : KL_DECLINED;
 }
 
 KL_PLACE(loss)
 {
     KlMeta terms = {.n_dims = 0};
-    bool is_reduced = false;
     KlStatus status = kl_rules_broadcast_all(call, &terms, error);
-    status = status == KL_OK ? kl_rules_reduction(call, &is_reduced) : status;
     if (status != KL_OK) {
         return status;
     }
-    const KlPlace *place = &call->inputs[kl_rules_first_rows(call)]->place;
-    int32_t dim = place->dim + terms.n_dims - call->inputs[kl_rules_first_rows(call)]->n_dims;
-    if (terms.shape[dim] != kl_rules_span(place, kl_rules_rows(call, result))) {
+    const KlMeta *first = call->inputs[kl_rules_first_rows(call)];
+    const bool is_reduced = kl_rules_reduction(call);
+    int32_t dim = first->place.dim + terms.n_dims - first->n_dims;
+    if (terms.shape[dim] != kl_rules_span(&first->place, kl_rules_rows(call, result))) {
         return kl_rules_once(result, "a batch of one sample is broadcast");
     }
     /* mse_loss and similar losses divide a mean's gradient by the operand's size, even if it is broadcast. */
@@ -144,9 +136,7 @@ KL_SAVES(loss_logits)
 
 KL_SAVES(loss_kl)
 {
-    bool is_log = false;
-    (void)kl_rules_bool(call, 3, false, &is_log);
-    bool is_target = kl_rules_needs_grad(call, 1);
+    bool is_log = kl_rules_bool(call, 3, false), is_target = kl_rules_needs_grad(call, 1);
     if (is_log) {
         kl_rules_save_new(result, saves, count_terms(call) * (is_target ? 2 : 1),
                           call->inputs[0]->dtype);
@@ -180,7 +170,7 @@ KL_SAVES(loss_ranking)
 
 /* Make a loss of vectors (n, d) or (d): the first `n_vectors` inputs have that shape, the others (n) or (). */
 static KlStatus
-shape_vectors(const KlCall *call, uint32_t n_vectors, KlInferred *result, KlError *error)
+shape_vectors(const KlCall *call, uint32_t n_vectors, KlInferred *result)
 {
     const KlMeta *first = call->inputs[0];
     int32_t n = first->n_dims;
@@ -190,27 +180,24 @@ shape_vectors(const KlCall *call, uint32_t n_vectors, KlInferred *result, KlErro
         is_fit =
             call->inputs[i]->n_dims == n_own && kl_rules_are_alike(first, call->inputs[i], n_own);
     }
-    if (!is_fit) {
-        return KL_DECLINED;
-    }
     KlMeta terms = *first;
     terms.n_dims = n - 1;
-    return kl_rules_make_loss(call, result, &terms, error);
+    return is_fit ? kl_rules_make_loss(call, result, &terms) : KL_DECLINED;
 }
 
 KL_SHAPE(loss_cosine)
 {
-    return shape_vectors(call, 2, result, error);
+    return shape_vectors(call, 2, result);
 }
 
 KL_SHAPE(loss_triplet)
 {
-    return shape_vectors(call, 3, result, error);
+    return shape_vectors(call, 3, result);
 }
 
 /* Make the loss of input (n, c) and a target of n_dims dims: (n) of one class, or (n, c) of several. */
 static KlStatus
-make_margins(const KlCall *call, int32_t n_dims, KlInferred *result, KlError *error)
+make_margins(const KlCall *call, int32_t n_dims, KlInferred *result)
 {
     const KlMeta *input = kl_rules_input(call, 0), *target = kl_rules_input(call, 1);
     if (input == NULL || target == NULL || input->n_dims != 2 || kl_meta_n_elements(input) == 0 ||
@@ -220,33 +207,30 @@ make_margins(const KlCall *call, int32_t n_dims, KlInferred *result, KlError *er
     }
     KlMeta terms = *input;
     terms.n_dims = 1;
-    return kl_rules_make_loss(call, result, &terms, error);
+    return kl_rules_make_loss(call, result, &terms);
 }
 
 /* The fifth word is the weight (c). */
 KL_SHAPE(loss_margin)
 {
     const KlMeta *input = kl_rules_input(call, 0), *weight = kl_rules_input(call, 4);
-    int64_t p = 1;
+    const int64_t p = kl_rules_int(call, 2, 1);
     bool is_fit =
         weight == NULL || (input != NULL && weight->n_dims == 1 && weight->dtype == input->dtype &&
                            weight->shape[0] == input->shape[1]);
-    bool is_known = kl_rules_int(call, 2, 1, &p) == KL_OK && (p == 1 || p == 2);
-    return is_fit && is_known ? make_margins(call, 1, result, error) : KL_DECLINED;
+    return is_fit && (p == 1 || p == 2) ? make_margins(call, 1, result) : KL_DECLINED;
 }
 
 KL_SHAPE(loss_multilabel)
 {
-    return make_margins(call, 2, result, error);
+    return make_margins(call, 2, result);
 }
 
 KL_PLACE(loss_vectors)
 {
-    bool is_reduced = false;
-    KlStatus status = kl_rules_reduction(call, &is_reduced);
+    const bool is_reduced = kl_rules_reduction(call), is_batched = call->inputs[0]->n_dims == 2;
     KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_ROW_LOSS : KL_REDUCE_NONE,
                        .reason = "the batch is in features of the loss"};
-    bool is_batched = call->inputs[0]->n_dims == 2;
     for (uint32_t i = 0; i < 3 && is_batched; i++) {
         const KlMeta *meta = kl_rules_input(call, i);
         if (meta != NULL) {
@@ -254,7 +238,7 @@ KL_PLACE(loss_vectors)
         }
     }
     wiring.outs[0].of[0] = is_batched && !is_reduced ? 1 : 0;
-    return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
+    return kl_rules_wire(call, result, &wiring);
 }
 
 /* cosine_embedding_loss: products, norms and masks, one entry for each row */
@@ -273,11 +257,9 @@ KL_SAVES(loss_cosine)
 KL_SAVES(loss_triplet)
 {
     const KlMeta *input = call->inputs[0];
-    bool is_swapped = false;
-    (void)kl_rules_bool(call, 6, false, &is_swapped);
-    int64_t n = kl_meta_n_elements(input);
-    int64_t n_rows = n / input->shape[input->n_dims - 1];
-    kl_rules_save_new(result, saves, (is_swapped ? 3 : 2) * (n + n_rows) + n_rows, input->dtype);
+    int64_t n = kl_meta_n_elements(input), n_rows = n / input->shape[input->n_dims - 1];
+    int64_t n_pairs = kl_rules_bool(call, 6, false) ? 3 : 2;
+    kl_rules_save_new(result, saves, n_pairs * (n + n_rows) + n_rows, input->dtype);
 }
 
 /* multilabel_margin_loss: a tensor that marks the targets */

@@ -54,17 +54,15 @@ read_terms(const KlCall *call, KlMeta *terms, KlError *error)
 KL_SHAPE(cross_entropy)
 {
     KlMeta terms;
-    double smoothing = 0.0;
-    int64_t ignored = -100;
+    double smoothing = kl_rules_float(call, 5, 0.0);
+    int64_t ignored = kl_rules_int(call, 4, -100);
     KlStatus status = read_terms(call, &terms, error);
-    status = status == KL_OK ? kl_rules_float(call, 5, 0.0, &smoothing) : status;
-    status = status == KL_OK ? kl_rules_int(call, 4, -100, &ignored) : status;
     if (status == KL_OK &&
         (!(smoothing >= 0.0 && smoothing <= 1.0) ||
          (ignored >= 0 && !has_class_numbers(call->inputs[INPUT], call->inputs[TARGET])))) {
         status = KL_DECLINED;
     }
-    return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
+    return status == KL_OK ? kl_rules_make_loss(call, result, &terms) : status;
 }
 
 KL_SHAPE(nll)
@@ -74,7 +72,7 @@ KL_SHAPE(nll)
     if (status == KL_OK && !has_class_numbers(call->inputs[INPUT], call->inputs[TARGET])) {
         status = KL_DECLINED;
     }
-    return status == KL_OK ? kl_rules_make_loss(call, result, &terms, error) : status;
+    return status == KL_OK ? kl_rules_make_loss(call, result, &terms) : status;
 }
 
 /* nll_loss takes one or two dims, nll_loss2d four; nll_loss_nd reshapes others for one of them */
@@ -103,8 +101,7 @@ place_classes(const KlCall *call, KlInferred *result)
 {
     const KlMeta *weight = kl_rules_input(call, WEIGHT);
     const KlPlace *place = &call->inputs[INPUT]->place;
-    double smoothing = 0.0;
-    KlStatus status = call->n_args > 5 ? kl_rules_float(call, 5, 0.0, &smoothing) : KL_OK;
+    double smoothing = call->n_args > 5 ? kl_rules_float(call, 5, 0.0) : 0.0;
     if (place->outer != 1 || place->inner != 1 ||
         !has_class_numbers(call->inputs[INPUT], call->inputs[TARGET]) ||
         (smoothing > 0.0 && weight != NULL)) {
@@ -115,14 +112,13 @@ place_classes(const KlCall *call, KlInferred *result)
             return kl_rules_once(result, "the batch is in classes, and labels or weights");
         }
     }
-    return status == KL_OK ? kl_rules_reduce(result, KL_REDUCE_CLASSES) : status;
+    return kl_rules_reduce(result, KL_REDUCE_CLASSES);
 }
 
 KL_PLACE(nll)
 {
     const KlMeta *input = call->inputs[INPUT];
-    bool is_reduced = false;
-    KlStatus status = kl_rules_reduction(call, &is_reduced);
+    const bool is_reduced = kl_rules_reduction(call);
     if (kl_place_is_rows(&input->place) && input->place.dim == 1) {
         return place_classes(call, result);
     }
@@ -142,7 +138,7 @@ KL_PLACE(nll)
             wiring.outs[0].of[n++] = is_reduced ? 0 : letter;
         }
     }
-    return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
+    return kl_rules_wire(call, result, &wiring);
 }
 
 /* Note that an argument is saved, or the dense copy of it if it is not dense; both, if its strides are unknown. */
@@ -167,14 +163,11 @@ KL_SAVES(nll)
 KL_SAVES(cross_entropy)
 {
     const KlMeta *input = call->inputs[INPUT], *target = call->inputs[TARGET];
-    double smoothing = 0.0;
-    int64_t reduction = 0;
-    (void)kl_rules_float(call, 5, 0.0, &smoothing);
-    (void)kl_rules_int(call, 3, 0, &reduction);
+    const bool is_smooth = kl_rules_float(call, 5, 0.0) > 0.0;
     kl_rules_save_new(result, saves, kl_meta_n_elements(input), input->dtype); /* log_softmax */
     kl_rules_save(call, saves, WEIGHT);
     if (!has_class_numbers(input, target)) {
-        if (input->requires_grad && smoothing > 0.0) {
+        if (input->requires_grad && is_smooth) {
             kl_rules_save_new(result, saves, kl_meta_n_elements(target), target->dtype);
         } else if (input->requires_grad) {
             kl_rules_save(call, saves, TARGET);
@@ -183,9 +176,9 @@ KL_SAVES(cross_entropy)
     }
     save_dense(call, result, saves, TARGET);
     kl_rules_save_new(result, saves, 1, input->dtype);
-    if (smoothing > 0.0) {
+    if (is_smooth) {
         kl_rules_save_new(result, saves, kl_meta_n_elements(target), KL_DTYPE_BOOL);
-        if (reduction == 1) { /* what the smooth part is divided by */
+        if (kl_rules_int(call, 3, 0) == 1) { /* what the smooth part is divided by */
             kl_rules_save_new(result, saves, 1,
                               kl_rules_input(call, WEIGHT) == NULL ? KL_DTYPE_INT64 : input->dtype);
         }
@@ -202,7 +195,7 @@ KL_SHAPE(ctc)
         return KL_DECLINED;
     }
     const KlMeta terms = {.n_dims = 1, .shape = {log_probs->shape[1]}};
-    return kl_rules_make_loss(call, result, &terms, error);
+    return kl_rules_make_loss(call, result, &terms);
 }
 
 /* The forward variables of each path are saved, (n, t, 2 * longest target + 1), and backward allocates as many beside

@@ -27,15 +27,6 @@ expect_size(int64_t left, int64_t right, KlError *error)
     return KL_OK;
 }
 
-/* Get args[arg] and the next argument, both tensors. */
-static KlStatus
-get_pair(const KlCall *call, uint32_t arg, const KlMeta **left, const KlMeta **right)
-{
-    *left = kl_rules_input(call, arg);
-    *right = kl_rules_input(call, arg + 1);
-    return *left == NULL || *right == NULL ? KL_DECLINED : KL_OK;
-}
-
 static KlLabels
 letters(uint8_t first, uint8_t second, uint8_t third)
 {
@@ -98,8 +89,11 @@ KL_SHAPE(product)
     KlLabels terms[3] = {0};
     KlMeta out;
     KlStatus status = read_product(call, terms, &out, error);
-    status = status == KL_OK ? kl_rules_out_contiguous(result, &out, error) : status;
-    return status == KL_OK && call->row->has_addend ? check_addend(call, result, error) : status;
+    if (status != KL_OK) {
+        return status;
+    }
+    (void)kl_rules_out_contiguous(result, &out);
+    return call->row->has_addend ? check_addend(call, result, error) : KL_OK;
 }
 
 KL_PLACE(product)
@@ -154,47 +148,46 @@ KL_SHAPE(grouped_mm)
     }
     const KlMeta out = {.n_dims = 2, .shape = {left->shape[0], right->shape[2]}};
     kl_rules_lend(call, result, 2);
-    return kl_rules_out_contiguous(result, &out, error);
+    return kl_rules_out_contiguous(result, &out);
 }
 
 KL_SHAPE(linear)
 {
-    const KlMeta *input = NULL, *weight = NULL, *bias = kl_rules_input(call, 2);
-    KlStatus status = get_pair(call, 0, &input, &weight);
-    if (status != KL_OK || weight->n_dims != 2 || input->n_dims == 0 ||
+    const KlMeta *input = kl_rules_input(call, 0), *weight = kl_rules_input(call, 1);
+    const KlMeta *bias = kl_rules_input(call, 2);
+    if (input == NULL || weight == NULL || weight->n_dims != 2 || input->n_dims == 0 ||
         (kl_rules_is_given(call, 2) && (bias == NULL || bias->n_dims != 1))) {
         return KL_DECLINED;
     }
-    status = expect_size(input->shape[input->n_dims - 1], weight->shape[1], error);
+    KlStatus status = expect_size(input->shape[input->n_dims - 1], weight->shape[1], error);
     if (status == KL_OK && bias != NULL && bias->shape[0] != 1) {
         status = expect_size(bias->shape[0], weight->shape[0], error);
     }
     KlMeta out = *input;
     out.shape[input->n_dims - 1] = weight->shape[0];
-    return status == KL_OK ? kl_rules_out_contiguous(result, &out, error) : status;
+    (void)kl_rules_out_contiguous(result, &out);
+    return status;
 }
 
 KL_SHAPE(bilinear)
 {
-    const KlMeta *left = NULL, *right = NULL, *weight = kl_rules_input(call, 2);
-    KlStatus status = get_pair(call, 0, &left, &right);
-    const KlMeta *bias = kl_rules_input(call, 3);
-    if (status != KL_OK || weight == NULL || weight->n_dims != 3 || left->n_dims == 0 ||
+    const KlMeta *left = kl_rules_input(call, 0), *right = kl_rules_input(call, 1);
+    const KlMeta *weight = kl_rules_input(call, 2), *bias = kl_rules_input(call, 3);
+    if (left == NULL || right == NULL || weight == NULL || weight->n_dims != 3 ||
+        left->n_dims == 0 ||
         (bias != NULL && (bias->n_dims != 1 || bias->shape[0] != weight->shape[0]))) {
         return KL_DECLINED;
     }
-    status = expect_dims(right, left->n_dims, error);
+    KlStatus status = expect_dims(right, left->n_dims, error);
     int32_t last = left->n_dims - 1;
     for (int32_t dim = 0; status == KL_OK && dim < last; dim++) {
         status = expect_size(left->shape[dim], right->shape[dim], error);
     }
     status = status == KL_OK ? expect_size(left->shape[last], weight->shape[1], error) : status;
     status = status == KL_OK ? expect_size(right->shape[last], weight->shape[2], error) : status;
-    status = status == KL_OK ? kl_rules_out(result, left, error) : status;
-    if (status == KL_OK) {
-        result->outs[0].shape[last] = weight->shape[0];
-        kl_rules_settle_plain(call, result);
-    }
+    KlMeta out = *left;
+    out.shape[last] = weight->shape[0];
+    (void)kl_rules_out_plain(call, result, &out);
     return status;
 }
 

@@ -126,16 +126,13 @@ KL_SHAPE(matmul)
     if (right->n_dims >= 2) {
         out.shape[out.n_dims++] = right->shape[right->n_dims - 1];
     }
-    status = kl_rules_out(result, &out, error);
-    if (status == KL_OK) {
-        KlMeta used_left = *left, used_right = *right;
-        squeeze_pair(&used_left, &used_right);
-        kl_meta_set_contiguous(&result->outs[0]);
-        if (used_left.n_dims == 2 && used_right.n_dims > 2 && is_folded(&used_left, &used_right)) {
-            set_exchanged_strides(&result->outs[0]);
-        }
+    KlMeta used_left = *left, used_right = *right;
+    squeeze_pair(&used_left, &used_right);
+    (void)kl_rules_out_contiguous(result, &out);
+    if (used_left.n_dims == 2 && used_right.n_dims > 2 && is_folded(&used_left, &used_right)) {
+        set_exchanged_strides(&result->outs[0]);
     }
-    return status;
+    return KL_OK;
 }
 
 /* Return the letters of an operand: those of the output's batch dims, then those of its last two dims. */

@@ -49,12 +49,11 @@ is_vector(const KlCall *call, uint32_t arg, int64_t n)
 static KlStatus
 read_normalized(const KlCall *call, uint32_t n_weights, int32_t *n, KlError *error)
 {
-    const int64_t *ints = NULL;
     uint32_t n_given = 0;
+    const int64_t *ints = kl_rules_ints(call, 1, &n_given);
     const KlMeta *input = kl_rules_input(call, 0);
-    if (kl_rules_ints(call, 1, &ints, &n_given) != KL_OK || call->args[1].kind != KL_ARG_INTS ||
-        input == NULL || n_given == 0 || n_given > (uint32_t)input->n_dims ||
-        kl_meta_n_elements(input) == 0) {
+    if (call->args[1].kind != KL_ARG_INTS || input == NULL || n_given == 0 ||
+        n_given > (uint32_t)input->n_dims || kl_meta_n_elements(input) == 0) {
         return KL_DECLINED;
     }
     *n = (int32_t)n_given;
@@ -82,24 +81,20 @@ KL_SHAPE(layer_norm)
 {
     int32_t n = 0;
     KlStatus status = read_normalized(call, 2, &n, error);
-    return status == KL_OK ? kl_rules_out_contiguous(result, call->inputs[0], error) : status;
+    return status == KL_OK ? kl_rules_out_contiguous(result, call->inputs[0]) : status;
 }
 
 KL_SHAPE(rms_norm)
 {
     int32_t n = 0;
     KlStatus status = read_normalized(call, 1, &n, error);
-    return status == KL_OK ? kl_rules_out_plain(call, result, call->inputs[0], error) : status;
+    return status == KL_OK ? kl_rules_out_plain(call, result, call->inputs[0]) : status;
 }
 
 KL_PLACE(layer_norm)
 {
-    int32_t n = 0;
-    KlStatus status = read_normalized(call, 0, &n, error);
-    if (status != KL_OK) {
-        return status;
-    }
-    return kl_rules_wire_alike(call, result, kl_rules_letters(call->inputs[0]->n_dims - n),
+    int32_t n_alike = call->inputs[0]->n_dims - (int32_t)call->args[1].n;
+    return kl_rules_wire_alike(call, result, kl_rules_letters(n_alike),
                                "normalised over the batch");
 }
 
@@ -107,13 +102,10 @@ KL_PLACE(layer_norm)
 static int64_t
 count_groups(const KlCall *call)
 {
-    int32_t n = 0;
     int64_t count = 1;
     const KlMeta *input = call->inputs[0];
-    if (read_normalized(call, 0, &n, NULL) == KL_OK) {
-        for (int32_t dim = 0; dim < input->n_dims - n; dim++) {
-            count *= input->shape[dim];
-        }
+    for (int32_t dim = 0; dim < input->n_dims - (int32_t)call->args[1].n; dim++) {
+        count *= input->shape[dim];
     }
     return count;
 }
@@ -155,29 +147,28 @@ KL_SAVES(rms_norm)
 
 /* --- group_norm: input, num_groups, weight, bias, eps ----------------------------------------- */
 
-/* Make an output in torch's memory format of the first input. */
+/* Make an output in torch's memory format of the first input. Return KL_OK. */
 static KlStatus
-make_like(const KlCall *call, KlInferred *result, KlError *error)
+make_like(const KlCall *call, KlInferred *result)
 {
     const KlMeta *input = call->inputs[0];
-    return input->n_dims <= 3 ? kl_rules_out_contiguous(result, input, error)
-                              : kl_rules_out_format(call, result, input, error);
+    return input->n_dims <= 3 ? kl_rules_out_contiguous(result, input)
+                              : kl_rules_out_format(call, result, input);
 }
 
 KL_SHAPE(group_norm)
 {
-    int64_t n_groups = 0;
+    const int64_t n_groups = kl_rules_int(call, 1, 0);
     const KlMeta *input = kl_rules_input(call, 0);
-    if (kl_rules_int(call, 1, 0, &n_groups) != KL_OK || input == NULL || input->n_dims < 2 ||
-        n_groups <= 0 || kl_meta_n_elements(input) == 0 || !is_vector(call, 2, input->shape[1]) ||
-        !is_vector(call, 3, input->shape[1])) {
+    if (input == NULL || input->n_dims < 2 || n_groups <= 0 || kl_meta_n_elements(input) == 0 ||
+        !is_vector(call, 2, input->shape[1]) || !is_vector(call, 3, input->shape[1])) {
         return KL_DECLINED;
     }
     if (input->shape[1] % n_groups != 0) {
         return kl_error_set(error, KL_ERROR_SHAPE, "%lld channels do not make %lld groups",
                             (long long)input->shape[1], (long long)n_groups);
     }
-    return make_like(call, result, error);
+    return make_like(call, result);
 }
 
 KL_PLACE(group_norm)
@@ -210,8 +201,7 @@ save_dense(const KlCall *call, const KlInferred *result, KlSaves *saves)
 
 KL_SAVES(group_norm)
 {
-    int64_t n_groups = 0;
-    (void)kl_rules_int(call, 1, 0, &n_groups);
+    const int64_t n_groups = kl_rules_int(call, 1, 0);
     save_dense(call, result, saves);
     kl_rules_save(call, saves, 2);
     kl_rules_save_new(result, saves, 2 * call->inputs[0]->shape[0] * n_groups, stats_dtype(call));
@@ -219,55 +209,51 @@ KL_SAVES(group_norm)
 
 /* --- batch_norm, instance_norm: input, weight, bias, running_mean, running_var, training ------- */
 
-static KlStatus
-read_batch_norm(const KlCall *call, bool *is_training)
+static bool
+is_training(const KlCall *call)
+{
+    return kl_rules_bool(call, 5, false);
+}
+
+/* Whether the arguments fit together. */
+static bool
+is_batch_norm(const KlCall *call)
 {
     const KlMeta *input = kl_rules_input(call, 0);
-    KlStatus status = kl_rules_bool(call, 5, false, is_training);
-    bool has_stats = kl_rules_is_given(call, 3) && kl_rules_is_given(call, 4);
-    if (status != KL_OK || input == NULL || input->n_dims < 2 || kl_meta_n_elements(input) == 0 ||
-        (!*is_training && !has_stats) || kl_rules_is_given(call, 3) != kl_rules_is_given(call, 4)) {
-        return KL_DECLINED;
+    const bool has_stats = kl_rules_is_given(call, 3);
+    bool is_fit = input != NULL && input->n_dims >= 2 && kl_meta_n_elements(input) > 0 &&
+                  (is_training(call) || has_stats) && has_stats == kl_rules_is_given(call, 4);
+    for (uint32_t arg = 1; arg < 5 && is_fit; arg++) {
+        is_fit =
+            is_vector(call, arg, input->shape[1]) && (arg <= 2 || !kl_rules_needs_grad(call, arg));
     }
-    for (uint32_t arg = 1; arg < 5; arg++) {
-        if (!is_vector(call, arg, input->shape[1]) || (arg > 2 && kl_rules_needs_grad(call, arg))) {
-            return KL_DECLINED;
-        }
-    }
-    return KL_OK;
+    return is_fit;
 }
 
 KL_SHAPE(batch_norm)
 {
-    bool is_training = false;
-    KlStatus status = read_batch_norm(call, &is_training);
-    if (status != KL_OK) {
-        return status;
+    if (!is_batch_norm(call)) {
+        return KL_DECLINED;
     }
-    if (!is_training || !kl_rules_is_given(call, 3)) {
+    if (!is_training(call) || !kl_rules_is_given(call, 3)) {
         result->effects = 0;
     }
-    status = make_like(call, result, error);
-    if (status == KL_OK && kl_meta_is_contiguous(call->inputs[0])) {
+    (void)make_like(call, result);
+    if (kl_meta_is_contiguous(call->inputs[0])) {
         kl_meta_set_contiguous(&result->outs[0]); /* whatever its dims of size 1 suggest */
     }
-    return status;
+    return KL_OK;
 }
 
 KL_PLACE(batch_norm)
 {
-    bool is_training = false;
-    KlStatus status = read_batch_norm(call, &is_training);
-    if (status != KL_OK) {
-        return status;
-    }
-    if (is_training && !has_batch_statistics(call)) {
-        const KlMeta *input = call->inputs[0];
+    const KlMeta *input = call->inputs[0];
+    if (is_training(call) && !has_batch_statistics(call)) {
         bool can_meet = kl_place_is_rows(&input->place) && input->place.dim != 1;
         return can_meet ? KL_DECLINED /* recorded again, with the statistics as a call before it */
                         : kl_rules_once(result, "batch_norm in training couples the samples");
     }
-    KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
+    KlLabels labels = kl_rules_letters(input->n_dims);
     labels.of[1] = 0;
     return kl_rules_wire_alike(call, result, labels,
                                "the batch is in channels or statistics of a batch_norm");
@@ -275,10 +261,6 @@ KL_PLACE(batch_norm)
 
 KL_SAVES(batch_norm)
 {
-    bool is_training = false;
-    const KlMeta *input = call->inputs[0];
-    KlDtype dtype = stats_dtype(call);
-    (void)read_batch_norm(call, &is_training);
     kl_rules_save(call, saves, 0);
     kl_rules_save(call, saves, 1);
     if (has_batch_statistics(call)) {
@@ -288,8 +270,8 @@ KL_SAVES(batch_norm)
     }
     kl_rules_save(call, saves, 3);
     kl_rules_save(call, saves, 4);
-    if (is_training) {
-        kl_rules_save_new(result, saves, 2 * input->shape[1], dtype);
+    if (is_training(call)) {
+        kl_rules_save_new(result, saves, 2 * call->inputs[0]->shape[1], stats_dtype(call));
     }
 }
 
@@ -297,24 +279,20 @@ KL_SAVES(batch_norm)
  * over the rows' statistics, and written even if they are only read. */
 KL_SHAPE(instance_norm)
 {
-    bool is_training = false;
-    KlStatus status = read_batch_norm(call, &is_training);
-    if (status != KL_OK) {
-        return status;
+    if (!is_batch_norm(call)) {
+        return KL_DECLINED;
     }
     if (!kl_rules_is_given(call, 3)) {
         result->effects = 0;
     }
-    result->reads_aside = !is_training;
-    return kl_rules_out_contiguous(result, call->inputs[0], error);
+    result->reads_aside = !is_training(call);
+    return kl_rules_out_contiguous(result, call->inputs[0]);
 }
 
 KL_SAVES(instance_norm)
 {
     const KlMeta *input = call->inputs[0];
     int64_t n = input->shape[0] * input->shape[1];
-    bool is_training = false;
-    (void)read_batch_norm(call, &is_training);
     save_dense(call, result, saves);
     if (kl_rules_input(call, 1) != NULL) {
         kl_rules_save_new(result, saves, n, call->inputs[1]->dtype); /* the weight, repeated */
@@ -322,7 +300,7 @@ KL_SAVES(instance_norm)
     if (kl_rules_is_given(call, 3)) {
         kl_rules_save_new(result, saves, 2 * n, stats_dtype(call));
     }
-    if (is_training) {
+    if (is_training(call)) {
         kl_rules_save_new(result, saves, 2 * n, stats_dtype(call));
     }
 }

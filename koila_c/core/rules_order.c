@@ -131,9 +131,8 @@ put_back(const KlCall *call, KlAxisId order, KlInferred *result)
 static bool
 add_back(const KlCall *call, KlAxisId order, KlInferred *result)
 {
-    int64_t dim = 1;
     if (call->args[2].kind != KL_ARG_VALUE || call->args[3].kind != KL_ARG_VALUE ||
-        kl_rules_int(call, 1, 1, &dim) != KL_OK || dim != 0) {
+        kl_rules_int(call, 1, 1) != 0) {
         return false;
     }
     uint32_t index = call->args[2].input, source = call->args[3].input;
@@ -150,12 +149,11 @@ add_back(const KlCall *call, KlAxisId order, KlInferred *result)
 static bool
 divide(const KlCall *call, KlAxisId order, KlInferred *result)
 {
-    int64_t by = 0;
     const KlMeta *of = call->inputs[0];
     bool points =
         has_role(call, 0, KL_ROLE_SOURCES, order) || has_role(call, 0, KL_ROLE_POINTS, order);
-    if (!points || call->n_inputs != 1 || call->args[1].kind != KL_ARG_INT ||
-        kl_rules_int(call, 1, 0, &by) != KL_OK || by <= 0 || of->n_of_row % by != 0) {
+    int64_t by = call->args[1].kind == KL_ARG_INT ? call->args[1].u.i : 0;
+    if (!points || call->n_inputs != 1 || by <= 0 || of->n_of_row % by != 0) {
         return false;
     }
     (void)go(result, call, &of->place);
@@ -168,10 +166,9 @@ divide(const KlCall *call, KlAxisId order, KlInferred *result)
 static bool
 invert(const KlCall *call, KlAxisId order, KlInferred *result)
 {
-    bool is_descending = true;
     KlPlace place = call->inputs[0]->place;
     if (!has_role(call, 0, KL_ROLE_SOURCES, order) || call->inputs[0]->n_of_row != place.inner ||
-        kl_rules_bool(call, 2, false, &is_descending) != KL_OK || is_descending) {
+        kl_rules_bool(call, 2, false)) {
         return false;
     }
     place.axis = call->orders[order].of;
@@ -184,10 +181,9 @@ invert(const KlCall *call, KlAxisId order, KlInferred *result)
 static bool
 count(const KlCall *call, KlAxisId order, KlInferred *result)
 {
-    double least = 0, most = 0;
+    double least = kl_rules_float(call, 2, 0), most = kl_rules_float(call, 3, 0);
     if (!has_role(call, 0, KL_ROLE_KEYS, order) || !call->orders[order].is_ascending ||
-        call->n_inputs != 1 || kl_rules_float(call, 2, 0, &least) != KL_OK ||
-        kl_rules_float(call, 3, 0, &most) != KL_OK || least > 0 || most <= least) {
+        call->n_inputs != 1 || least > 0 || most <= least) {
         return false;
     }
     (void)go(result, call, &call->inputs[0]->place);
@@ -246,14 +242,13 @@ kl_rules_goes_in_order(const KlCall *call, KlAxisId order, KlInferred *result)
         return go_on(call, order, (KlRole)first->role, result);
     }
     uint32_t index = KL_ID_NONE;
-    int64_t dim = 1;
     switch (call->row->tie) {
     case KL_TIE_TAKE:
         index = index_of(call);
         return index != KL_ID_NONE && take(call, 0, index, order, result);
     case KL_TIE_SELECT:
-        return call->args[2].kind == KL_ARG_VALUE && kl_rules_int(call, 1, 1, &dim) == KL_OK &&
-               dim == 0 && take(call, 0, call->args[2].input, order, result);
+        return call->args[2].kind == KL_ARG_VALUE && kl_rules_int(call, 1, 1) == 0 &&
+               take(call, 0, call->args[2].input, order, result);
     case KL_TIE_PUT:
         return put_back(call, order, result);
     case KL_TIE_ADD:

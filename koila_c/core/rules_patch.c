@@ -12,23 +12,20 @@ typedef struct {
     int64_t stride[N];
 } Window;
 
-static KlStatus
+static bool
 read_window(const KlCall *call, uint32_t arg, Window *window)
 {
     int64_t *parts[] = {window->kernel, window->dilation, window->padding, window->stride};
+    *window = (Window){.kernel = {0}};
     for (uint32_t i = 0; i < 4; i++) {
-        KlStatus status = kl_rules_spatial_each(call, arg + i, N, parts[i]);
-        if (status != KL_OK) {
-            return status;
-        }
+        kl_rules_spatial_each(call, arg + i, N, parts[i]);
     }
+    bool is_legal = true;
     for (int i = 0; i < N; i++) {
-        if (window->kernel[i] < 1 || window->dilation[i] < 1 || window->padding[i] < 0 ||
-            window->stride[i] < 1) {
-            return KL_DECLINED;
-        }
+        is_legal = is_legal && window->kernel[i] >= 1 && window->dilation[i] >= 1 &&
+                   window->padding[i] >= 0 && window->stride[i] >= 1;
     }
-    return KL_OK;
+    return is_legal;
 }
 
 /* Return the number of windows that fit into (height, width). */
@@ -49,9 +46,8 @@ KL_SHAPE(im2col)
 {
     const KlMeta *input = kl_rules_input(call, 0);
     Window window;
-    KlStatus status = read_window(call, 1, &window);
-    if (status != KL_OK || input == NULL || (input->n_dims != 3 && input->n_dims != 4) ||
-        kl_meta_n_elements(input) == 0) {
+    if (!read_window(call, 1, &window) || input == NULL ||
+        (input->n_dims != 3 && input->n_dims != 4) || kl_meta_n_elements(input) == 0) {
         return KL_DECLINED;
     }
     int32_t channel = input->n_dims - 3;
@@ -62,7 +58,7 @@ KL_SHAPE(im2col)
     if (out.shape[channel + 1] == 0) {
         return kl_error_set(error, KL_ERROR_SHAPE, "the window does not fit into the input");
     }
-    return kl_rules_out_plain(call, result, &out, error);
+    return kl_rules_out_plain(call, result, &out);
 }
 
 /* (n, c * kernel, windows) -> (n, c, h, w), or both without n */
@@ -71,10 +67,9 @@ KL_SHAPE(col2im)
     const KlMeta *input = kl_rules_input(call, 0);
     Window window;
     int64_t size[N] = {0};
-    KlStatus status = read_window(call, 2, &window);
-    status = status == KL_OK ? kl_rules_spatial_each(call, 1, N, size) : status;
-    if (status != KL_OK || input == NULL || (input->n_dims != 2 && input->n_dims != 3) ||
-        kl_meta_n_elements(input) == 0) {
+    kl_rules_spatial_each(call, 1, N, size);
+    if (!read_window(call, 2, &window) || input == NULL ||
+        (input->n_dims != 2 && input->n_dims != 3) || kl_meta_n_elements(input) == 0) {
         return KL_DECLINED;
     }
     int32_t channel = input->n_dims - 2;
@@ -89,7 +84,7 @@ KL_SHAPE(col2im)
     out.shape[channel] /= kernel;
     out.shape[channel + 1] = size[0];
     out.shape[channel + 2] = size[1];
-    return kl_rules_out_plain(call, result, &out, error);
+    return kl_rules_out_plain(call, result, &out);
 }
 
 /* input (n, c, [d,] h, w), grid (n, [d',] h', w', 2 or 3) -> (n, c, [d',] h', w') */
@@ -97,10 +92,10 @@ KL_SHAPE(grid_sampler)
 {
     const KlMeta *input = kl_rules_input(call, 0), *grid = kl_rules_input(call, 1);
     enum { BICUBIC = 2 };
-    int64_t mode = 0;
+    const int64_t mode = kl_rules_int(call, 2, 0);
     if (input == NULL || grid == NULL || input->n_dims != grid->n_dims ||
         (input->n_dims != 4 && input->n_dims != 5) || kl_meta_n_elements(input) == 0 ||
-        kl_rules_int(call, 2, 0, &mode) != KL_OK || (mode == BICUBIC && input->n_dims == 5)) {
+        (mode == BICUBIC && input->n_dims == 5)) {
         return KL_DECLINED;
     }
     int32_t last = grid->n_dims - 1;
@@ -111,7 +106,7 @@ KL_SHAPE(grid_sampler)
     for (int32_t dim = 2; dim <= last; dim++) {
         out.shape[dim] = grid->shape[dim - 1];
     }
-    return kl_rules_out_plain(call, result, &out, error);
+    return kl_rules_out_plain(call, result, &out);
 }
 
 KL_PLACE(grid_sampler)
@@ -126,9 +121,9 @@ KL_PLACE(grid_sampler)
 KL_SHAPE(affine_grid)
 {
     const KlMeta *theta = kl_rules_input(call, 0);
-    const int64_t *size = NULL;
     uint32_t n = 0;
-    if (kl_rules_ints(call, 1, &size, &n) != KL_OK || theta == NULL || (n != 4 && n != 5)) {
+    const int64_t *size = kl_rules_ints(call, 1, &n);
+    if (theta == NULL || (n != 4 && n != 5)) {
         return KL_DECLINED;
     }
     int64_t n_spatial = (int64_t)n - 2;
@@ -144,7 +139,7 @@ KL_SHAPE(affine_grid)
         out.shape[i - 1] = size[i];
     }
     out.shape[n - 1] = n_spatial;
-    return kl_rules_out_contiguous(result, &out, error);
+    return kl_rules_out_contiguous(result, &out);
 }
 
 KL_PLACE(affine_grid)

@@ -21,23 +21,18 @@ read_pool(const KlCall *call, Pool *pool)
 {
     static const int64_t ones[SPATIAL_MAX] = {1, 1, 1};
     static const int64_t zeros[SPATIAL_MAX] = {0};
-    int32_t n = pool->n;
-    KlStatus status = kl_rules_spatial(call, 1, n, ones, pool->kernel);
-    status = status == KL_OK ? kl_rules_spatial(call, 2, n, pool->kernel, pool->stride) : status;
-    status = status == KL_OK ? kl_rules_spatial(call, 3, n, zeros, pool->padding) : status;
-    if (status == KL_OK && pool->has_dilation) {
-        status = kl_rules_spatial(call, 4, n, ones, pool->dilation);
+    const int32_t n = pool->n;
+    kl_rules_spatial(call, 1, n, ones, pool->kernel);
+    kl_rules_spatial(call, 2, n, pool->kernel, pool->stride);
+    kl_rules_spatial(call, 3, n, zeros, pool->padding);
+    kl_rules_spatial(call, pool->has_dilation ? 4 : KL_ID_NONE, n, ones, pool->dilation);
+    pool->is_ceil = kl_rules_bool(call, pool->has_dilation ? 5 : 4, false);
+    bool is_declined = false;
+    for (int32_t i = 0; i < n; i++) {
+        is_declined |= pool->kernel[i] <= 0 || pool->stride[i] <= 0 || pool->dilation[i] <= 0 ||
+                       pool->padding[i] < 0 || pool->padding[i] > pool->kernel[i] / 2;
     }
-    if (status == KL_OK) {
-        status = kl_rules_bool(call, pool->has_dilation ? 5 : 4, false, &pool->is_ceil);
-    }
-    for (int32_t i = 0; i < n && status == KL_OK; i++) {
-        pool->dilation[i] = pool->has_dilation ? pool->dilation[i] : 1;
-        bool is_declined = pool->kernel[i] <= 0 || pool->stride[i] <= 0 || pool->dilation[i] <= 0 ||
-                           pool->padding[i] < 0 || pool->padding[i] > pool->kernel[i] / 2;
-        status = is_declined ? KL_DECLINED : KL_OK;
-    }
-    return status;
+    return is_declined ? KL_DECLINED : KL_OK;
 }
 
 static int64_t
@@ -55,44 +50,37 @@ size_out(const Pool *pool, int32_t i, int64_t size)
 }
 
 /* Make the outputs with that shape; the second one, indices, has the strides of the first. */
-static KlStatus
-make_outs(const KlCall *call, KlInferred *result, const KlMeta *like, KlError *error)
+static void
+make_outs(const KlCall *call, KlInferred *result, const KlMeta *like)
 {
-    const uint32_t n_outs = call->row->n_outs;
-    KlStatus status = kl_ops_reserve_outs(result, n_outs, error);
-    for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
+    (void)kl_rules_outs(result, call->row->n_outs);
+    for (uint32_t i = 0; i < result->n_outs; i++) {
         result->outs[i].n_dims = like->n_dims;
         for (int32_t dim = 0; dim < like->n_dims; dim++) {
             result->outs[i].shape[dim] = like->shape[dim];
         }
     }
-    if (status == KL_OK) {
-        kl_rules_settle_format(call, result, 1);
-    }
-    return status;
+    kl_rules_settle_format(call, result, 1);
 }
 
-/* Get the input, whose last dims are spatial; decline an empty one, and other numbers of dims. */
-static KlStatus
-get_input(const KlCall *call, int32_t n, const KlMeta **input)
+/* Return the input, whose last dims are spatial; NULL: it is empty, or has another number of dims. */
+static const KlMeta *
+get_input(const KlCall *call, int32_t n)
 {
-    *input = kl_rules_input(call, 0);
-    if (*input == NULL || kl_meta_n_elements(*input) == 0) {
-        return KL_DECLINED;
-    }
-    return (*input)->n_dims == n + 1 || (*input)->n_dims == n + 2 ? KL_OK : KL_DECLINED;
+    const KlMeta *input = kl_rules_input(call, 0);
+    bool is_fit = input != NULL && kl_meta_n_elements(input) > 0 &&
+                  (input->n_dims == n + 1 || input->n_dims == n + 2);
+    return is_fit ? input : NULL;
 }
 
 static KlStatus
 pool_windows(const KlCall *call, bool has_dilation, KlInferred *result, KlError *error)
 {
-    const KlMeta *input = NULL;
     const int32_t n = call->row->n_spatial;
+    const KlMeta *input = get_input(call, n);
     Pool pool = {.n = n, .has_dilation = has_dilation};
-    KlStatus status = read_pool(call, &pool);
-    status = status == KL_OK ? get_input(call, n, &input) : status;
-    if (status != KL_OK) {
-        return status;
+    if (read_pool(call, &pool) != KL_OK || input == NULL) {
+        return KL_DECLINED;
     }
     KlMeta out = *input;
     for (int32_t i = 0; i < n; i++) {
@@ -106,18 +94,18 @@ pool_windows(const KlCall *call, bool has_dilation, KlInferred *result, KlError 
             return KL_DECLINED; /* avg_pool3d does not count the padding */
         }
     }
-    return make_outs(call, result, &out, error);
+    make_outs(call, result, &out);
+    return KL_OK;
 }
 
 KL_SHAPE(adaptive_pool)
 {
-    const KlMeta *input = NULL;
     const int32_t n = call->row->n_spatial;
+    const KlMeta *input = get_input(call, n);
     int64_t sizes[SPATIAL_MAX] = {0};
-    KlStatus status = kl_rules_spatial_each(call, 1, n, sizes);
-    status = status == KL_OK ? get_input(call, n, &input) : status;
-    if (status != KL_OK) {
-        return status;
+    kl_rules_spatial_each(call, 1, n, sizes);
+    if (input == NULL) {
+        return KL_DECLINED;
     }
     KlMeta out = *input;
     bool is_mean = true; /* of all positions: computed as a mean, with its strides */
@@ -128,13 +116,13 @@ KL_SHAPE(adaptive_pool)
         is_mean = is_mean && sizes[i] == 1;
         out.shape[input->n_dims - n + i] = sizes[i];
     }
-    status = make_outs(call, result, &out, error);
+    make_outs(call, result, &out);
     /* an unbatched volume has four dims, too, but memory formats do not apply to it */
     bool is_volume = n == 3 && input->n_dims == n + 1;
-    if (status == KL_OK && (is_volume || (result->n_outs == 1 && is_mean))) {
+    if (is_volume || (result->n_outs == 1 && is_mean)) {
         kl_rules_settle_plain(call, result);
     }
-    return status;
+    return KL_OK;
 }
 
 KL_SHAPE(avg_pool)

@@ -6,18 +6,17 @@
 
 enum { INPUT, PROBABILITY, TRAIN };
 
-static KlStatus
+/* Read p, and whether a dropout draws. */
+static void
 read_dropout(const KlCall *call, double *p, bool *is_drawn)
 {
-    bool is_training = false;
     const KlMeta *input = kl_rules_input(call, INPUT);
-    if (kl_rules_float(call, PROBABILITY, 0.0, p) != KL_OK ||
-        kl_rules_bool(call, TRAIN, true, &is_training) != KL_OK || input == NULL ||
-        !(*p >= 0.0 && *p <= 1.0)) {
-        return KL_DECLINED;
+    *p = kl_rules_float(call, PROBABILITY, 0.0);
+    if (input == NULL || !(*p >= 0.0 && *p <= 1.0)) {
+        kl_rules_decline(call);
     }
-    *is_drawn = is_training && *p > 0.0 && kl_meta_n_elements(input) > 0;
-    return KL_OK;
+    *is_drawn = kl_rules_bool(call, TRAIN, true) && *p > 0.0 && input != NULL &&
+                kl_meta_n_elements(input) > 0;
 }
 
 /* Return the shape of a dropout's noise: the input's shape, or (n, c, 1, ...) for feature dropouts. */
@@ -40,22 +39,18 @@ KL_SHAPE(dropout)
 {
     double p = 0.0;
     bool is_drawn = false;
-    KlStatus status = read_dropout(call, &p, &is_drawn);
-    const KlMeta *input = kl_rules_input(call, INPUT);
-    if (status != KL_OK || input == NULL || (call->row->is_feature && input->n_dims < 2)) {
+    read_dropout(call, &p, &is_drawn);
+    const KlMeta *input = call->inputs[0];
+    KlMeta *out = kl_rules_out(result, input);
+    if (call->row->is_feature && input->n_dims < 2) {
         return KL_DECLINED;
     }
-    status = kl_rules_out(result, input, error);
-    if (status != KL_OK) {
-        return status;
-    }
-    KlMeta *out = &result->outs[0];
     result->is_random = is_drawn && p < 1.0;
     if (!is_drawn) {
         *out = *input;
         out->place = KL_PLACE_WHOLE;
         result->effects = 0;
-        kl_rules_alias(result, KL_ALIAS_SAME, call->args[INPUT].input);
+        kl_rules_alias(result, KL_ALIAS_SAME, 0);
         return KL_OK;
     }
     const KlMeta zero = {.n_dims = 0, .is_strided = true}; /* p = 1: torch multiplies by it */
@@ -69,26 +64,25 @@ KL_SHAPE(dropout)
 KL_SHAPE(native_dropout)
 {
     double p = 0.0;
-    bool is_drawn = false, is_training = true;
-    const KlMeta *input = kl_rules_input(call, INPUT);
-    KlStatus status = read_dropout(call, &p, &is_drawn);
-    status = status == KL_OK ? kl_rules_bool(call, TRAIN, true, &is_training) : status;
-    if (status != KL_OK || input == NULL || kl_meta_n_elements(input) == 0) {
+    bool is_drawn = false;
+    read_dropout(call, &p, &is_drawn);
+    const KlMeta *input = call->inputs[0];
+    if (kl_meta_n_elements(input) == 0) {
         return KL_DECLINED; /* for an empty input torch returns another mask */
     }
-    status = kl_ops_reserve_outs(result, 2, error);
-    for (uint32_t i = 0; status == KL_OK && i < 2; i++) {
-        result->outs[i] = *input;
-        result->outs[i].place = KL_PLACE_WHOLE;
-        result->outs[i].requires_grad = false;
-        kl_rules_preserve(&result->outs[i], input);
+    KlMeta *outs = kl_rules_outs(result, 2);
+    for (uint32_t i = 0; i < 2; i++) {
+        outs[i] = *input;
+        outs[i].place = KL_PLACE_WHOLE;
+        outs[i].requires_grad = false;
+        kl_rules_preserve(&outs[i], input);
     }
-    if (status == KL_OK && is_training) {
-        const KlMeta *operands[2] = {input, &result->outs[1]};
-        kl_rules_iterate(&result->outs[0], operands, 2, false);
+    result->is_random = kl_rules_bool(call, TRAIN, true);
+    if (result->is_random) {
+        const KlMeta *operands[2] = {input, &outs[1]};
+        kl_rules_iterate(&outs[0], operands, 2, false);
     }
-    result->is_random = is_training;
-    return status;
+    return KL_OK;
 }
 
 KL_DTYPE(native_dropout)
@@ -109,7 +103,8 @@ KL_SAVES(dropout)
 {
     double p = 0.0;
     bool is_drawn = false;
-    if (read_dropout(call, &p, &is_drawn) == KL_OK && is_drawn) {
+    read_dropout(call, &p, &is_drawn);
+    if (is_drawn) {
         const KlMeta *input = call->inputs[0];
         KlMeta noise = shape_noise(call, input);
         kl_rules_save_new(result, saves, p < 1.0 ? kl_meta_n_elements(&noise) : 1, input->dtype);
@@ -132,7 +127,7 @@ KL_SHAPE(draw)
     KlStatus status = has_default_generator(call) && call->n_inputs > 0
                           ? kl_rules_broadcast_all(call, &out, error)
                           : KL_DECLINED;
-    return status == KL_OK ? kl_rules_out_contiguous(result, &out, error) : status;
+    return status == KL_OK ? kl_rules_out_contiguous(result, &out) : status;
 }
 
 /* normal_, uniform_, bernoulli_ ...: written over the first input */
@@ -146,28 +141,25 @@ KL_SHAPE(draw_inplace)
 /* input, num_samples, replacement: (n, c) -> (n, num_samples) */
 KL_SHAPE(multinomial)
 {
-    int64_t n = 0;
-    bool is_replaced = false;
     const KlMeta *input = kl_rules_input(call, INPUT);
-    if (kl_rules_int(call, 1, 0, &n) != KL_OK ||
-        kl_rules_bool(call, 2, false, &is_replaced) != KL_OK || input == NULL || n < 1 ||
-        input->n_dims < 1 || input->n_dims > 2 || !kl_meta_dtype_is_float(input->dtype) ||
-        !has_default_generator(call) || (!is_replaced && n > input->shape[input->n_dims - 1])) {
+    int64_t n = kl_rules_int(call, 1, 0);
+    bool is_replaced = kl_rules_bool(call, 2, false);
+    if (input == NULL || n < 1 || input->n_dims < 1 || input->n_dims > 2 ||
+        !kl_meta_dtype_is_float(input->dtype) || !has_default_generator(call) ||
+        (!is_replaced && n > input->shape[input->n_dims - 1])) {
         return KL_DECLINED;
     }
     KlMeta out = *input;
     out.shape[input->n_dims - 1] = n;
-    return kl_rules_out_contiguous(result, &out, error);
+    return kl_rules_out_contiguous(result, &out);
 }
 
 /* rrelu: input, lower, upper, training. In training it is declined, since the number of draws depends on how many values
  * are negative. The slopes are saved even if none is drawn. */
 KL_SHAPE(rrelu)
 {
-    bool is_training = false;
-    KlStatus status = kl_rules_bool(call, 3, false, &is_training);
-    bool is_known = status == KL_OK && kl_rules_input(call, INPUT) != NULL && !is_training;
-    return is_known ? kl_rules_out_plain(call, result, call->inputs[0], error) : KL_DECLINED;
+    bool is_known = kl_rules_input(call, INPUT) != NULL && !kl_rules_bool(call, 3, false);
+    return is_known ? kl_rules_out_plain(call, result, call->inputs[0]) : KL_DECLINED;
 }
 
 KL_SAVES(rrelu)

@@ -5,10 +5,9 @@
 
 #include <string.h>
 
-/* Make `n_outs` dense outputs without the dims of the set, or with size 1 instead. */
+/* Make `n_outs` dense outputs without the dims of the set, or with size 1 instead. Return KL_OK. */
 static KlStatus
-reduce_dims(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept, uint32_t n_outs,
-            KlError *error)
+reduce_dims(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept, uint32_t n_outs)
 {
     const KlMeta *input = call->inputs[0];
     KlMeta out = {.place = KL_PLACE_WHOLE};
@@ -20,93 +19,86 @@ reduce_dims(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept,
         }
     }
     kl_meta_set_contiguous(&out);
-    KlStatus status = kl_ops_reserve_outs(result, n_outs, error);
-    for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
+    (void)kl_rules_outs(result, n_outs);
+    for (uint32_t i = 0; i < n_outs; i++) {
         result->outs[i] = out;
     }
-    return status;
+    return KL_OK;
 }
 
-/* Reduce the dims in args[arg]; keepdim is in args[arg_kept]. */
+/* Reduce the dims in args[arg]; the next word is keepdim. */
 static KlStatus
-reduce_args(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t arg_kept, KlError *error)
+reduce_args(const KlCall *call, KlInferred *result, uint32_t arg)
 {
-    uint32_t dims = 0;
-    bool is_kept = false;
-    KlStatus status = kl_rules_dims(call, arg, call->inputs[0]->n_dims, &dims, error);
-    status = status == KL_OK ? kl_rules_bool(call, arg_kept, false, &is_kept) : status;
-    return status == KL_OK ? reduce_dims(call, result, dims, is_kept, 1, error) : status;
+    uint32_t dims = kl_rules_dims(call, arg, call->inputs[0]->n_dims);
+    return reduce_dims(call, result, dims, kl_rules_bool(call, arg + 1, false), 1);
 }
 
 KL_SHAPE(reduce)
 {
-    return reduce_args(call, result, 1, 2, error);
+    return reduce_args(call, result, 1);
 }
 
 /* all, any, count_nonzero: an empty tuple means no dim, not all of them. */
 KL_SHAPE(reduce_given)
 {
     bool is_empty = call->args[1].kind == KL_ARG_INTS && call->args[1].n == 0;
-    return is_empty ? KL_DECLINED : reduce_args(call, result, 1, 2, error);
+    return is_empty ? KL_DECLINED : reduce_args(call, result, 1);
 }
 
 KL_SHAPE(vector_norm)
 {
-    return reduce_args(call, result, 2, 3, error);
+    return reduce_args(call, result, 2);
 }
 
 /* std(x), std(x, unbiased), std(x, dim, unbiased, keepdim), std(x, dim, *, correction, keepdim) */
 KL_SHAPE(std)
 {
-    uint32_t dims = 0;
-    bool is_kept = false;
     bool is_unbiased_alone = call->args[1].kind == KL_ARG_BOOL;
     if (is_unbiased_alone && (kl_rules_is_given(call, 2) || kl_rules_is_given(call, 3))) {
         return KL_DECLINED;
     }
-    KlStatus status =
-        is_unbiased_alone ? KL_OK : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
-    status = status == KL_OK ? kl_rules_bool(call, 3, false, &is_kept) : status;
-    dims = is_unbiased_alone ? UINT32_MAX : dims;
-    return status == KL_OK ? reduce_dims(call, result, dims, is_kept, call->row->n_outs, error)
-                           : status;
+    uint32_t dims =
+        is_unbiased_alone ? UINT32_MAX : kl_rules_dims(call, 1, call->inputs[0]->n_dims);
+    bool is_kept = kl_rules_bool(call, 3, false);
+    return reduce_dims(call, result, dims, is_kept, call->row->n_outs);
 }
 
-/* Reduce one dim, or all dims if none is given. Decline an empty dim, which has no largest entry. */
+/* Reduce the dim in word 1, or all dims if none is given. Decline an empty dim, which has no largest entry. */
 static KlStatus
-reduce_one(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs, bool is_index,
-           KlError *error)
+reduce_one(const KlCall *call, KlInferred *result, uint32_t n_outs, bool is_index)
 {
     const KlMeta *input = call->inputs[0];
-    bool is_kept = false;
-    int32_t dim = 0;
-    if (kl_meta_n_elements(input) == 0 || call->args[arg].kind == KL_ARG_INTS) {
+    if (kl_meta_n_elements(input) == 0 || call->args[1].kind == KL_ARG_INTS) {
         return KL_DECLINED;
     }
-    bool has_dim = kl_rules_is_given(call, arg);
-    KlStatus status = kl_rules_dim(call, arg, 0, input->n_dims, &dim, error);
-    status = status == KL_OK ? kl_rules_bool(call, arg + 1, false, &is_kept) : status;
-    if (status == KL_OK && !has_dim && is_kept && !is_index) {
+    bool has_dim = kl_rules_is_given(call, 1), is_kept = kl_rules_bool(call, 2, false);
+    if (!has_dim && is_kept && !is_index) {
         return KL_DECLINED;
     }
-    uint32_t dims = has_dim ? UINT32_C(1) << dim : UINT32_MAX;
-    return status == KL_OK ? reduce_dims(call, result, dims, is_kept, n_outs, error) : status;
+    uint32_t dims = has_dim ? UINT32_C(1) << kl_rules_dim(call, 1, 0, input->n_dims) : UINT32_MAX;
+    return reduce_dims(call, result, dims, is_kept, n_outs);
 }
 
 KL_SHAPE(argmax)
 {
-    return reduce_one(call, result, 1, 1, true, error);
+    return reduce_one(call, result, 1, true);
 }
 
 KL_SHAPE(prod)
 {
-    return reduce_one(call, result, 1, 1, false, error);
+    return reduce_one(call, result, 1, false);
 }
 
 KL_SHAPE(amax)
 {
-    return kl_meta_n_elements(call->inputs[0]) == 0 ? KL_DECLINED
-                                                    : reduce_args(call, result, 1, 2, error);
+    return kl_meta_n_elements(call->inputs[0]) == 0 ? KL_DECLINED : reduce_args(call, result, 1);
+}
+
+/* With a dim, values and indices. */
+KL_SHAPE(median)
+{
+    return reduce_one(call, result, kl_rules_is_given(call, 1) ? 2 : 1, false);
 }
 
 /* max(x), max(x, dim, keepdim) -> values, indices; max(x, other) is elementwise */
@@ -115,7 +107,7 @@ KL_SHAPE(max)
     if (call->args[1].kind == KL_ARG_VALUE) {
         return kl_rules_is_given(call, 2) ? KL_DECLINED : shape_broadcast(call, result, error);
     }
-    return reduce_one(call, result, 1, kl_rules_is_given(call, 1) ? 2 : 1, false, error);
+    return shape_median(call, result, error);
 }
 
 KL_DTYPE(max)
@@ -139,29 +131,17 @@ KL_PLACE(max)
 KL_SHAPE(reduce_last)
 {
     const uint32_t arg = call->n_args - 2;
-    int32_t dim = 0;
-    bool is_kept = false;
     if (kl_meta_n_elements(call->inputs[0]) == 0) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_dim(call, arg, -1, call->inputs[0]->n_dims, &dim, error);
-    status = status == KL_OK ? kl_rules_bool(call, arg + 1, false, &is_kept) : status;
-    return status == KL_OK ? reduce_dims(call, result, UINT32_C(1) << dim, is_kept, 2, error)
-                           : status;
-}
-
-KL_SHAPE(median)
-{
-    return reduce_one(call, result, 1, kl_rules_is_given(call, 1) ? 2 : 1, false, error);
+    int32_t dim = kl_rules_dim(call, arg, -1, call->inputs[0]->n_dims);
+    bool is_kept = kl_rules_bool(call, arg + 1, false);
+    return reduce_dims(call, result, UINT32_C(1) << dim, is_kept, 2);
 }
 
 KL_PLACE(vector_norm)
 {
-    double order = 2;
-    KlStatus status = kl_rules_float(call, 1, 2, &order);
-    if (status != KL_OK) {
-        return status;
-    }
+    double order = kl_rules_float(call, 1, 2);
     if (result->dim_map[call->inputs[0]->place.dim] >= 0) {
         return place_along(call, result, error);
     }
@@ -173,73 +153,63 @@ KL_PLACE(vector_norm)
 
 /* --- along a dim -------------------------------------------------------------------------------------- */
 
-/* Make `n_outs` outputs of the input's shape; the op mixes the dim in args[arg]. */
-static KlStatus
-along_dim(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs, KlError *error)
+/* Make `n_outs` outputs of the input's shape. Return the dim in args[arg], which the op mixes. */
+static int32_t
+along_dim(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs)
 {
     const KlMeta *input = call->inputs[0];
-    int32_t dim = 0;
-    KlStatus status = kl_rules_dim(call, arg, -1, input->n_dims, &dim, error);
-    status = status == KL_OK ? kl_ops_reserve_outs(result, n_outs, error) : status;
-    for (uint32_t i = 0; status == KL_OK && i < n_outs; i++) {
-        KlMeta *out = &result->outs[i];
-        out->n_dims = input->n_dims;
-        memcpy(out->shape, input->shape, sizeof(out->shape));
+    int32_t dim = kl_rules_dim(call, arg, -1, input->n_dims);
+    KlMeta *outs = kl_rules_outs(result, n_outs);
+    for (uint32_t i = 0; i < n_outs; i++) {
+        outs[i].n_dims = input->n_dims;
+        memcpy(outs[i].shape, input->shape, sizeof(outs[i].shape));
     }
-    if (status == KL_OK) {
-        result->dim_map[dim] = -1;
-    }
-    return status;
+    result->dim_map[dim] = -1;
+    return dim;
 }
 
 /* cumsum, and cummax with its indices */
 KL_SHAPE(cumulate)
 {
-    if (!kl_rules_is_given(call, 1)) {
-        return KL_DECLINED;
-    }
-    KlStatus status = along_dim(call, result, 1, call->row->n_outs, error);
-    for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
+    (void)along_dim(call, result, 1, call->row->n_outs);
+    for (uint32_t i = 0; i < result->n_outs; i++) {
         kl_meta_set_contiguous(&result->outs[i]);
     }
-    return status;
+    return kl_rules_is_given(call, 1) ? KL_OK : KL_DECLINED;
 }
 
 /* sort, and argsort without the values */
 KL_SHAPE(sort)
 {
-    KlStatus status = along_dim(call, result, 1, call->row->n_outs, error);
-    for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
+    (void)along_dim(call, result, 1, call->row->n_outs);
+    for (uint32_t i = 0; i < result->n_outs; i++) {
         kl_rules_preserve(&result->outs[i], call->inputs[0]);
     }
-    return status;
+    return KL_OK;
 }
 
 KL_SHAPE(topk)
 {
     const KlMeta *input = call->inputs[0];
-    int64_t k = 0;
-    int32_t dim = 0;
-    KlStatus status = kl_rules_int(call, 1, 0, &k);
-    status = status == KL_OK ? kl_rules_dim(call, 2, -1, input->n_dims, &dim, error) : status;
+    int64_t k = kl_rules_int(call, 1, 0);
+    int32_t dim = along_dim(call, result, 2, 2);
     int64_t size = input->n_dims == 0 ? 1 : input->shape[dim];
-    if (status == KL_OK && (k < 0 || k > size)) {
+    if (k < 0 || k > size) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "k = %lld is not within size %lld",
                             (long long)k, (long long)size);
     }
-    status = status == KL_OK ? along_dim(call, result, 2, 2, error) : status;
-    for (uint32_t i = 0; status == KL_OK && i < 2; i++) {
+    for (uint32_t i = 0; i < 2; i++) {
         if (input->n_dims > 0) {
             result->outs[i].shape[dim] = k;
         }
         kl_meta_set_contiguous(&result->outs[i]);
     }
-    return status;
+    return KL_OK;
 }
 
 KL_SHAPE(histc)
 {
-    int64_t bins = 0;
-    KlStatus status = kl_rules_int(call, 1, 100, &bins);
-    return status == KL_OK && bins > 0 ? kl_rules_out_shape(result, &bins, 1, error) : KL_DECLINED;
+    const KlMeta counts = {.n_dims = 1, .shape = {kl_rules_int(call, 1, 100)}};
+    (void)kl_rules_out(result, &counts);
+    return counts.shape[0] > 0 ? KL_OK : KL_DECLINED;
 }

@@ -8,11 +8,7 @@ static KlStatus
 repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_t n, KlError *error)
 {
     const KlMeta *input = call->inputs[0];
-    KlStatus status = kl_ops_reserve_outs(result, 1, error);
-    if (status != KL_OK) {
-        return status;
-    }
-    KlMeta *out = &result->outs[0];
+    KlMeta *out = kl_rules_outs(result, 1);
     int32_t n_dims = n > input->n_dims ? n : input->n_dims;
     out->n_dims = n_dims;
     for (int32_t dim = 0; dim < n_dims; dim++) {
@@ -35,10 +31,9 @@ repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_
 static KlStatus
 shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result, KlError *error)
 {
-    const int64_t *repeats = NULL;
     uint32_t n = 0;
-    if (kl_rules_ints(call, 1, &repeats, &n) != KL_OK || n > KL_DIMS_MAX ||
-        !kl_rules_is_given(call, 1)) {
+    const int64_t *repeats = kl_rules_ints(call, 1, &n);
+    if (n > KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
         return KL_DECLINED;
     }
     if ((int32_t)n < n_least) {
@@ -75,34 +70,26 @@ KL_PLACE(repeat)
 KL_SHAPE(repeat_interleave)
 {
     const KlMeta *input = call->inputs[0];
-    int64_t times = 0;
-    int32_t at = 0;
+    int64_t times = call->args[1].kind == KL_ARG_INT ? call->args[1].u.i : 0;
     if (call->args[1].kind != KL_ARG_INT || kl_rules_is_given(call, 3)) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_int(call, 1, 0, &times);
-    if (status == KL_OK && times < 0) {
+    if (times < 0) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "repeated %lld times", (long long)times);
     }
-    if (status == KL_OK && !kl_rules_is_given(call, 2)) {
-        int64_t n = kl_meta_n_elements(input) * times;
-        status = kl_rules_out_shape(result, &n, 1, error);
-        result->outs[0].is_strided = status == KL_OK;
-        result->outs[0].strides[0] = 1;
-        return status;
+    if (!kl_rules_is_given(call, 2)) {
+        const KlMeta flat = {.n_dims = 1, .shape = {kl_meta_n_elements(input) * times}};
+        return kl_rules_out_contiguous(result, &flat);
     }
-    if (status == KL_OK && input->n_dims == 0) {
+    if (input->n_dims == 0) {
         return KL_DECLINED;
     }
-    status = status == KL_OK ? kl_rules_dim(call, 2, 0, input->n_dims, &at, error) : status;
-    status = status == KL_OK ? kl_rules_out(result, input, error) : status;
-    if (status == KL_OK) {
-        result->outs[0].shape[at] *= times;
-        if (kl_meta_is_contiguous(input)) {
-            kl_meta_set_contiguous(&result->outs[0]);
-        }
+    KlMeta *out = kl_rules_out(result, input);
+    out->shape[kl_rules_dim(call, 2, 0, input->n_dims)] *= times;
+    if (kl_meta_is_contiguous(input)) {
+        kl_meta_set_contiguous(out);
     }
-    return status;
+    return KL_OK;
 }
 
 /* [b0 b1] interleaved is [b0 b0 b1 b1]: `inner` of the row's digit grows. Without a dim the value is flattened
@@ -112,7 +99,7 @@ KL_PLACE(repeat_interleave)
     const KlMeta *input = call->inputs[0];
     KlPlace place = input->place;
     int64_t times = call->args[1].u.i;
-    int32_t at = kl_rules_legal_dim(call, 2, 0, input->n_dims);
+    int32_t at = kl_rules_dim(call, 2, 0, input->n_dims);
     if (times == 0) {
         return kl_rules_once(result, "the samples are repeated zero times");
     }
@@ -127,77 +114,63 @@ KL_PLACE(repeat_interleave)
     return kl_rules_at(result, place);
 }
 
-/* roll and flip move entries along the dims in args[arg]; without dims, roll moves those of the flattened value. */
-static KlStatus
-move_within(const KlCall *call, KlInferred *result, uint32_t arg, KlError *error)
+/* Make the output of roll or flip, which move entries along the dims in args[arg]. Return the number of these dims. */
+static uint32_t
+move_within(const KlCall *call, KlInferred *result, uint32_t arg)
 {
     const KlMeta *input = call->inputs[0];
-    const int64_t *dims = NULL;
     uint32_t n = 0;
-    KlStatus status = kl_rules_ints(call, arg, &dims, &n);
-    status = status == KL_OK ? kl_rules_out(result, input, error) : status;
-    if (status == KL_OK && n > 0 && input->n_dims == 0) {
-        return KL_DECLINED;
+    const int64_t *dims = kl_rules_ints(call, arg, &n);
+    (void)kl_rules_out(result, input);
+    for (uint32_t i = 0; i < n; i++) {
+        result->dim_map[kl_rules_wrap(call, dims[i], input->n_dims)] = -1;
     }
-    for (uint32_t i = 0; status == KL_OK && i < n; i++) {
-        int32_t dim = 0;
-        status = kl_rules_wrap(dims[i], input->n_dims, &dim, error);
-        result->dim_map[dim] = -1;
+    if (n > 0 && input->n_dims == 0) {
+        kl_rules_decline(call);
     }
-    return status;
+    return n;
 }
 
 KL_SHAPE(flip)
 {
-    uint32_t dims = 0;
+    const KlMeta *input = call->inputs[0];
     if (!kl_rules_is_given(call, 1)) {
         return KL_DECLINED;
     }
-    bool is_empty = call->args[1].kind == KL_ARG_INTS && call->args[1].n == 0;
-    KlStatus status =
-        is_empty ? KL_OK : kl_rules_dims(call, 1, call->inputs[0]->n_dims, &dims, error);
-    status = status == KL_OK ? move_within(call, result, 1, error) : status;
-    if (status == KL_OK) {
-        kl_rules_preserve(&result->outs[0], call->inputs[0]);
-    }
-    return status;
+    (void)kl_rules_dims(call, 1, input->n_dims); /* each at most once */
+    (void)move_within(call, result, 1);
+    kl_rules_preserve(&result->outs[0], input);
+    return KL_OK;
 }
 
+/* Without dims it moves the entries of the flattened value. */
 KL_SHAPE(roll)
 {
-    const int64_t *ints = NULL;
-    uint32_t n_shifts = 0, n_dims = 0;
-    KlStatus status = kl_rules_ints(call, 1, &ints, &n_shifts);
-    status = status == KL_OK ? kl_rules_ints(call, 2, &ints, &n_dims) : status;
-    if (status == KL_OK &&
-        (n_shifts == 0 || (n_dims != 0 && n_dims != n_shifts) || (n_dims == 0 && n_shifts > 1))) {
+    const KlMeta *input = call->inputs[0];
+    uint32_t n_shifts = 0, n_dims = move_within(call, result, 2);
+    (void)kl_rules_ints(call, 1, &n_shifts);
+    if (n_shifts == 0 || (n_dims != 0 && n_dims != n_shifts) || (n_dims == 0 && n_shifts > 1)) {
         return KL_DECLINED;
     }
-    status = status == KL_OK ? move_within(call, result, 2, error) : status;
-    for (int32_t i = 0; status == KL_OK && n_dims == 0 && i < call->inputs[0]->n_dims; i++) {
+    for (int32_t i = 0; n_dims == 0 && i < input->n_dims; i++) {
         result->dim_map[i] = -1;
     }
-    if (status == KL_OK && kl_meta_is_contiguous(call->inputs[0]) &&
-        kl_meta_n_elements(call->inputs[0]) > 0) {
+    if (kl_meta_is_contiguous(input) && kl_meta_n_elements(input) > 0) {
         kl_meta_set_contiguous(&result->outs[0]);
     }
-    return status;
+    return KL_OK;
 }
 
 /* tril and triu mix the last two dims, since the diagonal depends on the position in both. */
 KL_SHAPE(tril)
 {
     const KlMeta *input = call->inputs[0];
-    int64_t diagonal = 0;
     if (input->n_dims < 2) {
         return kl_error_set(error, KL_ERROR_SHAPE, "a triangle needs two dims, not %d",
                             (int)input->n_dims);
     }
-    KlStatus status = kl_rules_int(call, 1, 0, &diagonal);
-    status = status == KL_OK ? kl_rules_out_contiguous(result, input, error) : status;
-    if (status == KL_OK) {
-        result->dim_map[input->n_dims - 1] = -1;
-        result->dim_map[input->n_dims - 2] = -1;
-    }
-    return status;
+    (void)kl_rules_int(call, 1, 0);
+    result->dim_map[input->n_dims - 1] = -1;
+    result->dim_map[input->n_dims - 2] = -1;
+    return kl_rules_out_contiguous(result, input);
 }

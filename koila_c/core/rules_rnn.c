@@ -34,24 +34,18 @@ word(const KlCall *call, uint32_t of_layer)
     return of_layer + (call->row->is_packed && of_layer > INPUT ? 1 : 0);
 }
 
-static KlStatus
+static void
 read_options(const KlCall *call, Layer *layer)
 {
-    bool has_biases = false, is_both = false;
     layer->is_packed = call->row->is_packed;
-    layer->has_sorted_lengths = true;
-    bool is_read =
-        kl_rules_bool(call, word(call, BIASES), false, &has_biases) == KL_OK &&
-        kl_rules_int(call, word(call, LAYERS), 1, &layer->n_layers) == KL_OK &&
-        kl_rules_float(call, word(call, DROPOUT), 0.0, &layer->dropout) == KL_OK &&
-        kl_rules_bool(call, word(call, TRAIN), false, &layer->is_training) == KL_OK &&
-        kl_rules_bool(call, word(call, BIDIRECTIONAL), false, &is_both) == KL_OK &&
-        kl_rules_bool(call, word(call, BATCH_FIRST), false, &layer->is_batch_first) == KL_OK &&
-        (!layer->is_packed ||
-         kl_rules_bool(call, word(call, IS_SORTED), true, &layer->has_sorted_lengths) == KL_OK);
-    layer->n_directions = is_both ? 2 : 1;
-    layer->n_params = has_biases ? 4 : 2;
-    return is_read && layer->n_layers > 0 ? KL_OK : KL_DECLINED;
+    layer->n_layers = kl_rules_int(call, word(call, LAYERS), 1);
+    layer->dropout = kl_rules_float(call, word(call, DROPOUT), 0.0);
+    layer->is_training = kl_rules_bool(call, word(call, TRAIN), false);
+    layer->is_batch_first = kl_rules_bool(call, word(call, BATCH_FIRST), false);
+    layer->n_directions = kl_rules_bool(call, word(call, BIDIRECTIONAL), false) ? 2 : 1;
+    layer->n_params = kl_rules_bool(call, word(call, BIASES), false) ? 4 : 2;
+    layer->has_sorted_lengths =
+        !layer->is_packed || kl_rules_bool(call, word(call, IS_SORTED), true);
 }
 
 static KlStatus
@@ -129,10 +123,10 @@ check_layer(const KlCall *call, Layer *layer)
 static KlStatus
 read_layer(const KlCall *call, Layer *layer)
 {
-    *layer = (Layer){.input = kl_rules_input(call, INPUT)};
-    layer->n_gates = call->row->n_gates;
-    KlStatus status = read_options(call, layer);
-    status = status == KL_OK ? read_states(call, call->row->n_gates == LSTM, layer) : status;
+    *layer = (Layer){.input = kl_rules_input(call, INPUT), .n_gates = call->row->n_gates};
+    read_options(call, layer);
+    KlStatus status =
+        layer->n_layers > 0 ? read_states(call, layer->n_gates == LSTM, layer) : KL_DECLINED;
     return status == KL_OK ? check_layer(call, layer) : status;
 }
 
@@ -155,13 +149,11 @@ KL_DTYPE(rnn)
 KL_SHAPE(rnn)
 {
     Layer layer;
-    KlStatus status = read_layer(call, &layer);
-    status = status == KL_OK ? kl_ops_reserve_outs(result, 1 + layer.n_states, error) : status;
-    if (status != KL_OK) {
-        return status;
+    if (read_layer(call, &layer) != KL_OK) {
+        return KL_DECLINED;
     }
     int32_t batch = layer.is_batch_first ? 0 : 1;
-    KlMeta *out = &result->outs[0];
+    KlMeta *out = kl_rules_outs(result, 1 + layer.n_states);
     out->n_dims = 3;
     out->shape[0] = layer.input->shape[1 - batch];
     out->shape[1] = layer.input->shape[batch];
@@ -303,8 +295,8 @@ KL_SHAPE(rnn_cell)
             return KL_DECLINED;
         }
     }
-    KlStatus status = kl_ops_reserve_outs(result, n_states, error);
-    for (uint32_t i = 0; status == KL_OK && i < n_states; i++) {
+    (void)kl_rules_outs(result, n_states);
+    for (uint32_t i = 0; i < n_states; i++) {
         const KlMeta *meta = call->inputs[state->input + i];
         if (!is_shape(meta, 2, input->shape[0], n_hidden)) {
             return KL_DECLINED;
@@ -312,10 +304,8 @@ KL_SHAPE(rnn_cell)
         result->outs[i].n_dims = 2;
         memcpy(result->outs[i].shape, meta->shape, sizeof(meta->shape));
     }
-    if (status == KL_OK) {
-        kl_rules_settle_plain(call, result);
-    }
-    return status;
+    kl_rules_settle_plain(call, result);
+    return KL_OK;
 }
 
 KL_PLACE(rnn_cell)

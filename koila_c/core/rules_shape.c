@@ -4,36 +4,30 @@
 
 #include <string.h>
 
-KlStatus
-kl_rules_out(KlInferred *result, const KlMeta *like, KlError *error)
+KlMeta *
+kl_rules_outs(KlInferred *result, uint32_t n)
 {
-    return kl_rules_out_shape(result, like->shape, like->n_dims, error);
+    for (uint32_t i = 0; i < n; i++) {
+        result->outs[i] = (KlMeta){.place = KL_PLACE_WHOLE};
+    }
+    result->n_outs = n;
+    return result->outs;
+}
+
+KlMeta *
+kl_rules_out(KlInferred *result, const KlMeta *like)
+{
+    KlMeta *out = kl_rules_outs(result, 1);
+    out->n_dims = like->n_dims;
+    memcpy(out->shape, like->shape, (size_t)like->n_dims * sizeof(like->shape[0]));
+    return out;
 }
 
 KlStatus
-kl_rules_out_contiguous(KlInferred *result, const KlMeta *like, KlError *error)
+kl_rules_out_contiguous(KlInferred *result, const KlMeta *like)
 {
-    KlStatus status = kl_rules_out(result, like, error);
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
-    return status;
-}
-
-KlStatus
-kl_rules_out_shape(KlInferred *result, const int64_t *shape, int32_t n_dims, KlError *error)
-{
-    if (n_dims > KL_DIMS_MAX) {
-        return KL_DECLINED;
-    }
-    KlStatus status = kl_ops_reserve_outs(result, 1, error);
-    if (status == KL_OK) {
-        result->outs[0].n_dims = n_dims;
-        if (n_dims > 0) {
-            memcpy(result->outs[0].shape, shape, (size_t)n_dims * sizeof(shape[0]));
-        }
-    }
-    return status;
+    kl_meta_set_contiguous(kl_rules_out(result, like));
+    return KL_OK;
 }
 
 void
@@ -85,18 +79,11 @@ kl_rules_broadcast_all(const KlCall *call, KlMeta *out, KlError *error)
     return status;
 }
 
-static KlStatus
-broadcast_all(const KlCall *call, KlInferred *result, KlError *error)
-{
-    KlStatus status = kl_ops_reserve_outs(result, 1, error);
-    return status == KL_OK ? kl_rules_broadcast_all(call, &result->outs[0], error) : status;
-}
-
 /* As TensorIterator lays out the result. */
 static KlStatus
 iterate_all(const KlCall *call, KlInferred *result, bool has_number, KlError *error)
 {
-    KlStatus status = broadcast_all(call, result, error);
+    KlStatus status = kl_rules_broadcast_all(call, kl_rules_outs(result, 1), error);
     if (status == KL_OK) {
         kl_rules_iterate(&result->outs[0], call->inputs, call->n_inputs, has_number);
     }
@@ -135,7 +122,7 @@ KL_SHAPE(pow)
 /* The first two inputs are exchanged: rsub(x, y) is y - x; x.where(condition, y). */
 KL_SHAPE(swapped)
 {
-    KlStatus status = broadcast_all(call, result, error);
+    KlStatus status = kl_rules_broadcast_all(call, kl_rules_outs(result, 1), error);
     if (status != KL_OK || call->n_inputs > 3) {
         return status == KL_OK ? KL_DECLINED : status;
     }
@@ -160,47 +147,45 @@ KL_SHAPE(where)
     return iterate_all(call, result, has_number, error);
 }
 
+static bool
+is_scalar(const KlCall *call, uint32_t arg)
+{
+    const KlMeta *value = kl_rules_input(call, arg);
+    return value == NULL ? kl_rules_is_number(&call->args[arg]) : value->n_dims == 0;
+}
+
 /* masked_fill(x, mask, value): a row-major copy, filled */
 KL_SHAPE(masked_fill)
 {
-    const KlMeta *mask = kl_rules_input(call, 1), *value = kl_rules_input(call, 2);
-    bool is_value = value == NULL ? kl_rules_is_number(&call->args[2]) : value->n_dims == 0;
-    if (mask == NULL || mask->dtype != KL_DTYPE_BOOL || !is_value) {
+    const KlMeta *mask = kl_rules_input(call, 1);
+    KlMeta *out = kl_rules_outs(result, 1);
+    if (mask == NULL || mask->dtype != KL_DTYPE_BOOL || !is_scalar(call, 2)) {
         return KL_DECLINED;
     }
-    KlStatus status = broadcast_all(call, result, error);
-    if (status == KL_OK) {
-        kl_meta_set_contiguous(&result->outs[0]);
-    }
+    KlStatus status = kl_rules_broadcast_all(call, out, error);
+    kl_meta_set_contiguous(out);
     return status;
 }
 
 /* fill_(x, value): a number or a 0-dim tensor */
 KL_SHAPE(fill)
 {
-    const KlMeta *value = kl_rules_input(call, 1);
-    bool is_value = value == NULL ? kl_rules_is_number(&call->args[1]) : value->n_dims == 0;
-    return is_value ? kl_rules_out(result, call->inputs[0], error) : KL_DECLINED;
+    (void)kl_rules_out(result, call->inputs[0]);
+    return is_scalar(call, 1) ? KL_OK : KL_DECLINED;
 }
 
 /* The shape and the order of dims of the first input, new memory. */
 KL_SHAPE(same)
 {
-    KlStatus status = kl_rules_out(result, call->inputs[0], error);
-    if (status == KL_OK) {
-        kl_rules_iterate(&result->outs[0], call->inputs, 1, false);
-    }
-    return status;
+    kl_rules_iterate(kl_rules_out(result, call->inputs[0]), call->inputs, 1, false);
+    return KL_OK;
 }
 
 /* The shape of the first input, the strides of empty_like. */
 KL_SHAPE(preserve)
 {
-    KlStatus status = kl_rules_out(result, call->inputs[0], error);
-    if (status == KL_OK) {
-        kl_rules_preserve(&result->outs[0], call->inputs[0]);
-    }
-    return status;
+    kl_rules_preserve(kl_rules_out(result, call->inputs[0]), call->inputs[0]);
+    return KL_OK;
 }
 
 /* isfinite multiplies two comparisons, so the rule for the layout is applied twice. Ints are always finite: they get
@@ -211,30 +196,26 @@ KL_SHAPE(isfinite)
     if (!kl_meta_dtype_is_float(dtype) && !kl_meta_dtype_is_complex(dtype)) {
         return shape_preserve(call, result, error);
     }
-    KlStatus status = shape_same(call, result, error);
-    if (status == KL_OK) {
-        KlMeta between = result->outs[0];
-        const KlMeta *operands[2] = {&between, &between};
-        kl_rules_iterate(&result->outs[0], operands, 2, false);
-    }
-    return status;
+    (void)shape_same(call, result, error);
+    KlMeta between = result->outs[0];
+    const KlMeta *operands[2] = {&between, &between};
+    kl_rules_iterate(&result->outs[0], operands, 2, false);
+    return KL_OK;
 }
 
 /* isinf runs abs and a comparison with a number, so the rule for the layout is applied twice. */
 KL_SHAPE(isinf)
 {
-    KlStatus status = shape_same(call, result, error);
-    if (status == KL_OK) {
-        KlMeta between = result->outs[0];
-        const KlMeta *operand = &between;
-        kl_rules_iterate(&result->outs[0], &operand, 1, true);
-        result->outs[0].is_strided &= kl_meta_n_elements(&between) > 0;
-    }
-    return status;
+    (void)shape_same(call, result, error);
+    KlMeta between = result->outs[0];
+    const KlMeta *operand = &between;
+    kl_rules_iterate(&result->outs[0], &operand, 1, true);
+    result->outs[0].is_strided &= kl_meta_n_elements(&between) > 0;
+    return KL_OK;
 }
 
 /* The output of log_sigmoid is row-major for any input. */
 KL_SHAPE(row_major)
 {
-    return kl_rules_out_contiguous(result, call->inputs[0], error);
+    return kl_rules_out_contiguous(result, call->inputs[0]);
 }

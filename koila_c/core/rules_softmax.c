@@ -7,12 +7,11 @@
 KL_SHAPE(softmax)
 {
     const KlMeta *input = kl_rules_input(call, 0);
-    int32_t dim = 0;
     if (input == NULL || !kl_rules_is_given(call, 1)) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &dim, error);
-    return status == KL_OK ? kl_rules_out_contiguous(result, input, error) : status;
+    (void)kl_rules_dim(call, 1, 0, input->n_dims);
+    return kl_rules_out_contiguous(result, input);
 }
 
 KL_DTYPE(softmax)
@@ -27,10 +26,9 @@ KL_DTYPE(softmax)
 
 KL_PLACE(softmax)
 {
-    int32_t n_dims = call->inputs[0]->n_dims;
-    int32_t dim = kl_rules_legal_dim(call, 1, 0, n_dims);
-    KlLabels labels = kl_rules_letters(n_dims);
     const KlMeta *input = call->inputs[0];
+    int32_t dim = kl_rules_dim(call, 1, 0, input->n_dims);
+    KlLabels labels = kl_rules_letters(input->n_dims);
     bool is_over_rows = kl_place_is_rows(&input->place) && input->place.dim == dim;
     bool is_met = call->n_args > 4 && kl_rules_is_given(call, 3) && kl_rules_is_given(call, 4);
     if (is_over_rows && !is_met) {
@@ -62,17 +60,19 @@ read_pair(const KlCall *call, int64_t fallback, Pair *pair, KlError *error)
     }
     KlStatus status = kl_rules_broadcast(&pair->full, left, error);
     status = status == KL_OK ? kl_rules_broadcast(&pair->full, right, error) : status;
-    if (status != KL_OK || pair->full.n_dims == 0 || kl_meta_n_elements(&pair->full) == 0) {
+    const int32_t n_dims = pair->full.n_dims;
+    if (status != KL_OK || n_dims == 0 || kl_meta_n_elements(&pair->full) == 0) {
         return status == KL_OK ? KL_DECLINED : status;
     }
-    pair->dim = pair->full.n_dims - 1;
-    return fallback == KL_PAIR_LAST
-               ? kl_rules_bool(call, 4, false, &pair->is_kept)
-               : kl_rules_dim(call, 2, fallback, pair->full.n_dims, &pair->dim, error);
+    const bool is_last = fallback == KL_PAIR_LAST;
+    pair->dim = is_last ? n_dims - 1 : kl_rules_dim(call, 2, fallback, n_dims);
+    pair->is_kept = is_last && kl_rules_bool(call, 4, false);
+    return KL_OK;
 }
 
+/* Make an output of the pair's shape without its dim. Return KL_OK. */
 static KlStatus
-make_reduced(const KlCall *call, KlInferred *result, const Pair *pair, KlError *error)
+make_reduced(const KlCall *call, KlInferred *result, const Pair *pair)
 {
     KlMeta out = {.n_dims = 0};
     for (int32_t i = 0; i < pair->full.n_dims; i++) {
@@ -80,7 +80,7 @@ make_reduced(const KlCall *call, KlInferred *result, const Pair *pair, KlError *
             out.shape[out.n_dims++] = i == pair->dim ? 1 : pair->full.shape[i];
         }
     }
-    return kl_rules_out_plain(call, result, &out, error);
+    return kl_rules_out_plain(call, result, &out);
 }
 
 static KlStatus
@@ -105,7 +105,7 @@ KL_SHAPE(pair)
 {
     Pair pair;
     KlStatus status = read_pair(call, call->row->pair_dim, &pair, error);
-    return status == KL_OK ? make_reduced(call, result, &pair, error) : status;
+    return status == KL_OK ? make_reduced(call, result, &pair) : status;
 }
 
 KL_PLACE(pair)
@@ -134,7 +134,7 @@ KL_SHAPE(cross)
 {
     Pair pair;
     KlStatus status = read_cross(call, &pair, error);
-    return status == KL_OK ? kl_rules_out_contiguous(result, &pair.full, error) : status;
+    return status == KL_OK ? kl_rules_out_contiguous(result, &pair.full) : status;
 }
 
 KL_PLACE(cross)
@@ -177,10 +177,9 @@ enum { LETTER_ROW = 20, LETTER_COLUMN = 21 };
 KL_SHAPE(cdist)
 {
     const KlMeta *left = kl_rules_input(call, 0), *right = kl_rules_input(call, 1);
-    double p = 2.0;
     if (left == NULL || right == NULL || left->n_dims < 2 || right->n_dims < 2 ||
         kl_meta_n_elements(left) == 0 || kl_meta_n_elements(right) == 0 ||
-        kl_rules_float(call, 2, 2.0, &p) != KL_OK || !(p >= 0.0)) {
+        !(kl_rules_float(call, 2, 2.0) >= 0.0)) {
         return KL_DECLINED;
     }
     if (left->shape[left->n_dims - 1] != right->shape[right->n_dims - 1]) {
@@ -198,7 +197,7 @@ KL_SHAPE(cdist)
     }
     out.shape[out.n_dims++] = left->shape[left->n_dims - 2];
     out.shape[out.n_dims++] = right->shape[right->n_dims - 2];
-    return kl_rules_out_plain(call, result, &out, error);
+    return kl_rules_out_plain(call, result, &out);
 }
 
 KL_PLACE(cdist)
@@ -240,30 +239,26 @@ KL_SAVES(cdist)
 KL_SHAPE(glu)
 {
     const KlMeta *input = kl_rules_input(call, 0);
-    int32_t dim = 0;
     if (input == NULL || input->n_dims == 0) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_dim(call, 1, -1, input->n_dims, &dim, error);
-    if (status == KL_OK && input->shape[dim] % 2 != 0) {
-        status = kl_error_set(error, KL_ERROR_SHAPE, "dim %d of size %lld is not even", (int)dim,
-                              (long long)input->shape[dim]);
+    int32_t dim = kl_rules_dim(call, 1, -1, input->n_dims);
+    if (input->shape[dim] % 2 != 0) {
+        return kl_error_set(error, KL_ERROR_SHAPE, "dim %d of size %lld is not even", (int)dim,
+                            (long long)input->shape[dim]);
     }
-    status = status == KL_OK ? kl_rules_out(result, input, error) : status;
-    if (status == KL_OK) {
-        KlMeta half = *input;
-        const KlMeta *halves[2] = {&half, &half};
-        half.shape[dim] /= 2;
-        result->outs[0].shape[dim] /= 2;
-        kl_rules_iterate(&result->outs[0], halves, 2, false);
-    }
-    return status;
+    KlMeta half = *input, *out = kl_rules_out(result, input);
+    const KlMeta *halves[2] = {&half, &half};
+    half.shape[dim] /= 2;
+    out->shape[dim] /= 2;
+    kl_rules_iterate(out, halves, 2, false);
+    return KL_OK;
 }
 
 KL_PLACE(glu)
 {
     int32_t n_dims = call->inputs[0]->n_dims;
-    int32_t dim = kl_rules_legal_dim(call, 1, -1, n_dims);
+    int32_t dim = kl_rules_dim(call, 1, -1, n_dims);
     KlLabels labels = kl_rules_letters(n_dims);
     labels.of[dim] = 0;
     return kl_rules_wire_alike(call, result, labels, "one half of the samples gates the other");
@@ -280,7 +275,7 @@ KL_SHAPE(prelu)
         return kl_error_set(error, KL_ERROR_SHAPE, "%lld weights do not fit the channels",
                             (long long)n);
     }
-    return kl_rules_out_plain(call, result, input, error);
+    return kl_rules_out_plain(call, result, input);
 }
 
 KL_PLACE(prelu)

@@ -61,17 +61,13 @@ settle_view(const KlCall *call, KlInferred *result, bool can_copy, KlError *erro
 
 KL_SHAPE(view)
 {
-    const int64_t *sizes = NULL;
-    uint32_t n = 0;
     if (!kl_rules_is_given(call, 1)) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_rules_ints(call, 1, &sizes, &n);
-    status = status == KL_OK ? kl_ops_reserve_outs(result, 1, error) : status;
-    if (status == KL_OK) {
-        int64_t n_elements = kl_meta_n_elements(call->inputs[0]);
-        status = resolve_sizes(sizes, n, n_elements, &result->outs[0], error);
-    }
+    uint32_t n = 0;
+    const int64_t *sizes = kl_rules_ints(call, 1, &n);
+    int64_t n_elements = kl_meta_n_elements(call->inputs[0]);
+    KlStatus status = resolve_sizes(sizes, n, n_elements, kl_rules_outs(result, 1), error);
     return status == KL_OK ? settle_view(call, result, call->row->can_copy, error) : status;
 }
 
@@ -82,30 +78,25 @@ KL_SHAPE(view_as)
         return KL_DECLINED;
     }
     kl_rules_lend(call, result, 1);
-    KlStatus status = kl_rules_out(result, other, error);
-    if (status == KL_OK && kl_meta_n_elements(other) != kl_meta_n_elements(call->inputs[0])) {
+    if (kl_meta_n_elements(other) != kl_meta_n_elements(call->inputs[0])) {
         return kl_error_set(error, KL_ERROR_SHAPE, "%lld elements do not fill a shape of %lld",
                             (long long)kl_meta_n_elements(call->inputs[0]),
                             (long long)kl_meta_n_elements(other));
     }
-    return status == KL_OK ? settle_view(call, result, call->row->can_copy, error) : status;
+    (void)kl_rules_out(result, other);
+    return settle_view(call, result, call->row->can_copy, error);
 }
 
 KL_SHAPE(flatten)
 {
     const KlMeta *input = call->inputs[0];
-    int32_t first = 0, last = 0;
-    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &first, error);
-    status = status == KL_OK ? kl_rules_dim(call, 2, -1, input->n_dims, &last, error) : status;
-    if (status == KL_OK && first > last) {
+    int32_t first = kl_rules_dim(call, 1, 0, input->n_dims);
+    int32_t last = kl_rules_dim(call, 2, -1, input->n_dims);
+    if (first > last) {
         return kl_error_set(error, KL_ERROR_ARGUMENT, "start_dim %d comes after end_dim %d",
                             (int)first, (int)last);
     }
-    status = status == KL_OK ? kl_ops_reserve_outs(result, 1, error) : status;
-    if (status != KL_OK) {
-        return status;
-    }
-    KlMeta *out = &result->outs[0];
+    KlMeta *out = kl_rules_outs(result, 1);
     if (first == last && input->n_dims > 0) {
         *out = *input;
         out->place = KL_PLACE_WHOLE;
@@ -129,37 +120,28 @@ KL_SHAPE(flatten)
 KL_SHAPE(ravel)
 {
     const KlMeta *input = call->inputs[0];
-    int64_t n = kl_meta_n_elements(input);
-    KlStatus status = kl_rules_out_shape(result, &n, 1, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    const KlMeta flat = {.n_dims = 1, .shape = {kl_meta_n_elements(input)}};
     if (input->is_strided && !kl_meta_is_contiguous(input)) {
-        kl_meta_set_contiguous(&result->outs[0]); /* ravel is contiguous().view(-1) */
-        return KL_OK;
+        return kl_rules_out_contiguous(result, &flat); /* ravel is contiguous().view(-1) */
     }
+    (void)kl_rules_out(result, &flat);
     return settle_view(call, result, true, error);
 }
 
 KL_SHAPE(unflatten)
 {
     const KlMeta *input = call->inputs[0];
-    const int64_t *sizes = NULL;
     uint32_t n = 0;
-    int32_t at = 0;
-    KlMeta middle = {.n_dims = 0};
-    KlStatus status = kl_rules_dim(call, 1, 0, input->n_dims, &at, error);
-    status = status == KL_OK ? kl_rules_ints(call, 2, &sizes, &n) : status;
-    if (status == KL_OK &&
-        (n == 0 || input->n_dims == 0 || input->n_dims - 1 + (int64_t)n > KL_DIMS_MAX)) {
+    int32_t at = kl_rules_dim(call, 1, 0, input->n_dims);
+    const int64_t *sizes = kl_rules_ints(call, 2, &n);
+    KlMeta middle = {.n_dims = 0}, *out = kl_rules_outs(result, 1);
+    if (n == 0 || input->n_dims == 0 || input->n_dims - 1 + (int64_t)n > KL_DIMS_MAX) {
         return KL_DECLINED;
     }
-    status = status == KL_OK ? resolve_sizes(sizes, n, input->shape[at], &middle, error) : status;
-    status = status == KL_OK ? kl_ops_reserve_outs(result, 1, error) : status;
+    KlStatus status = resolve_sizes(sizes, n, input->shape[at], &middle, error);
     if (status != KL_OK) {
         return status;
     }
-    KlMeta *out = &result->outs[0];
     out->n_dims = input->n_dims - 1 + (int32_t)n;
     for (int32_t dim = 0; dim < out->n_dims; dim++) {
         bool is_middle = dim >= at && dim < at + (int32_t)n;
@@ -227,7 +209,7 @@ KL_PLACE(factor_sizes)
 
 KL_PLACE(unflatten)
 {
-    return factor_sizes(call, result, 2, kl_rules_legal_dim(call, 1, 0, call->inputs[0]->n_dims));
+    return factor_sizes(call, result, 2, kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims));
 }
 
 /* x.view_as(other): in a chunk it is a view only if both have their rows at places that correspond. */
