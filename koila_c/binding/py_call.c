@@ -10,8 +10,7 @@ static int
 push(Tape *tape, KlSlotKind kind, uint32_t n, PyObject *object)
 {
     KlError error;
-    if (kl_alloc_reserve((void **)&tape->slots, &tape->n_slots_max, tape->n_slots + 1,
-                         sizeof(*tape->slots), &error) != KL_OK) {
+    if (KL_RESERVE(tape, slots, tape->n_slots + 1, &error) != KL_OK) {
         return kl_py_raise_int(&error);
     }
     tape->slots[tape->n_slots++] =

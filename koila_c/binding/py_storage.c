@@ -366,8 +366,7 @@ KL_DEFINE(storage_bytes, ignored)
 {
     size_t n = 0, n_dead = 0, total = 0;
     KlError error;
-    if (kl_alloc_reserve((void **)&state.ranges, &state.n_ranges_max, state.n_known,
-                         sizeof(*state.ranges), &error) != KL_OK) {
+    if (KL_RESERVE(&state, ranges, state.n_known, &error) != KL_OK) {
         return kl_py_raise(&error);
     }
     for (size_t i = 0; i < state.n_known_max; i++) {

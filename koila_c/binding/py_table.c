@@ -46,7 +46,7 @@ KL_DEFINE(parts_table, unused)
 static PyObject *
 row_object(const KlRow *row)
 {
-    static const char *const kinds[] = {"OP", "VIEW", "INPLACE", "RANDOM"};
+    static const char *const kinds[] = {"OP", "VIEW", "INPLACE"};
     PyObject *names = PyList_New(0);
     const char *alias = NULL;
     const KlRow *target = NULL;

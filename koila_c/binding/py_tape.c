@@ -52,11 +52,8 @@ int
 kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values)
 {
     KlError error;
-    bool is_done =
-        kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->core.n_nodes + n_nodes,
-                         sizeof(*tape->nodes), &error) == KL_OK &&
-        kl_alloc_reserve((void **)&tape->values, &tape->n_values_max,
-                         tape->core.n_values + n_values, sizeof(*tape->values), &error) == KL_OK;
+    bool is_done = KL_RESERVE(tape, nodes, tape->core.n_nodes + n_nodes, &error) == KL_OK &&
+                   KL_RESERVE(tape, values, tape->core.n_values + n_values, &error) == KL_OK;
     return is_done ? 0 : kl_py_raise_int(&error);
 }
 
@@ -145,8 +142,7 @@ static int
 add_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
 {
     KlError error;
-    if (kl_alloc_reserve((void **)&tape->axis_keys, &tape->n_axis_keys_max, tape->core.n_axes + 1,
-                         sizeof(*tape->axis_keys), &error) != KL_OK ||
+    if (KL_RESERVE(tape, axis_keys, tape->core.n_axes + 1, &error) != KL_OK ||
         kl_tape_axis(&tape->core, rows, axis, &error) != KL_OK) {
         return kl_py_raise_int(&error);
     }

@@ -17,8 +17,7 @@ copy_call(Tape *tape, KlNodeId node, const KlValueId *now, KlPyNode *call)
     uint32_t n_inputs = tape->core.nodes[node].n_inputs;
     const KlPyNode original = tape->nodes[node];
     KlError error;
-    if (kl_alloc_reserve((void **)&tape->slots, &tape->n_slots_max,
-                         tape->n_slots + original.n_slots, sizeof(*tape->slots), &error) != KL_OK) {
+    if (KL_RESERVE(tape, slots, tape->n_slots + original.n_slots, &error) != KL_OK) {
         return kl_py_raise_int(&error);
     }
     *call = original;

@@ -65,7 +65,7 @@ prepare(const KlCall *call, KlInferred *result, KlError *error)
     result->outs_no_grad = 0;
     result->is_ordered = result->reads_aside = false;
     result->breaks = KL_ID_NONE;
-    result->is_random = call->row->kind == KL_ROW_RANDOM;
+    result->is_random = call->row->draws != NULL;
     result->effects = call->row->effects;
     result->writes_view = false;
     for (int8_t dim = 0; dim < KL_DIMS_MAX; dim++) {

@@ -14,7 +14,6 @@ enum {
 #define BOTH(name_, ...) KL_OP_##name_, KL_OP_##name_##_,
 #define VIEW(name_, ...) KL_OP_##name_,
 #define INPLACE(name_, ...) KL_OP_##name_,
-#define RANDOM(name_, ...) KL_OP_##name_,
 #define ALIAS(alias_, name_)
 #define ALIASES(alias_, name_)
 #include "ops.def"
@@ -134,7 +133,6 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8, W4 = 16 };
 #define BOTH RULES
 #define VIEW RULES
 #define INPLACE RULES
-#define RANDOM RULES
 #define ALIAS(alias_, name_)
 #define ALIASES(alias_, name_)
 #pragma GCC visibility push(hidden)
@@ -157,7 +155,6 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8, W4 = 16 };
     OP(name_, call_, __VA_ARGS__) ROW(#name_ "_", call_, INPLACE, CELLS_WRITTEN, __VA_ARGS__)
 #define VIEW(name_, call_, ...) ROW(#name_, call_, VIEW, CELLS, __VA_ARGS__)
 #define INPLACE(name_, call_, ...) ROW(#name_, call_, INPLACE, CELLS, __VA_ARGS__)
-#define RANDOM(name_, call_, ...) ROW(#name_, call_, RANDOM, CELLS, __VA_ARGS__)
 #define ALIAS(alias_, name_)
 #define ALIASES(alias_, name_)
 
@@ -175,7 +172,6 @@ static const struct {
 #define BOTH(...)
 #define VIEW(...)
 #define INPLACE(...)
-#define RANDOM(...)
 #define ALIAS(alias_, name_) {#alias_, &kl_ops_rows[KL_OP_##name_]},
 #define ALIASES(alias_, name_) ALIAS(alias_, name_){#alias_ "_", &kl_ops_rows[KL_OP_##name_##_]},
 #include "ops.def"

@@ -67,7 +67,7 @@ typedef struct KlArg {
     } u;
 } KlArg;
 
-typedef enum { KL_ROW_OP, KL_ROW_VIEW, KL_ROW_INPLACE, KL_ROW_RANDOM } KlRowKind;
+typedef enum { KL_ROW_OP, KL_ROW_VIEW, KL_ROW_INPLACE } KlRowKind;
 
 typedef enum { KL_MODE_ROWS, KL_MODE_REDUCE, KL_MODE_ONCE } KlMode;
 
@@ -225,7 +225,7 @@ typedef struct KlInferred {
     uint8_t device;          /* of all outputs; a rule that moves a value (`to`) sets it */
     uint64_t inputs_no_grad; /* bit i: no gradient flows to input i; set by a rule */
     uint64_t outs_no_grad;   /* bit i: output i never requires grad; set by a rule */
-    bool is_random;    /* the call draws from a generator: set by the row's kind, or by a rule */
+    bool is_random; /* the call draws from a generator: set by the row's cell DRAWS, or by a rule */
     KlEffects effects; /* the arguments that it writes: the row's, or fewer if a rule says so */
     bool writes_view;  /* it writes a view of its first argument, which it makes inside torch */
     /* The output dim of each dim of the first input; -1: reduced, mixed or removed. A shape rule sets it

@@ -403,8 +403,7 @@ finish_run(Build *build, KlRun *run)
     run->shadows = kl_program_since(&program->shadows, before.shadows.n);
     note_deaths(build, run);
     if (build->status == KL_OK) {
-        build->status = kl_alloc_reserve((void **)&program->runs, &program->n_runs_max,
-                                         program->n_runs + 1, sizeof(KlRun), build->error);
+        build->status = KL_RESERVE(program, runs, program->n_runs + 1, build->error);
     }
     if (build->status == KL_OK) {
         program->runs[program->n_runs++] = *run;
@@ -832,8 +831,7 @@ kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t ru
             kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan a call on the whole batch");
         goto done;
     }
-    build.status = kl_alloc_reserve((void **)&program->runs, &program->n_runs_max,
-                                    program->n_runs + 1, sizeof(KlRun), error);
+    build.status = KL_RESERVE(program, runs, program->n_runs + 1, error);
     for (uint32_t i = 0; i < barrier.combined.n; i++) {
         KlNodeId id = program->combined.ids[barrier.combined.first + i];
         const KlNode *node = &tape->nodes[id];

@@ -19,6 +19,8 @@
 bool kl_rules_is_given(const KlCall *call, uint32_t arg);
 /* Decline the call: an argument is not what the rule can describe. */
 void kl_rules_decline(const KlCall *call);
+/* Return where to note why torch refuses the call, for kl_error_set. The first reason counts: later NULL. */
+KlError *kl_rules_refusal(const KlCall *call);
 
 /* Get an int; `fallback` if it is absent or None. A bool is an int, as in Python. */
 int64_t kl_rules_int(const KlCall *call, uint32_t arg, int64_t fallback);
@@ -68,10 +70,12 @@ KlStatus kl_rules_out_contiguous(KlInferred *result, const KlMeta *like);
 void kl_rules_alias(KlInferred *result, KlAlias alias, uint32_t input);
 /* Note that only the shape or dtype of the tensor in args[arg] is read, so that it gets no gradient. */
 void kl_rules_lend(const KlCall *call, KlInferred *result, uint32_t arg);
-/* Widen `out`'s shape by broadcasting with `meta`'s. */
-KlStatus kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error);
+/* Widen `out`'s shape by broadcasting with `meta`'s; if that is impossible, the call is refused. */
+void kl_rules_broadcast(const KlCall *call, KlMeta *out, const KlMeta *meta);
 /* Likewise with all tensors of the call. */
-KlStatus kl_rules_broadcast_all(const KlCall *call, KlMeta *out, KlError *error);
+void kl_rules_broadcast_all(const KlCall *call, KlMeta *out);
+/* Whether `meta` broadcasts to the shape of `to` as it is. */
+bool kl_rules_fits(const KlMeta *meta, const KlMeta *to);
 /* Whether both have these first dims, with the same sizes. */
 bool kl_rules_are_alike(const KlMeta *left, const KlMeta *right, int32_t n_dims);
 /* Set the strides that torch's TensorIterator gives a new elementwise output of `out`'s shape. `has_number`: an

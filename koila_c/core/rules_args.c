@@ -10,9 +10,8 @@ kl_rules_is_given(const KlCall *call, uint32_t arg)
            call->args[arg].kind != KL_ARG_NONE;
 }
 
-/* Return where to note why an argument cannot be read; NULL if a reason is noted, or if nobody asks. */
-static KlError *
-first_reason(const KlCall *call)
+KlError *
+kl_rules_refusal(const KlCall *call)
 {
     return call->unread != NULL && call->unread->status == KL_OK ? call->unread : NULL;
 }
@@ -20,7 +19,7 @@ first_reason(const KlCall *call)
 void
 kl_rules_decline(const KlCall *call)
 {
-    (void)kl_error_set(first_reason(call), KL_DECLINED, "an argument is of another kind");
+    (void)kl_error_set(kl_rules_refusal(call), KL_DECLINED, "an argument is of another kind");
 }
 
 /* Return an argument of one of these kinds, bits by KlArgKind; NULL if it is absent or None. Decline other kinds. */
@@ -78,7 +77,7 @@ kl_rules_wrap(const KlCall *call, int64_t dim, int32_t n_dims)
     int64_t n = n_dims == 0 ? 1 : n_dims;
     bool is_legal = dim >= -n && dim < n;
     if (!is_legal) {
-        (void)kl_error_set(first_reason(call), KL_ERROR_ARGUMENT,
+        (void)kl_error_set(kl_rules_refusal(call), KL_ERROR_ARGUMENT,
                            "dim %lld is not in the range [%lld, %lld]", (long long)dim,
                            (long long)-n, (long long)(n - 1));
     }
@@ -100,7 +99,7 @@ kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims)
     for (uint32_t i = 0; i < n; i++) {
         int32_t dim = kl_rules_wrap(call, ints[i], n_dims);
         if ((found >> dim & 1) != 0) {
-            (void)kl_error_set(first_reason(call), KL_ERROR_ARGUMENT, "dim %d appears twice",
+            (void)kl_error_set(kl_rules_refusal(call), KL_ERROR_ARGUMENT, "dim %d appears twice",
                                (int)dim);
         }
         found |= UINT32_C(1) << dim;

@@ -28,56 +28,43 @@ read_options(const KlCall *call)
     return options;
 }
 
-/* Find the shape of the attention weights without the last two dims: query, key and value broadcast. */
-static KlStatus
-broadcast_lead(const KlCall *call, bool is_grouped, KlMeta *lead, KlError *error)
+/* Find the shape of the attention weights without the last two dims: query, key and value broadcast. Return whether they
+ * fit together. */
+static bool
+broadcast_lead(const KlCall *call, bool is_grouped, KlMeta *lead)
 {
+    const KlMeta *query = kl_rules_input(call, QUERY);
     *lead = (KlMeta){.n_dims = 0};
     for (uint32_t arg = QUERY; arg <= VALUE; arg++) {
-        if (kl_rules_input(call, arg) == NULL) {
-            return KL_DECLINED;
-        }
-    }
-    for (uint32_t arg = QUERY; arg <= VALUE; arg++) {
-        const KlMeta *meta = call->inputs[arg];
-        if (meta->n_dims < 2 || kl_meta_n_elements(meta) == 0) {
-            return KL_DECLINED;
+        const KlMeta *meta = kl_rules_input(call, arg);
+        if (meta == NULL || meta->n_dims < 2 || kl_meta_n_elements(meta) == 0) {
+            return false;
         }
         KlMeta own = *meta;
         own.n_dims -= 2;
         if (is_grouped && arg != QUERY) {
-            const KlMeta *query = call->inputs[QUERY];
             if (meta->n_dims != query->n_dims || own.n_dims < 1 ||
                 query->shape[own.n_dims - 1] % own.shape[own.n_dims - 1] != 0) {
-                return KL_DECLINED;
+                return false;
             }
             own.shape[own.n_dims - 1] = query->shape[own.n_dims - 1];
         }
-        KlStatus status = kl_rules_broadcast(lead, &own, error);
-        if (status != KL_OK) {
-            return status;
-        }
+        kl_rules_broadcast(call, lead, &own);
     }
-    return lead->n_dims + 2 > KL_DIMS_MAX ? KL_DECLINED : KL_OK;
+    return lead->n_dims + 2 <= KL_DIMS_MAX;
 }
 
-static KlStatus
-check_mask(const KlCall *call, const KlMeta *lead, KlError *error)
+/* Whether the mask, if there is one, broadcasts to the attention weights. */
+static bool
+is_mask_fitting(const KlCall *call, const KlMeta *lead)
 {
     const KlMeta *mask = kl_rules_input(call, MASK), *query = call->inputs[QUERY];
     const KlMeta *key = call->inputs[KEY];
-    if (mask == NULL) {
-        return KL_OK;
-    }
     KlMeta weights = *lead;
     weights.shape[weights.n_dims++] = query->shape[query->n_dims - 2];
     weights.shape[weights.n_dims++] = key->shape[key->n_dims - 2];
-    KlMeta grown = weights;
-    KlStatus status = kl_rules_broadcast(&grown, mask, error);
-    bool is_fit = (mask->dtype == KL_DTYPE_BOOL || mask->dtype == query->dtype) &&
-                  grown.n_dims == weights.n_dims &&
-                  kl_rules_are_alike(&grown, &weights, weights.n_dims);
-    return status == KL_OK && !is_fit ? KL_DECLINED : status;
+    return mask == NULL || ((mask->dtype == KL_DTYPE_BOOL || mask->dtype == query->dtype) &&
+                            kl_rules_fits(mask, &weights));
 }
 
 /* Whether torch may use a fused kernel: four dims, equal batch and feature sizes, contiguous features, a mask of two or
@@ -103,10 +90,8 @@ KL_SHAPE(attention)
 {
     const Options options = read_options(call);
     KlMeta out;
-    KlStatus status = broadcast_lead(call, options.is_grouped, &out, error);
-    status = status == KL_OK ? check_mask(call, &out, error) : status;
-    if (status != KL_OK) {
-        return status;
+    if (!broadcast_lead(call, options.is_grouped, &out) || !is_mask_fitting(call, &out)) {
+        return KL_DECLINED;
     }
     const KlMeta *query = call->inputs[QUERY], *key = call->inputs[KEY];
     const KlMeta *value = call->inputs[VALUE];

@@ -274,8 +274,8 @@ KL_SHAPE(take_along_dim)
     int32_t dim = kl_rules_dim(call, 2, 0, value.n_dims);
     value.shape[dim] = index->shape[dim];
     result->dim_map[dim] = -1;
-    KlStatus status = kl_rules_broadcast(&value, index, error);
-    return status == KL_OK ? kl_rules_out_contiguous(result, &value) : status;
+    kl_rules_broadcast(call, &value, index);
+    return kl_rules_out_contiguous(result, &value);
 }
 
 KL_PLACE(take_along_dim)

@@ -245,15 +245,10 @@ check_mask(const KlCall *call, KlError *error)
     if (mask->n_dims == 0) {
         return KL_DECLINED;
     }
-    if (value != NULL && value->n_dims > 0) {
-        int32_t before = target->n_dims - value->n_dims;
-        bool is_same = before >= mask->n_dims && value->dtype == target->dtype;
-        for (int32_t dim = 0; is_same && dim < value->n_dims; dim++) {
-            is_same = value->shape[dim] == 1 || value->shape[dim] == target->shape[before + dim];
-        }
-        if (!is_same) {
-            return KL_DECLINED;
-        }
+    if (value != NULL && value->n_dims > 0 &&
+        (target->n_dims - value->n_dims < mask->n_dims || value->dtype != target->dtype ||
+         !kl_rules_fits(value, target))) {
+        return KL_DECLINED;
     }
     return kl_rules_are_alike(mask, target, mask->n_dims)
                ? KL_OK
@@ -264,7 +259,7 @@ static KlStatus
 check_value(const KlCall *call, const KlOutline *outline, KlError *error)
 {
     const KlMeta *value = kl_rules_input(call, 2);
-    KlMeta shape = {.n_dims = 0}, both;
+    KlMeta shape = {.n_dims = 0};
     if (value == NULL) {
         return kl_rules_is_number(&call->args[2]) ? KL_OK : KL_DECLINED;
     }
@@ -275,12 +270,9 @@ check_value(const KlCall *call, const KlOutline *outline, KlError *error)
     if (value->n_dims > shape.n_dims) {
         return KL_DECLINED; /* torch drops leading dims of 1 */
     }
-    both = shape;
-    KlStatus status = kl_rules_broadcast(&both, value, error);
-    if (status == KL_OK && !kl_rules_are_alike(&both, &shape, shape.n_dims)) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "the value does not fit where it is written");
-    }
-    return status;
+    return kl_rules_fits(value, &shape)
+               ? KL_OK
+               : kl_error_set(error, KL_ERROR_SHAPE, "the value does not fit where it is written");
 }
 
 KL_SHAPE(setitem)

@@ -71,32 +71,29 @@ wire_loss(const KlCall *call, KlInferred *result, int32_t n_dims, int32_t n_dims
 KL_SHAPE(loss)
 {
     KlMeta terms = {.n_dims = 0};
-    KlStatus status = kl_rules_input(call, 0) == NULL || kl_rules_input(call, 1) == NULL
-                          ? KL_DECLINED
-                          : kl_rules_broadcast_all(call, &terms, error);
-    return status == KL_OK ? kl_rules_make_loss(call, result, &terms) : status;
+    if (kl_rules_input(call, 0) == NULL || kl_rules_input(call, 1) == NULL) {
+        return KL_DECLINED;
+    }
+    kl_rules_broadcast_all(call, &terms);
+    return kl_rules_make_loss(call, result, &terms);
 }
 
 /* input and target have one shape; weights broadcast to it */
 KL_SHAPE(loss_equal)
 {
     const KlMeta *input = kl_rules_input(call, 0), *target = kl_rules_input(call, 1);
-    KlMeta terms = {.n_dims = 0};
     bool is_fit = input != NULL && target != NULL && input->n_dims == target->n_dims &&
-                  kl_rules_broadcast_all(call, &terms, NULL) == KL_OK &&
-                  terms.n_dims == input->n_dims &&
-                  kl_rules_are_alike(&terms, input, terms.n_dims) &&
-                  kl_rules_are_alike(&terms, target, terms.n_dims);
-    return is_fit ? kl_rules_make_loss(call, result, &terms) : KL_DECLINED;
+                  kl_rules_are_alike(input, target, input->n_dims);
+    for (uint32_t i = 0; is_fit && i < call->n_inputs; i++) {
+        is_fit = kl_rules_fits(call->inputs[i], input);
+    }
+    return is_fit ? kl_rules_make_loss(call, result, input) : KL_DECLINED;
 }
 
 KL_PLACE(loss)
 {
     KlMeta terms = {.n_dims = 0};
-    KlStatus status = kl_rules_broadcast_all(call, &terms, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    kl_rules_broadcast_all(call, &terms);
     const KlMeta *first = call->inputs[kl_rules_first_rows(call)];
     const bool is_reduced = kl_rules_reduction(call);
     int32_t dim = first->place.dim + terms.n_dims - first->n_dims;
@@ -116,7 +113,8 @@ static int64_t
 count_terms(const KlCall *call)
 {
     KlMeta terms = {.n_dims = 0};
-    return kl_rules_broadcast_all(call, &terms, NULL) == KL_OK ? kl_meta_n_elements(&terms) : 0;
+    kl_rules_broadcast_all(call, &terms);
+    return kl_meta_n_elements(&terms);
 }
 
 /* l1_loss: the difference */

@@ -7,24 +7,23 @@
 /* Letters: batch dims 1, 2, ... from the left of the output, then these. */
 enum { LETTER_ROW = 20, LETTER_SUM = 21, LETTER_COLUMN = 22 };
 
-static KlStatus
-expect_dims(const KlMeta *meta, int32_t n_dims, KlError *error)
+static bool
+has_dims(const KlCall *call, const KlMeta *meta, int32_t n_dims)
 {
     if (meta->n_dims != n_dims) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "expected %d dims, got %d", (int)n_dims,
-                            (int)meta->n_dims);
+        (void)kl_error_set(kl_rules_refusal(call), KL_ERROR_SHAPE, "expected %d dims, got %d",
+                           (int)n_dims, (int)meta->n_dims);
     }
-    return KL_OK;
+    return meta->n_dims == n_dims;
 }
 
-static KlStatus
-expect_size(int64_t left, int64_t right, KlError *error)
+static void
+expect_size(const KlCall *call, int64_t left, int64_t right)
 {
     if (left != right) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "sizes %lld and %lld do not match",
-                            (long long)left, (long long)right);
+        (void)kl_error_set(kl_rules_refusal(call), KL_ERROR_SHAPE,
+                           "sizes %lld and %lld do not match", (long long)left, (long long)right);
     }
-    return KL_OK;
 }
 
 static KlLabels
@@ -34,9 +33,9 @@ letters(uint8_t first, uint8_t second, uint8_t third)
 }
 
 /* Read the equation of a product, as "rs,sc->rc", and check the dims of its two operands: equal letters have one size.
- * `terms` gets the letters of the operands and of the result, whose shape is `out`. */
-static KlStatus
-read_product(const KlCall *call, KlLabels *terms, KlMeta *out, KlError *error)
+ * `terms` gets the letters of the operands and of the result, whose shape is `out`. Return whether there are two operands. */
+static bool
+read_product(const KlCall *call, KlLabels *terms, KlMeta *out)
 {
     int64_t sizes[128]; /* by letter; -1: not seen yet */
     int32_t n_dims[3] = {0};
@@ -49,13 +48,14 @@ read_product(const KlCall *call, KlLabels *terms, KlMeta *out, KlError *error)
             terms[term].of[n_dims[term]++] = (uint8_t)*at;
         }
     }
-    KlStatus status = KL_OK;
-    for (uint32_t i = 0; status == KL_OK && i < 2; i++) {
+    for (uint32_t i = 0; i < 2; i++) {
         const KlMeta *operand = kl_rules_input(call, call->row->has_addend + i);
-        status = operand != NULL ? expect_dims(operand, n_dims[i], error) : KL_DECLINED;
-        for (int32_t dim = 0; status == KL_OK && dim < operand->n_dims; dim++) {
+        if (operand == NULL || !has_dims(call, operand, n_dims[i])) {
+            return false;
+        }
+        for (int32_t dim = 0; dim < operand->n_dims; dim++) {
             int64_t *size = &sizes[terms[i].of[dim]], own = operand->shape[dim];
-            status = expect_size(*size < 0 ? own : *size, own, error);
+            expect_size(call, *size < 0 ? own : *size, own);
             *size = own;
         }
     }
@@ -63,45 +63,30 @@ read_product(const KlCall *call, KlLabels *terms, KlMeta *out, KlError *error)
     for (int32_t dim = 0; dim < out->n_dims; dim++) {
         out->shape[dim] = sizes[terms[2].of[dim]];
     }
-    return status;
-}
-
-/* Check that the first argument, which is added to the product, broadcasts to it. */
-static KlStatus
-check_addend(const KlCall *call, const KlInferred *result, KlError *error)
-{
-    const KlMeta *addend = kl_rules_input(call, 0);
-    if (addend == NULL) {
-        return KL_DECLINED;
-    }
-    KlMeta grown = result->outs[0];
-    KlStatus status = kl_rules_broadcast(&grown, addend, error);
-    bool is_grown = grown.n_dims != result->outs[0].n_dims ||
-                    !kl_rules_are_alike(&grown, &result->outs[0], grown.n_dims);
-    return status != KL_OK || !is_grown
-               ? status
-               : kl_error_set(error, KL_ERROR_SHAPE,
-                              "the first argument does not broadcast to the product");
+    return true;
 }
 
 KL_SHAPE(product)
 {
     KlLabels terms[3] = {0};
     KlMeta out;
-    KlStatus status = read_product(call, terms, &out, error);
-    if (status != KL_OK) {
-        return status;
+    const KlMeta *first = kl_rules_input(call, 0);
+    if (first == NULL || !read_product(call, terms, &out)) {
+        return KL_DECLINED;
     }
-    (void)kl_rules_out_contiguous(result, &out);
-    return call->row->has_addend ? check_addend(call, result, error) : KL_OK;
+    if (call->row->has_addend && !kl_rules_fits(first, &out)) {
+        return kl_error_set(error, KL_ERROR_SHAPE,
+                            "the first argument does not broadcast to the product");
+    }
+    return kl_rules_out_contiguous(result, &out);
 }
 
 KL_PLACE(product)
 {
     KlLabels terms[3] = {0};
-    KlMeta out;
-    KlStatus status = read_product(call, terms, &out, error);
+    KlMeta out = {.n_dims = 0};
     const uint32_t first = call->row->has_addend;
+    (void)read_product(call, terms, &out);
     KlWiring wiring = {.outs = {terms[2]}, .reduce = KL_REDUCE_SUM};
     wiring.inputs[first] = terms[0];
     wiring.inputs[first + 1] = terms[1];
@@ -110,7 +95,7 @@ KL_PLACE(product)
         wiring.reduce = KL_REDUCE_NONE;
         wiring.reason = "a tensor is added to a product that sums over the batch";
     }
-    return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
+    return kl_rules_wire(call, result, &wiring);
 }
 
 /* A product of two vectors, which sums over nothing: torch computes it as an elementwise op on a column and a row. */
@@ -159,14 +144,13 @@ KL_SHAPE(linear)
         (kl_rules_is_given(call, 2) && (bias == NULL || bias->n_dims != 1))) {
         return KL_DECLINED;
     }
-    KlStatus status = expect_size(input->shape[input->n_dims - 1], weight->shape[1], error);
-    if (status == KL_OK && bias != NULL && bias->shape[0] != 1) {
-        status = expect_size(bias->shape[0], weight->shape[0], error);
+    expect_size(call, input->shape[input->n_dims - 1], weight->shape[1]);
+    if (bias != NULL && bias->shape[0] != 1) {
+        expect_size(call, bias->shape[0], weight->shape[0]);
     }
     KlMeta out = *input;
     out.shape[input->n_dims - 1] = weight->shape[0];
-    (void)kl_rules_out_contiguous(result, &out);
-    return status;
+    return kl_rules_out_contiguous(result, &out);
 }
 
 KL_SHAPE(bilinear)
@@ -174,21 +158,19 @@ KL_SHAPE(bilinear)
     const KlMeta *left = kl_rules_input(call, 0), *right = kl_rules_input(call, 1);
     const KlMeta *weight = kl_rules_input(call, 2), *bias = kl_rules_input(call, 3);
     if (left == NULL || right == NULL || weight == NULL || weight->n_dims != 3 ||
-        left->n_dims == 0 ||
+        left->n_dims == 0 || !has_dims(call, right, left->n_dims) ||
         (bias != NULL && (bias->n_dims != 1 || bias->shape[0] != weight->shape[0]))) {
         return KL_DECLINED;
     }
-    KlStatus status = expect_dims(right, left->n_dims, error);
     int32_t last = left->n_dims - 1;
-    for (int32_t dim = 0; status == KL_OK && dim < last; dim++) {
-        status = expect_size(left->shape[dim], right->shape[dim], error);
+    for (int32_t dim = 0; dim < last; dim++) {
+        expect_size(call, left->shape[dim], right->shape[dim]);
     }
-    status = status == KL_OK ? expect_size(left->shape[last], weight->shape[1], error) : status;
-    status = status == KL_OK ? expect_size(right->shape[last], weight->shape[2], error) : status;
+    expect_size(call, left->shape[last], weight->shape[1]);
+    expect_size(call, right->shape[last], weight->shape[2]);
     KlMeta out = *left;
     out.shape[last] = weight->shape[0];
-    (void)kl_rules_out_plain(call, result, &out);
-    return status;
+    return kl_rules_out_plain(call, result, &out);
 }
 
 KL_PLACE(linear)

@@ -115,11 +115,8 @@ KL_SHAPE(matmul)
     KlMeta batch_left = *left, batch_right = *right, out = {.n_dims = 0};
     batch_left.n_dims = n_batch(left);
     batch_right.n_dims = n_batch(right);
-    KlStatus status = kl_rules_broadcast(&out, &batch_left, error);
-    status = status == KL_OK ? kl_rules_broadcast(&out, &batch_right, error) : status;
-    if (status != KL_OK) {
-        return status;
-    }
+    kl_rules_broadcast(call, &out, &batch_left);
+    kl_rules_broadcast(call, &out, &batch_right);
     if (left->n_dims >= 2) {
         out.shape[out.n_dims++] = left->shape[left->n_dims - 2];
     }

@@ -121,14 +121,11 @@ read_item(Reader *reader, const KlIndex *item, int32_t at, int32_t n_skipped, Kl
 
 /* Find the broadcast shape of the index tensors, and where its dims are in the result. */
 static KlStatus
-settle_block(KlOutline *outline, KlError *error)
+settle_block(const KlCall *call, KlOutline *outline)
 {
     outline->is_adjacent = true;
     for (int32_t i = 0; i < outline->n_tensors; i++) {
-        KlStatus status = kl_rules_broadcast(&outline->block, &outline->tensors[i].meta, error);
-        if (status != KL_OK) {
-            return status;
-        }
+        kl_rules_broadcast(call, &outline->block, &outline->tensors[i].meta);
         if (i > 0 && outline->tensors[i].dim != outline->tensors[i - 1].dim + 1) {
             outline->is_adjacent = false;
         }
@@ -178,7 +175,7 @@ kl_outline_read(const KlCall *call, KlOutline *outline, KlError *error)
         push(&reader, input->shape[reader.next], input->strides[reader.next], reader.next, -1);
         reader.next++;
     }
-    return settle_block(outline, error);
+    return settle_block(call, outline);
 }
 
 bool

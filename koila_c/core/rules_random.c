@@ -120,22 +120,13 @@ has_default_generator(const KlCall *call)
     return kl_rules_find(call, KL_ARG_OTHER) == NULL;
 }
 
-/* bernoulli, normal: a new row-major value of the shape the tensors broadcast to */
+/* bernoulli, normal, and in place uniform_ and others: a row-major value of the shape the tensors broadcast to */
 KL_SHAPE(draw)
 {
     KlMeta out = {.n_dims = 0};
-    KlStatus status = has_default_generator(call) && call->n_inputs > 0
-                          ? kl_rules_broadcast_all(call, &out, error)
-                          : KL_DECLINED;
-    return status == KL_OK ? kl_rules_out_contiguous(result, &out) : status;
-}
-
-/* normal_, uniform_, bernoulli_ ...: written over the first input */
-KL_SHAPE(draw_inplace)
-{
-    KlStatus status = shape_draw(call, result, error);
-    result->is_random = true;
-    return status;
+    kl_rules_broadcast_all(call, &out);
+    (void)kl_rules_out_contiguous(result, &out);
+    return has_default_generator(call) ? KL_OK : KL_DECLINED;
 }
 
 /* input, num_samples, replacement: (n, c) -> (n, num_samples) */

@@ -45,8 +45,8 @@ kl_rules_lend(const KlCall *call, KlInferred *result, uint32_t arg)
     }
 }
 
-KlStatus
-kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error)
+void
+kl_rules_broadcast(const KlCall *call, KlMeta *out, const KlMeta *meta)
 {
     if (meta->n_dims > out->n_dims) {
         int32_t shift = meta->n_dims - out->n_dims;
@@ -61,33 +61,40 @@ kl_rules_broadcast(KlMeta *out, const KlMeta *meta, KlError *error)
         if (out->shape[dim] == 1) {
             out->shape[dim] = size;
         } else if (size != 1 && size != out->shape[dim]) {
-            return kl_error_set(error, KL_ERROR_SHAPE,
-                                "sizes %lld and %lld do not broadcast at dim %d",
-                                (long long)out->shape[dim], (long long)size, (int)dim);
+            (void)kl_error_set(kl_rules_refusal(call), KL_ERROR_SHAPE,
+                               "sizes %lld and %lld do not broadcast at dim %d",
+                               (long long)out->shape[dim], (long long)size, (int)dim);
         }
     }
-    return KL_OK;
 }
 
-KlStatus
-kl_rules_broadcast_all(const KlCall *call, KlMeta *out, KlError *error)
+void
+kl_rules_broadcast_all(const KlCall *call, KlMeta *out)
 {
-    KlStatus status = KL_OK;
-    for (uint32_t i = 0; status == KL_OK && i < call->n_inputs; i++) {
-        status = kl_rules_broadcast(out, call->inputs[i], error);
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        kl_rules_broadcast(call, out, call->inputs[i]);
     }
-    return status;
 }
 
-/* As TensorIterator lays out the result. */
+bool
+kl_rules_fits(const KlMeta *meta, const KlMeta *to)
+{
+    int32_t before = to->n_dims - meta->n_dims;
+    bool is_fit = before >= 0;
+    for (int32_t dim = 0; is_fit && dim < meta->n_dims; dim++) {
+        is_fit = meta->shape[dim] == 1 || meta->shape[dim] == to->shape[before + dim];
+    }
+    return is_fit;
+}
+
+/* As TensorIterator lays out the result. Return KL_OK. */
 static KlStatus
-iterate_all(const KlCall *call, KlInferred *result, bool has_number, KlError *error)
+iterate_all(const KlCall *call, KlInferred *result, bool has_number)
 {
-    KlStatus status = kl_rules_broadcast_all(call, kl_rules_outs(result, 1), error);
-    if (status == KL_OK) {
-        kl_rules_iterate(&result->outs[0], call->inputs, call->n_inputs, has_number);
-    }
-    return status;
+    KlMeta *out = kl_rules_outs(result, 1);
+    kl_rules_broadcast_all(call, out);
+    kl_rules_iterate(out, call->inputs, call->n_inputs, has_number);
+    return KL_OK;
 }
 
 /* Numbers count as 0-dim tensors, so TensorIterator does not use its fast path. */
@@ -97,7 +104,7 @@ KL_SHAPE(broadcast)
     for (uint32_t i = 0; i < 2 && i < call->n_args; i++) {
         has_number = has_number || kl_rules_is_number(&call->args[i]);
     }
-    return iterate_all(call, result, has_number, error);
+    return iterate_all(call, result, has_number);
 }
 
 KL_SHAPE(tensor_pair)
@@ -109,7 +116,7 @@ KL_SHAPE(tensor_pair)
 /* Numbers are parameters, no operands. */
 KL_SHAPE(tensors)
 {
-    return iterate_all(call, result, false, error);
+    return iterate_all(call, result, false);
 }
 
 /* pow(2, x) makes a tensor of its number, pow(x, 2) does not. */
@@ -122,9 +129,10 @@ KL_SHAPE(pow)
 /* The first two inputs are exchanged: rsub(x, y) is y - x; x.where(condition, y). */
 KL_SHAPE(swapped)
 {
-    KlStatus status = kl_rules_broadcast_all(call, kl_rules_outs(result, 1), error);
-    if (status != KL_OK || call->n_inputs > 3) {
-        return status == KL_OK ? KL_DECLINED : status;
+    KlMeta *out = kl_rules_outs(result, 1);
+    kl_rules_broadcast_all(call, out);
+    if (call->n_inputs > 3) {
+        return KL_DECLINED;
     }
     const KlMeta *operands[3] = {NULL};
     for (uint32_t i = 0; i < call->n_inputs; i++) {
@@ -134,7 +142,7 @@ KL_SHAPE(swapped)
     for (uint32_t i = 0; i < 3 && i < call->n_args; i++) {
         has_number = has_number || kl_rules_is_number(&call->args[i]);
     }
-    kl_rules_iterate(&result->outs[0], operands, call->n_inputs, has_number);
+    kl_rules_iterate(out, operands, call->n_inputs, has_number);
     return KL_OK;
 }
 
@@ -144,7 +152,7 @@ KL_SHAPE(where)
         return KL_DECLINED; /* where(condition) is nonzero */
     }
     bool has_number = kl_rules_is_number(&call->args[1]) || kl_rules_is_number(&call->args[2]);
-    return iterate_all(call, result, has_number, error);
+    return iterate_all(call, result, has_number);
 }
 
 static bool
@@ -159,12 +167,10 @@ KL_SHAPE(masked_fill)
 {
     const KlMeta *mask = kl_rules_input(call, 1);
     KlMeta *out = kl_rules_outs(result, 1);
-    if (mask == NULL || mask->dtype != KL_DTYPE_BOOL || !is_scalar(call, 2)) {
-        return KL_DECLINED;
-    }
-    KlStatus status = kl_rules_broadcast_all(call, out, error);
+    kl_rules_broadcast_all(call, out);
     kl_meta_set_contiguous(out);
-    return status;
+    bool is_fit = mask != NULL && mask->dtype == KL_DTYPE_BOOL && is_scalar(call, 2);
+    return is_fit ? KL_OK : KL_DECLINED;
 }
 
 /* fill_(x, value): a number or a 0-dim tensor */

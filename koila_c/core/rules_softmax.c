@@ -50,24 +50,21 @@ typedef struct {
 } Pair;
 
 /* Read a pair and its dim, in args[2]. `fallback` KL_PAIR_LAST: the last dim, and args[4] says whether it is kept. */
-static KlStatus
-read_pair(const KlCall *call, int64_t fallback, Pair *pair, KlError *error)
+static bool
+read_pair(const KlCall *call, int64_t fallback, Pair *pair)
 {
     const KlMeta *left = kl_rules_input(call, 0), *right = kl_rules_input(call, 1);
     *pair = (Pair){.is_kept = false};
     if (left == NULL || right == NULL) {
-        return KL_DECLINED;
+        return false;
     }
-    KlStatus status = kl_rules_broadcast(&pair->full, left, error);
-    status = status == KL_OK ? kl_rules_broadcast(&pair->full, right, error) : status;
+    kl_rules_broadcast(call, &pair->full, left);
+    kl_rules_broadcast(call, &pair->full, right);
     const int32_t n_dims = pair->full.n_dims;
-    if (status != KL_OK || n_dims == 0 || kl_meta_n_elements(&pair->full) == 0) {
-        return status == KL_OK ? KL_DECLINED : status;
-    }
     const bool is_last = fallback == KL_PAIR_LAST;
     pair->dim = is_last ? n_dims - 1 : kl_rules_dim(call, 2, fallback, n_dims);
     pair->is_kept = is_last && kl_rules_bool(call, 4, false);
-    return KL_OK;
+    return n_dims > 0 && kl_meta_n_elements(&pair->full) > 0;
 }
 
 /* Make an output of the pair's shape without its dim. Return KL_OK. */
@@ -104,51 +101,50 @@ wire_pair(const KlCall *call, KlInferred *result, const Pair *pair)
 KL_SHAPE(pair)
 {
     Pair pair;
-    KlStatus status = read_pair(call, call->row->pair_dim, &pair, error);
-    return status == KL_OK ? make_reduced(call, result, &pair) : status;
+    bool is_pair = read_pair(call, call->row->pair_dim, &pair);
+    return is_pair ? make_reduced(call, result, &pair) : KL_DECLINED;
 }
 
 KL_PLACE(pair)
 {
     Pair pair;
-    KlStatus status = read_pair(call, call->row->pair_dim, &pair, error);
-    return status == KL_OK ? wire_pair(call, result, &pair) : status;
+    (void)read_pair(call, call->row->pair_dim, &pair);
+    return wire_pair(call, result, &pair);
 }
 
 /* --- linalg_cross: input, other, dim ------------------------------------------------------------ */
 
-static KlStatus
-read_cross(const KlCall *call, Pair *pair, KlError *error)
+static bool
+read_cross(const KlCall *call, Pair *pair)
 {
-    KlStatus status = read_pair(call, -1, pair, error);
+    bool is_fit = read_pair(call, -1, pair);
     pair->is_kept = true;
-    for (int i = 0; i < 2 && status == KL_OK; i++) {
+    for (int i = 0; i < 2 && is_fit; i++) { /* else torch says what is wrong */
         const KlMeta *input = call->inputs[i];
-        bool is_vector = input->n_dims == pair->full.n_dims && input->shape[pair->dim] == 3;
-        status = is_vector ? KL_OK : KL_DECLINED; /* torch says what is wrong */
+        is_fit = input->n_dims == pair->full.n_dims && input->shape[pair->dim] == 3;
     }
-    return status;
+    return is_fit;
 }
 
 KL_SHAPE(cross)
 {
     Pair pair;
-    KlStatus status = read_cross(call, &pair, error);
-    return status == KL_OK ? kl_rules_out_contiguous(result, &pair.full) : status;
+    bool is_fit = read_cross(call, &pair);
+    return is_fit ? kl_rules_out_contiguous(result, &pair.full) : KL_DECLINED;
 }
 
 KL_PLACE(cross)
 {
     Pair pair;
-    KlStatus status = read_cross(call, &pair, error);
-    return status == KL_OK ? wire_pair(call, result, &pair) : status;
+    (void)read_cross(call, &pair);
+    return wire_pair(call, result, &pair);
 }
 
 /* For each side that needs a gradient, saves it, its norm before and after clamping, and the other side normalized. */
 KL_SAVES(cosine_similarity)
 {
     Pair pair;
-    bool is_pair = read_pair(call, 1, &pair, NULL) == KL_OK;
+    bool is_pair = read_pair(call, 1, &pair);
     int64_t n = kl_meta_n_elements(&pair.full);
     for (uint32_t arg = 0; arg < 2 && is_pair; arg++) {
         if (kl_rules_needs_grad(call, arg)) {
@@ -164,7 +160,7 @@ KL_SAVES(cosine_similarity)
 KL_SAVES(pairwise_distance)
 {
     Pair pair;
-    if (read_pair(call, KL_PAIR_LAST, &pair, NULL) == KL_OK) {
+    if (read_pair(call, KL_PAIR_LAST, &pair)) {
         saves->outputs = 1;
         kl_rules_save_new(result, saves, kl_meta_n_elements(&pair.full), result->outs[0].dtype);
     }
@@ -190,11 +186,8 @@ KL_SHAPE(cdist)
     KlMeta out = {.n_dims = 0};
     lead.n_dims -= 2;
     other.n_dims -= 2;
-    KlStatus status = kl_rules_broadcast(&out, &lead, error);
-    status = status == KL_OK ? kl_rules_broadcast(&out, &other, error) : status;
-    if (status != KL_OK) {
-        return status;
-    }
+    kl_rules_broadcast(call, &out, &lead);
+    kl_rules_broadcast(call, &out, &other);
     out.shape[out.n_dims++] = left->shape[left->n_dims - 2];
     out.shape[out.n_dims++] = right->shape[right->n_dims - 2];
     return kl_rules_out_plain(call, result, &out);

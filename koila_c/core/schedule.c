@@ -29,8 +29,7 @@ add(KlBuild *build, KlStepOp op, KlGraph graph, KlSlice runs, KlSlice values)
 {
     KlSchedule *schedule = build->schedule;
     if (build->status == KL_OK) {
-        build->status = kl_alloc_reserve((void **)&schedule->steps, &schedule->n_steps_max,
-                                         schedule->n_steps + 1, sizeof(KlStep), build->error);
+        build->status = KL_RESERVE(schedule, steps, schedule->n_steps + 1, build->error);
     }
     bool is_there = build->status == KL_OK;
     KlStep *step = is_there ? &schedule->steps[schedule->n_steps++] : &build->nowhere;

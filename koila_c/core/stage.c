@@ -315,8 +315,7 @@ add_import(KlStages *stages, const KlImport *import, uint32_t *newest_of, uint32
             return KL_OK;
         }
     }
-    KlStatus status = kl_alloc_reserve((void **)&stages->imports, &stages->n_imports_max,
-                                       stages->n_imports + 1, sizeof(KlImport), error);
+    KlStatus status = KL_RESERVE(stages, imports, stages->n_imports + 1, error);
     if (status == KL_OK) {
         *found = (uint32_t)stages->n_imports++;
         stages->imports[*found] = *import;

@@ -54,23 +54,12 @@ kl_tape_clear(KlTape *tape)
 KlStatus
 kl_tape_axis(KlTape *tape, int64_t rows, KlAxisId *axis, KlError *error)
 {
-    size_t n_max = tape->n_axes_max;
-    KlStatus status = kl_alloc_reserve((void **)&tape->axis_of, &n_max, tape->n_axes + 1,
-                                       sizeof(*tape->axis_of), error);
-    if (status == KL_OK) {
-        n_max = tape->n_axes_max;
-        status = kl_alloc_reserve((void **)&tape->axis_rows, &n_max, tape->n_axes + 1,
-                                  sizeof(*tape->axis_rows), error);
-    }
-    if (status == KL_OK) {
-        n_max = tape->n_axes_max;
-        status = kl_alloc_reserve((void **)&tape->orders, &n_max, tape->n_axes + 1,
-                                  sizeof(*tape->orders), error);
-    }
+    KlStatus status = KL_RESERVE(tape, axis_of, tape->n_axes + 1, error);
+    status = status == KL_OK ? KL_RESERVE(tape, axis_rows, tape->n_axes + 1, error) : status;
+    status = status == KL_OK ? KL_RESERVE(tape, orders, tape->n_axes + 1, error) : status;
     if (status != KL_OK) {
-        return status; /* n_axes_max is raised only after all three arrays have grown */
+        return status;
     }
-    tape->n_axes_max = n_max;
     *axis = (KlAxisId)tape->n_axes++;
     tape->axis_rows[*axis] = rows;
     tape->axis_of[*axis] = *axis;
@@ -190,13 +179,9 @@ kl_tape_close_orders(KlTape *tape)
 static KlStatus
 reserve_values(KlTape *tape, size_t n_values, size_t n_storages, KlError *error)
 {
-    KlStatus status = kl_alloc_reserve((void **)&tape->values, &tape->n_values_max,
-                                       tape->n_values + n_values, sizeof(*tape->values), error);
-    if (status == KL_OK) {
-        status = kl_alloc_reserve((void **)&tape->storages, &tape->n_storages_max,
-                                  tape->n_storages + n_storages, sizeof(*tape->storages), error);
-    }
-    return status;
+    KlStatus status = KL_RESERVE(tape, values, tape->n_values + n_values, error);
+    return status == KL_OK ? KL_RESERVE(tape, storages, tape->n_storages + n_storages, error)
+                           : status;
 }
 
 /* Append a value; the caller has reserved the memory. `storage` KL_ID_NONE: it has a storage of its own. */
@@ -296,23 +281,13 @@ append_written(KlTape *tape, const KlRecord *record, KlNodeId node)
 static KlStatus
 reserve_node(KlTape *tape, const KlRecord *record, KlError *error)
 {
-    const KlInferred *inferred = record->inferred;
-    KlStatus status = reserve_values(tape, inferred->n_outs + 1, inferred->n_outs + 1, error);
-    if (status == KL_OK) {
-        status = kl_alloc_reserve((void **)&tape->inputs, &tape->n_inputs_max,
-                                  tape->n_inputs + record->node.n_inputs + 1, sizeof(*tape->inputs),
-                                  error);
-    }
-    if (status == KL_OK) {
-        status = kl_alloc_reserve((void **)&tape->rewrites, &tape->n_rewrites_max,
-                                  tape->n_rewrites + inferred->split.n_rewrites,
-                                  sizeof(*tape->rewrites), error);
-    }
-    if (status == KL_OK) {
-        status = kl_alloc_reserve((void **)&tape->nodes, &tape->n_nodes_max, tape->n_nodes + 1,
-                                  sizeof(*tape->nodes), error);
-    }
-    return status;
+    const size_t n_outs = record->inferred->n_outs + 1;
+    size_t n_inputs = tape->n_inputs + record->node.n_inputs + 1;
+    size_t n_rewrites = tape->n_rewrites + record->inferred->split.n_rewrites;
+    KlStatus status = reserve_values(tape, n_outs, n_outs, error);
+    status = status == KL_OK ? KL_RESERVE(tape, inputs, n_inputs, error) : status;
+    status = status == KL_OK ? KL_RESERVE(tape, rewrites, n_rewrites, error) : status;
+    return status == KL_OK ? KL_RESERVE(tape, nodes, tape->n_nodes + 1, error) : status;
 }
 
 static uint32_t

@@ -98,7 +98,7 @@ typedef struct KlTape {
     int64_t *axis_rows; /* [n_axes] rows of each axis */
     uint32_t *axis_of;  /* [n_axes] union-find: the axis that it was merged into, or itself */
     KlOrder *orders;    /* [n_axes] */
-    size_t n_axes, n_axes_max;
+    size_t n_axes, n_axis_rows_max, n_axis_of_max, n_orders_max;
     size_t n_done;    /* every node before this one is done */
     size_t n_aside;   /* pending writes on the side */
     size_t n_wanted;  /* wanted values that are no leaves */
