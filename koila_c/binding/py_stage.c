@@ -23,7 +23,7 @@ typedef struct Run {
     PyObject *cloned;   /* set of the nodes that write a clone instead */
     PyObject *clone;    /* callable(value, its storage) -> both as copies in new memory */
     PyObject *forked;   /* what clone() returned for the node that runs, or NULL */
-    PyObject *saved;    /* list of the tensors that autograd saved for the running node, or NULL */
+    PyObject *saved;    /* dict of the tensors that autograd saved for the running node, or NULL */
     PyObject *settle;   /* callable(node): decides what of `saved` is kept */
     uint8_t *marks;     /* [n_values], marks: only nodes that make marked values run; NULL: all */
     Tape *aside;        /* borrowed, or NULL: the tape on which the calls are recorded instead */
@@ -460,7 +460,7 @@ run_nodes(Run *run, KlSlice nodes, KlNodeId alone, bool is_grad_off)
             status = run_one(run, id, &context);
             run->tape->raised = status < 0 ? id : KL_ID_NONE;
         }
-        if (status == 0 && run->saved != NULL && PyList_GET_SIZE(run->saved) > 0) {
+        if (status == 0 && run->saved != NULL && PyDict_GET_SIZE(run->saved) > 0) {
             status = kl_py_done(PyObject_CallFunction(run->settle, "I", id));
         }
         if (status == 0 && run->program != NULL) {
@@ -500,9 +500,9 @@ KL_DEFINE(run, args)
                           &aside)) {
         return NULL;
     }
-    if ((saved != Py_None && !PyList_Check(saved)) || (again != Py_None && !PyTuple_Check(again))) {
+    if ((saved != Py_None && !PyDict_Check(saved)) || (again != Py_None && !PyTuple_Check(again))) {
         return PyErr_Format(PyExc_TypeError,
-                            "run: saved must be a list, and again a tuple, or None");
+                            "run: saved must be a dict, and again a tuple, or None");
     }
     if (aside != Py_None && !kl_tape_check(aside)) {
         return PyErr_Format(PyExc_TypeError, "run: aside must be a tape or None");

@@ -56,7 +56,7 @@ _Job = tuple[
     Callable[[torch.Tensor, int], torch.Tensor],
     set[int],
     Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
-    list[Any] | None,
+    dict[Any, Any] | None,
     Callable[[int], None] | None,
     tuple[int, ...] | None,
     object,

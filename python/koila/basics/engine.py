@@ -49,11 +49,20 @@ def leaves_behind(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield getattr(node, "variable")  # noqa: B009  torch's stubs do not know it
 
 
-class Function(torch.autograd.Function):
-    """A base for koila's own autograd functions, with a faster `apply`.
+class _Direct(torch.autograd.function.FunctionMeta):
+    """Lets autograd's node call `backward` itself."""
+
+    def __init__(cls: Any, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> None:
+        super().__init__(name, bases, members)  # type: ignore[no-untyped-call]
+        cls._backward_cls.apply = cls.backward
+
+
+class Function(torch.autograd.Function, metaclass=_Direct):
+    """A base for koila's own autograd functions, whose calls cost less.
 
     torch's `apply` checks all arguments in Python for transforms of functorch, and koila's patch of
-    it for lazy tensors. koila's own functions get neither.
+    it for lazy tensors; that of the node looks for the function to call. koila's own functions need
+    neither.
     """
 
     apply: Any = vars(torch._C._FunctionBase)["apply"]

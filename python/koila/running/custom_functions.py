@@ -59,8 +59,6 @@ def in_backward(apply: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(apply)
     def run(node: Any, *grads: Any) -> Any:
-        if issubclass(node._forward_cls, engine.Function):
-            return apply(node, *grads)
         return engine.call_for_torch(_in_tensors, apply, node, *grads)
 
     return run

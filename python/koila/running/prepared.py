@@ -166,18 +166,18 @@ class Prepared:
             functools.partial(self._cut_import, bounds),
             self.cloned,
             functools.partial(self._clone, rows),
-            None if look is None else look.pending,
+            None if look is None else look.cells,
             None if look is None else functools.partial(look.settle, env),
             None if again is None else tuple(again),
         )
         arguments = self.program.handle, run.index, env, imports, rows, job
         if self.program.is_derived:  # tell derivatives which calls have their graph here
             nodes = run.nodes if self.is_graph and again is None else ()
-            hooks = contextlib.nullcontext() if look is None else look.hooks()
+            hooks = contextlib.nullcontext() if look is None else look.hooks
             with derived.beside(nodes), hooks:
                 _core.run(*arguments)
         elif look is not None:
-            with look.hooks():
+            with look.hooks:
                 _core.run(*arguments)
         else:
             _core.run(*arguments)

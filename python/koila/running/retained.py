@@ -16,7 +16,7 @@ import torch
 
 from koila.running import cheap
 from koila.running.cross import Awaiting
-from koila.running.saved import Found, Look
+from koila.running.saved import Look, Reference, view_of
 from koila.running.sending import Edges, edges_of, send_back
 from koila.staged.facts import Run
 
@@ -30,7 +30,7 @@ class Chunk(NamedTuple):
 
     edges: dict[int, Edges]
     given: Awaiting  # the aliases that it read
-    found: Found
+    references: list[Reference]  # the values that its saved tensors are
 
 
 class Retained:
@@ -56,37 +56,40 @@ class Retained:
     def run(self, chunk: int) -> None:
         """Run a chunk forward with a graph; keep its outputs and the graph."""
         stages, run = self.stages, self.run_
-        look = Look(stages.program, self.there, self.again)
+        is_emptying = bool(stages.schedule.cheap_values)
+        look = Look(stages.program, self.there, self.again, is_emptying)
         try:
             env, given = stages.run_retained(stages.run_nodes, run, chunk, True, look=look)
         finally:
-            look.pending.clear()
+            look.cells.clear()
         stages.collect(run, env, chunk, run.exports)
         edges = edges_of(env, run.exports)
-        self.chunks[chunk] = Chunk(edges, given, look.found)
+        self.chunks[chunk] = Chunk(edges, given, look.references)
 
     def send_back(self, chunk: int) -> None:
         """Send the gradients of a chunk's outputs back through its graph, and free the graph."""
-        edges, given, found = self.chunks.pop(chunk)
+        edges, given, references = self.chunks.pop(chunk)
         self.stages.resume(given)
         del given
-        self._find(chunk, found)
+        self._fill(chunk, references)
+        del references  # the graph alone holds the cells from here
         pairs = self.stages.seeds(self.run_, edges, chunk)
         del edges
         send_back(pairs, self.stages.awaiting)
-        del pairs
-        found.tensors.clear()
 
-    def _find(self, chunk: int, found: Found) -> None:
-        """Put what the graph of a chunk reads into `found`: outputs, and recomputed values."""
+    def _fill(self, chunk: int, references: list[Reference]) -> None:
+        """Fill the cells of a chunk's graph: with outputs, and with recomputed values."""
         stages, run = self.stages, self.run_
         grid = stages.grid_of(run)
+        read = {value for _, value, _ in references}
+        again = self.again & read
         known: dict[int, torch.Tensor | None] = {}
         for value in self.stored:
-            known[value] = stages.cross[value].of_rows(grid, chunk)
-        again = self.again.intersection(found.n_reads)
+            if again or value in read:
+                known[value] = stages.cross[value].of_rows(grid, chunk)
         env: Any = known
         if again:
             env = stages.run_nodes(run, chunk, False, again={**known, **dict.fromkeys(again)})
-        for value in found.n_reads:
-            found.tensors[value] = env[value]
+        for cell, value, layouts in references:
+            tensor = env[value]
+            cell.append(tensor if layouts is None else view_of(tensor, *layouts))

@@ -1,64 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saved tensors of the retained graph of a chunk: replaced by references to values where these will
-be available at the backward pass."""
+be available at the backward pass.
+
+Autograd holds a *cell* in place of each saved tensor: a list, which gets the tensor, or is filled
+with a value before the chunk's backward. Autograd drops the cell after its last read, and with it
+the value. Both hooks are functions of C, since they run for each saved tensor of each chunk.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import operator
+from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from koila.staged.program import Program
 
+Cell = list[torch.Tensor]
 _Layout = tuple[torch.Size, tuple[int, ...], int]  # size, strides, offset
 
 
-class Found:
-    """The values that a graph reads in its backward, each until its last read.
+class Reference(NamedTuple):
+    """A value that a cell is to be filled with, and, if the saved tensor is another view of its
+    storage, both layouts."""
 
-    It must not refer to the graph: Python's garbage collector would not see such a cycle, since
-    autograd refers to this object.
-    """
-
-    def __init__(self) -> None:
-        self.tensors: dict[int, torch.Tensor] = {}
-        self.n_reads: Counter[int] = Counter()
+    cell: Cell
+    value: int
+    layouts: tuple[_Layout, _Layout] | None
 
 
-class _Saved:
-    """What autograd holds in place of a saved tensor: the tensor, or a reference to a value."""
+def _layout_of(tensor: torch.Tensor) -> _Layout:
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
 
-    tensor: torch.Tensor | None
-    #: The reference: a value, and, if the tensor is another view of its storage, both layouts.
-    found: tuple[Found, int, tuple[_Layout, _Layout] | None] | None = None
 
-    def refer_to(
-        self, found: Found, value: int, view: tuple[_Layout, _Layout] | None = None
-    ) -> None:
-        """Replace the tensor by a reference."""
-        self.found = found, value, view
-        self.tensor = None
-        found.n_reads[value] += 1
+def view_of(tensor: torch.Tensor, layout: _Layout, of_view: _Layout) -> torch.Tensor:
+    """Return the view of a value that was saved, from the layouts that both had then."""
+    (size, strides, start), (size_of_view, strides_of_view, start_of_view) = layout, of_view
+    if tensor.stride() != strides:  # it was kept with other strides than it had when saved
+        tensor = tensor.new_empty_strided(size, strides).copy_(tensor)
+    start_of_view += int(tensor.storage_offset()) - start
+    return tensor.as_strided(size_of_view, strides_of_view, start_of_view)
 
-    def get(self) -> torch.Tensor:
-        view, tensor = None, self.tensor
-        if self.found is not None:
-            found, value, view = self.found
-            found.n_reads[value] -= 1
-            is_last = not found.n_reads[value]
-            tensor = found.tensors.pop(value) if is_last else found.tensors[value]
-        assert tensor is not None
-        is_there = bool(tensor.untyped_storage().nbytes()) or not tensor.nbytes
-        assert is_there, "a graph needs what was emptied"
-        if view is None:
-            return tensor
-        (size, strides, start), (size_of_view, strides_of_view, start_of_view) = view
-        if tensor.stride() != strides:  # it was kept with other strides than it had when saved
-            tensor = tensor.new_empty_strided(size, strides).copy_(tensor)
-        start_of_view += int(tensor.storage_offset()) - start
-        return tensor.as_strided(size_of_view, strides_of_view, start_of_view)
+
+_get = operator.itemgetter(0)
+
+
+def _get_filled(cell: Cell) -> torch.Tensor:
+    (tensor,) = cell
+    is_there = bool(tensor.untyped_storage().nbytes()) or not tensor.nbytes
+    assert is_there, "a graph needs what was emptied"
+    return tensor
 
 
 #: A number of chunks for which no schedule retains graphs.
@@ -81,58 +74,62 @@ class Look:
         program: the program.
         values: those that will be available at the chunk's backward: kept outputs, and recomputed.
         cheap: those of them that are recomputed.
+        is_emptying: whether the step frees the storage of values that graphs hold.
     """
 
-    def __init__(self, program: Program, values: frozenset[int], cheap: frozenset[int]) -> None:
+    def __init__(
+        self, program: Program, values: frozenset[int], cheap: frozenset[int], is_emptying: bool
+    ) -> None:
         self.program = program
         self.values = values
         self.cheap = cheap
-        self.found = Found()
-        self.pending: list[_Saved] = []
-
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        pending = self.pending  # autograd keeps `pack` alive, which must not keep `self` alive
-
-        def pack(tensor: torch.Tensor) -> _Saved:
-            saved = _Saved()
-            saved.tensor = tensor.detach()
-            pending.append(saved)
-            return saved
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, _Saved.get)
+        self.references: list[Reference] = []
+        #: What autograd has saved since the last `settle`, and the cell of each.
+        self.cells: defaultdict[torch.Tensor, Cell] = defaultdict(list)
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(
+            self.cells.__getitem__, _get_filled if is_emptying else _get
+        )
 
     def settle(self, env: Sequence[Any], i: int) -> None:
-        """After call `i`, replace its saved tensors by references where they will be available."""
-        if not self.pending:
-            return
+        """After call `i`, make the cells of its saved tensors refer to values where these will be
+        available, and fill the others."""
+        cells, references = self.cells, self.references
         node, imports = self.program.node(i), self.program.imports
         candidates = list(node.outs)
         for import_id in node.imports:
             if import_id >= 0:
                 candidates.append(imports[import_id].value)
-        made: list[tuple[int, int, _Layout]] = []  # value, its storage, its layout
+        made: dict[int, list[tuple[int, torch.Tensor]]] = {}  # values and tensors, by storage
         for value in candidates:
             of = env[value] if value in self.values else None
             if isinstance(of, torch.Tensor):
-                layout = of.shape, of.stride(), int(of.storage_offset())
-                made.append((value, of.untyped_storage()._cdata, layout))
-        for saved in self.pending if made else ():
-            tensor, other = saved.tensor, None
-            assert tensor is not None
-            storage = tensor.untyped_storage()._cdata
-            of_saved: _Layout = tensor.shape, tensor.stride(), int(tensor.storage_offset())
-            for value, its, layout in made:
-                if its == storage and layout == of_saved:
-                    saved.refer_to(self.found, value)
-                    break
-                if its == storage and other is None and value in self.cheap:
-                    other = value, (layout, of_saved)
+                made.setdefault(of.untyped_storage()._cdata, []).append((value, of))
+                if of in cells:
+                    references.append(Reference(cells.pop(of), value, None))
+        others: list[tuple[torch.Tensor, Cell]] = []
+        for tensor, cell in cells.items():
+            same = made.get(tensor.untyped_storage()._cdata) if made else None
+            reference = None if same is None else self._refer_to(same, tensor, cell)
+            if reference is None:
+                others.append((tensor, cell))
             else:
-                if other is not None:
-                    saved.refer_to(self.found, *other)
+                references.append(reference)
         written = imports[node.imports[0]].value if node.writes else None
-        if written in self.cheap:
-            copies = [saved for saved in self.pending if saved.found is None]
-            if len(copies) == 1:  # a copy of its input before the write
-                copies[0].refer_to(self.found, written)
-        self.pending.clear()
+        if written in self.cheap and len(others) == 1:  # a copy of its input before the write
+            references.append(Reference(others.pop()[1], written, None))
+        for tensor, cell in others:
+            cell.append(tensor.detach())  # the graph of an output would refer to itself
+        cells.clear()
+
+    def _refer_to(
+        self, same: Sequence[tuple[int, torch.Tensor]], tensor: torch.Tensor, cell: Cell
+    ) -> Reference | None:
+        """Return a reference to one of the values with the memory of a saved tensor."""
+        found, layout = None, _layout_of(tensor)
+        for value, of in same:
+            of_value = _layout_of(of)
+            if of_value == layout:
+                return Reference(cell, value, None)
+            if found is None and value in self.cheap:
+                found = Reference(cell, value, (of_value, layout))
+        return found
