@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 
@@ -33,11 +34,15 @@ def counts_holders() -> bool:
     return (*counts, n_holders(shared)) == (2, 4, 2)
 
 
-def owned(grad: torch.Tensor) -> torch.Tensor:
-    """Return a gradient that may be added to in place: a copy of `grad` if its memory is shared."""
-    if grad.layout == torch.strided and counts_holders() and not grad._is_zerotensor():
-        storage = grad.untyped_storage()  # asked for once: this runs for each gradient of a chunk
-        n_holders = torch._C._storage_Use_Count(storage._cdata)
-        if n_holders <= _OWN and storage.nbytes() <= grad.nbytes:
-            return grad
-    return grad.clone()
+def owned(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return gradients that may be added to in place: a copy of one whose memory is shared."""
+    found, counts = [], counts_holders()
+    for gradient in gradients:
+        is_own = False
+        if gradient.layout == torch.strided and counts and not gradient._is_zerotensor():
+            storage = gradient.untyped_storage()
+            n_holders = torch._C._storage_Use_Count(storage._cdata)
+            is_own = n_holders <= _OWN and storage.nbytes() <= gradient.nbytes
+            del storage
+        found.append(gradient if is_own else gradient.clone())
+    return found

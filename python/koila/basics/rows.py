@@ -15,6 +15,9 @@ import torch
 Place = tuple[int, int, int, int]
 Bounds = tuple[int, int]  # the first row of a chunk, and the first row after it
 
+#: The dtypes in which numbers of smaller ones are accumulated.
+WIDENED = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
 _data: Any = torch._C.TensorBase.data
 
 #: Kernels are fastest on multiples of this many rows, and matrix products round the same in a first
@@ -249,6 +252,6 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a new leaf with the memory of a tensor; its gradients accumulate in at least
     float32."""
     alias = tensor.detach().requires_grad_()
-    if tensor.dtype in (torch.float16, torch.bfloat16) and hasattr(alias, "grad_dtype"):
-        alias.grad_dtype = torch.float32
+    if tensor.dtype in WIDENED and hasattr(alias, "grad_dtype"):
+        alias.grad_dtype = WIDENED[tensor.dtype]
     return alias

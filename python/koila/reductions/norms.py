@@ -24,6 +24,7 @@ from torch.overrides import handle_torch_function
 
 from koila import _core
 from koila.basics import engine
+from koila.basics.rows import WIDENED
 
 Pair = tuple[Tensor, Tensor]
 # Taken at import: while a checkpoint's body is recorded, koila replaces torch.batch_norm.
@@ -37,7 +38,7 @@ def _over(x: Tensor) -> list[int]:
 
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which statistics are computed."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return WIDENED.get(dtype, dtype)
 
 
 class _Moments(engine.Function):
@@ -52,7 +53,7 @@ class _Moments(engine.Function):
         ctx.n = x.numel() // x.shape[1]
         if known is None:
             # The kernel updates running statistics: these are not read.
-            unread = x.new_zeros(x.shape[1], dtype=wide(x.dtype))
+            unread = x.new_zeros(x.shape[1], dtype=WIDENED.get(x.dtype, x.dtype))
             mean, var = torch.batch_norm_update_stats(x, unread, unread, 0.0)
             squares = var * ctx.n
         else:

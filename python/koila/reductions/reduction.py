@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from koila.basics.rows import WIDENED
 from koila.basics.table import bind, parse
 
 _tensor = torch.tensor  # taken at import: koila's patch of it looks for lazies
@@ -53,7 +54,7 @@ class Call:
         self.kwargs = kwargs
         self.signature = signature  # the row's, from _core.op_table()
         self.dtype = dtype  # of the first output
-        self.wide = _WIDENED.get(dtype, dtype)  # the dtype to accumulate in
+        self.wide = WIDENED.get(dtype, dtype)  # the dtype to accumulate in
         self.start = start  # the first row of the chunk
         self.n_rows = n_rows  # the rows of the batch
         self.shared = {} if shared is None else shared  # results shared by all runs of this chunk
@@ -75,11 +76,8 @@ class Call:
         return result
 
 
-_WIDENED = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-
-
 def widened(dtype: torch.dtype) -> torch.dtype:
-    return _WIDENED.get(dtype, dtype)
+    return WIDENED.get(dtype, dtype)
 
 
 def widen(value: Any) -> Any:

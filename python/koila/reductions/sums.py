@@ -241,7 +241,8 @@ class _OfChunks(engine.Function):
         means, squares = parts[: len(ns)], parts[len(ns) :]
         var = torch.zeros_like(mean)
         for n, m, s in zip(ns, means, squares, strict=True):
-            var += abs_squared(m.double() - mean) * n + s
+            deviation = m.double() - mean
+            var += deviation * deviation * n + s
         ctx.save_for_backward(mean, *means)
         ctx.dtype = squares[0].dtype
         return var / ctx.n, mean.clone()
@@ -270,9 +271,12 @@ class Moments(Var):
         return tuple(map(made.__getitem__, parts))
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
-        ns = tuple(part.item() for part in parts[0])
+        ns = tuple(map(torch.Tensor.item, parts[0]))
         if sum(ns) and parts[1][0].device.type == "cpu":
-            means, squares = ([part.detach().double() for part in of] for of in parts[1:])
+            means, squares = [], []
+            for of_chunk, squares_of_chunk in zip(parts[1], parts[2], strict=True):
+                means.append(of_chunk.detach().double())
+                squares.append(squares_of_chunk.detach().double())
             mean = _running_mean(ns, means)
             if _is_known_finite([mean, *squares]):
                 var, mean = _OfChunks.apply(ns, mean, *parts[1], *parts[2])

@@ -27,7 +27,7 @@ _SUMMED = torch.float32, torch.float64
 def _gathered(weight: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient accumulated so far for an alias, in memory of its own."""
     if weight.grad is not None:
-        weight.grad = owned(weight.grad)
+        (weight.grad,) = owned((weight.grad,))
     return weight.grad
 
 

@@ -10,14 +10,14 @@ of torch's backwards (batch_norm's on the CPU) are wrong where gradient and inpu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from koila.basics import rows
 from koila.basics.holders import owned
-from koila.basics.rows import Bounds, Place, alias_of
+from koila.basics.rows import WIDENED, Bounds, Place, alias_of
 from koila.memory import offload
 from koila.running.sparse_gradients import is_sparse
 from koila.running.watched import GATHERED, Key
@@ -27,13 +27,16 @@ if TYPE_CHECKING:
     from koila.running.watched import Watch
 
 
-def _to_keep(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor to keep after its stage: a copy where it is part of a larger storage.
+def _to_keep(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors to keep after their stage: a copy of one that is part of a larger storage.
 
     Even a result can be one: torch's mse_loss returns one number in the storage of all its terms.
     """
-    kept = tensor.detach()
-    return kept.clone() if kept.untyped_storage().nbytes() > kept.nbytes else kept
+    found = []
+    for tensor in tensors:
+        kept = tensor.detach()
+        found.append(kept.clone() if kept.untyped_storage().nbytes() > kept.nbytes else kept)
+    return found
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
@@ -103,7 +106,7 @@ class Cross:
         """Keep what a body computed for a chunk, where this value's chunks are kept."""
         place, self.is_inference = self.info.place, tensor.is_inference()
         if place is None:
-            self.whole = _to_keep(tensor)  # without rows: every chunk computes the same
+            (self.whole,) = _to_keep((tensor,))  # without rows: every chunk computes the same
         elif self.is_offloaded:
             self.chunks[chunk] = offload.put(tensor)
         elif self.is_put_together and len(grid) > 1:
@@ -116,7 +119,7 @@ class Cross:
             if rows.is_cut_in_place(self.gathered, place):
                 self.chunks[chunk] = rows.cut(self.gathered, place, n_rows, grid[chunk])
         else:
-            self.chunks[chunk] = _to_keep(tensor)
+            (self.chunks[chunk],) = _to_keep((tensor,))
 
     def add_parts(
         self, chunk: int, part_ids: Sequence[int], tensors: Sequence[torch.Tensor]
@@ -124,15 +127,19 @@ class Cross:
         """Keep the partials of a reduction on a chunk, or add them up, chunk after chunk."""
         sums = self.parts.setdefault(0, {})
         parts = self.parts.setdefault(chunk, {})
+        new, made = [], []
         for part, tensor in zip(part_ids, tensors, strict=True):
             if part not in self.added:
-                parts[part] = _to_keep(tensor)
+                new.append(part)
+                made.append(tensor)
             elif self.n_added.get(part, 0) == chunk:  # not when the chunk runs again
                 self.n_added[part] = chunk + 1
-                # It is added in place if nothing else has the memory of the sum.
-                is_first = part not in sums
-                made = _to_keep(tensor) if is_first else owned(sums[part]).add_(tensor.detach())
-                sums[part] = made
+                if part not in sums:
+                    (sums[part],) = _to_keep((tensor,))
+                else:  # it is added in place if nothing else has the memory of the sum
+                    sums[part] = owned((sums[part],))[0].add_(tensor.detach())
+        if new:
+            parts.update(zip(new, _to_keep(made), strict=True))
 
     # -- recomputing chunks -----------------------------------------------------------------------
 
@@ -167,49 +174,49 @@ class Cross:
         """The key of all rows, read as one tensor."""
         return GATHERED if self.whole is None else ("whole",)
 
-    def _is_differentiated(self, tensor: torch.Tensor, is_graph: bool) -> bool:
-        """Return whether a tensor of this value is read on a graph and gets a gradient."""
-        if not (is_graph and self.needs_gradient):
-            return False
-        # A partial on the CPU of a value on a GPU is a number of terms, which has no gradient.
-        is_count = tensor.device != self.info.device
-        is_continuous = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-        return is_continuous and not is_count
-
-    def _alias(self, key: Key, tensor: torch.Tensor, is_graph: bool) -> torch.Tensor:
-        if not is_graph:
-            # Some of torch's kernels depend on `requires_grad`, and a value that is computed in two
-            # programs must have the same bits in both.
-            return tensor
-        alias = self.aliases.get(key) if self.needs_gradient else None
-        if alias is None:
-            if not (self.needs_gradient and self._is_differentiated(tensor, True)):
-                return tensor.detach() if tensor.requires_grad else tensor
-            alias = self.aliases[key] = alias_of(tensor)
-            if self.total is not None and key == self._all_rows:
-                alias.grad, self.total = self.total, None
-        if alias.grad is None:
-            self.awaiting[id(alias)] = self, key, alias
-        return alias
-
     def _alias_all(self, found: dict[Key, torch.Tensor], is_graph: bool) -> dict[Key, torch.Tensor]:
-        if self.watch is None:
-            for key, tensor in found.items():
-                found[key] = self._alias(key, tensor, is_graph)
+        """Replace tensors of this value by aliases, if they are read on a graph and get a gradient.
+
+        Without a graph they are read as they are: some of torch's kernels depend on
+        `requires_grad`, and a value that is computed in two programs must have the same bits in
+        both.
+        """
+        if not is_graph:
             return found
-        watch, on = self.watch, self._is_differentiated
-        keys = [key for key, t in found.items() if on(t, is_graph) and watch.is_on(key)]
-        watched = watch(keys, [found[key] for key in keys]) if keys else ()
-        return {**found, **dict(zip(keys, watched, strict=True))}
+        needs, aliases, watch, watched = self.needs_gradient, self.aliases, self.watch, []
+        for key, tensor in found.items():
+            alias = aliases.get(key) if needs and watch is None else None
+            if alias is None:
+                dtype = tensor.dtype
+                is_continuous = dtype.is_floating_point or dtype.is_complex
+                # A partial on the CPU of a value on a GPU is a number of terms: it gets none.
+                if not (needs and is_continuous and tensor.device == self.info.device):
+                    found[key] = tensor.detach() if tensor.requires_grad else tensor
+                    continue
+                if watch is not None:
+                    if watch.is_on(key):
+                        watched.append(key)
+                    continue
+                is_half = dtype in WIDENED
+                alias = alias_of(tensor) if is_half else tensor.detach().requires_grad_()
+                aliases[key] = alias
+                if self.total is not None and key == self._all_rows:
+                    alias.grad, self.total = self.total, None
+            if alias.grad is None:
+                self.awaiting[id(alias)] = self, key, alias
+            found[key] = alias
+        if watch is not None and watched:
+            seen = watch(watched, [found[key] for key in watched])
+            found.update(zip(watched, seen, strict=True))
+        return found
 
     def read_whole(self, is_graph: bool) -> torch.Tensor:
         """Return all rows, as an alias. It accumulates the gradients of all that read it."""
-        if self.is_graph and self.whole is not None:
-            return self.whole
-        if self.whole is not None and self.watch is None:
-            return self._alias(("whole",), self.whole, is_graph)
-        if self.whole is not None:
-            return self._alias_all({("whole",): self.whole}, is_graph)["whole",]
+        whole = self.whole
+        if whole is not None and (self.is_graph or not is_graph):
+            return whole
+        if whole is not None:
+            return self._alias_all({("whole",): whole}, is_graph)["whole",]
         if self.gathered is not None:
             return self._alias_all({GATHERED: self.gathered}, is_graph)[GATHERED]
         (chunk,) = self.chunks.values()
@@ -234,7 +241,7 @@ class Cross:
             tensor = self.chunks[chunk] if chunk in self.chunks else self.of_rows(grid, chunk)
             if self.is_offloaded:
                 tensor = offload.get(tensor, self.info.device)
-        return self._alias(key, tensor, is_graph)
+        return self._alias_all({key: tensor}, True)[key] if is_graph else tensor
 
     def of_rows(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor:
         """Return a chunk of a body's output: a copy, where it is cut of `gathered` and no view."""
@@ -263,7 +270,7 @@ class Cross:
         """Return all chunks of a whole value, if they are views without a gradient; else None."""
         if self.whole is None:
             return None
-        if self.needs_gradient and self._is_differentiated(self.whole, is_graph):
+        if self.needs_gradient and is_graph:
             return None
         if len(grid) == 1 or not rows.is_cut_in_place(self.whole, place):
             return None
@@ -353,20 +360,21 @@ class Cross:
         alias = self.aliases.pop(("chunk", chunk), None)
         if alias is None:
             return []
-        if alias.grad is not None:
-            self._settle(("chunk", chunk), alias.grad)
+        self._settle({("chunk", chunk): alias})
         return [alias]
 
-    def _settle(self, key: Key, gradient: torch.Tensor) -> None:
-        """Keep the gradient of an alias that is let go."""
-        known = self.seeds.get(key)
-        self.seeds[key] = gradient if known is None else known + gradient
+    def _settle(self, aliases: dict[Key, torch.Tensor]) -> None:
+        """Keep the gradients of aliases that are let go."""
+        seeds = self.seeds
+        for key, alias in aliases.items():
+            gradient = alias.grad
+            if gradient is not None:
+                known = seeds.get(key)
+                seeds[key] = gradient if known is None else known + gradient
 
     def settle_all(self) -> None:
         """Drop all aliases and keep their gradients, when no gradient arrives any more."""
-        for key, alias in self.aliases.items():
-            if alias.grad is not None:
-                self._settle(key, alias.grad)
+        self._settle(self.aliases)
         self.aliases.clear()
 
     def free(self) -> None:

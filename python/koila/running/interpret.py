@@ -17,6 +17,7 @@ from koila.planning import second_axis
 from koila.running import cheap, retained, tail, visible, watched
 from koila.running.cross import Awaiting, Cross, add
 from koila.running.sending import edges_of, own, send_back
+from koila.staged import hooks
 from koila.staged.facts import Run
 from koila.staged.schedule import Graph, Op, Policy, Schedule, Step
 
@@ -202,7 +203,7 @@ class Interpreter:
             alias = stages.cross[value].aliases.pop(("chunk", chunk), None)
             if alias is not None:
                 stages.forget([alias])
-        still_read = self._still_read()
+        still_read = self._still_read() if len(self.loops) > 1 else set()
         for run in step.runs:
             if stages.taken.get(run.index) != []:  # where gradients of rows may be
                 stages.take_rows_of(run, chunk, self.pieces, still_read)
@@ -216,11 +217,9 @@ class Interpreter:
                         stages.cross[value].drop_seeds(chunk, is_last)
 
     def _still_read(self) -> set[RowsRead]:
-        """Return the rows that the body of an outer loop read, whose backward comes after the inner
-        loop. A piece reads the same rows if it is the whole chunk: one of a single row, or one that
-        is cut along a second axis."""
-        if len(self.loops) == 1:
-            return set()
+        """In an inner loop, return the rows that the body of the outer one read, whose backward
+        comes after it. A piece reads the same rows if it is the whole chunk: one of a single row,
+        or one that is cut along a second axis."""
         stages, chunk = self.stages, self.loops[0].chunk
         bodies = (run for run in stages.program.runs if run.index in self.open)
         reads = (read for body in bodies for read in stages.rows_read_by(body))
@@ -234,12 +233,13 @@ class Interpreter:
             cross = stages.cross[value]
             if self.loops:
                 cross.chunks.pop(self.chunk, None)
-                if cross.aliases:
+                if ("chunk", self.chunk) in cross.aliases:
                     stages.forget(cross.settle(self.chunk))
             elif stages.is_forward:
                 del stages.cross[value]
             else:
-                stages.forget(cross.aliases.values())
+                if cross.aliases:
+                    stages.forget(cross.aliases.values())
                 cross.free()
 
     def _fill(self, step: Step) -> None:
@@ -266,13 +266,13 @@ class Interpreter:
         stages, (run,) = self.stages, step.runs
         graph, given = self.barriers.pop(run.stage)
         stages.resume(given)
-        pairs = []
+        pairs, is_any = [], hooks.is_any()
         for value, edge in graph.items():
             seed = stages.cross[value].take_total_gradient()
             if value in stages.roots:
                 root = stages.roots[value]
                 seed = root if seed is None else add(seed, root)
-            if seed is not None and stages.program.is_hooked(value):
+            if seed is not None and is_any and stages.program.is_hooked(value):
                 seed = visible.call_hooks(stages, value, seed)
             if seed is not None:
                 pairs.append((edge, seed))
@@ -293,13 +293,13 @@ class Interpreter:
         tail.check(self.stages, self.stages.roots)
 
     def _seed(self, step: Step) -> None:
-        stages = self.stages
+        stages, is_any = self.stages, hooks.is_any()
         for run in step.runs:
             for value in run.exports:
                 cross = stages.cross.get(value)
                 if value in stages.roots and cross is not None:
                     cross.seeds["whole",] = stages.roots[value]
-                if not stages.program.is_hooked(value) or value in run.parts:
+                if not is_any or not stages.program.is_hooked(value) or value in run.parts:
                     continue
                 assert cross is not None
                 gradient = cross.gather_gradient(stages.grid_of(run))

@@ -52,7 +52,7 @@ class Prepared:
         #: Inputs that are read for each chunk: import, value, and where the rows are (None: none).
         self.others: list[tuple[int, int, Rows | None]] = []
         self.ranges: list[tuple[int, int, Place]] = []  # those of which it reads first entries
-        self.runners: dict[int, tuple[_Runner, Node]] = {}  # by call
+        self.runners: dict[int, tuple[_Runner | None, Node]] = {}  # by call; None: as it is
         if run.is_body:
             self._prepare_inputs(reads_of(self.program, run))
         else:
@@ -66,7 +66,9 @@ class Prepared:
         known, awaiting = store.cross, store.awaiting
         store.enter(reads.leaves)
         for import_id, value in reads.once:
-            tensor = common[import_id] = known[value].read_whole(is_graph)
+            cross = known[value]
+            whole = None if is_graph else cross.whole
+            tensor = common[import_id] = cross.read_whole(is_graph) if whole is None else whole
             if id(tensor) in awaiting:
                 self.common_awaiting[id(tensor)] = awaiting[id(tensor)]
         for import_id, value, place in reads.cut:
@@ -145,7 +147,7 @@ class Prepared:
         env: list[Any] = [None] * self.program.n_values
         for value, tensor in (again or {}).items():
             env[value] = tensor
-        imports = self.inputs(chunk, stand_ins)
+        imports = self.inputs(chunk, stand_ins) if run.imports or run.shadows else self.common
         if look is not None:  # the graph of each chunk is retained with what awaits its gradient
             for i, entry in self.common_awaiting.items():
                 if entry[2].grad is None:
@@ -211,9 +213,11 @@ class Prepared:
             node = self.program.node(i)
             known = self.runners[i] = self._runner_of(node, func, args), node
         runner, node = known
+        if runner is None:
+            return func(*args, **kwargs)
         return runner(self, node, chunk, func, args, kwargs)
 
-    def _runner_of(self, node: Node, func: Callable[..., Any], args: _Args) -> _Runner:
+    def _runner_of(self, node: Node, func: Callable[..., Any], args: _Args) -> _Runner | None:
         """Return what runs a call on each chunk."""
         if func is leaves.as_leaf and self.is_graph:
             return Prepared._begin
@@ -226,14 +230,18 @@ class Prepared:
             return Prepared._reduce_whole
         if func is norms.batch_norm and isinstance(args[6], norms.Again):
             return Prepared._run_again
-        return self._tracked(node, func)
+        return self._tracked(node, func, args)
 
-    def _tracked(self, node: Node, func: Callable[..., Any]) -> _Runner:
+    def _tracked(self, node: Node, func: Callable[..., Any], args: _Args) -> _Runner | None:
         """Return the same for a call that may update running statistics."""
         if node.leaf_writes and self.store.tracked.waits(node, func, self.is_alone):
             return Prepared._run_waiting
-        if node.mode == ROWS and func in batch_softmax.N_OWN:
-            return Prepared._normalize
+        if node.mode == ROWS and func in batch_softmax.N_OWN:  # it gets statistics of all rows
+            if self.is_alone:
+                return Prepared._normalize_alone
+            if node.id not in self.store.tracked.moves:
+                self.store.tracked.note(node, func, args)
+            return None
         return self._reducer(node) if node.first_out in self.run_.parts else Prepared._take
 
     def _begin(
@@ -265,7 +273,10 @@ class Prepared:
     ) -> Any:
         """Run a norm in a checkpoint."""
         args = self.store.tracked.note_again(node, args)
-        return self._tracked(node, func)(self, node, chunk, func, args, kwargs)
+        runner = self._tracked(node, func, args)
+        if runner is None:
+            return func(*args, **kwargs)
+        return runner(self, node, chunk, func, args, kwargs)
 
     def _run_waiting(
         self, node: Node, chunk: int, func: Callable[..., Any], args: _Args, kwargs: _Kwargs
@@ -274,15 +285,11 @@ class Prepared:
         tracked, stage = self.store.tracked, self.run_.stage
         return tracked.norm(node, stage, chunk, func, args, kwargs)
 
-    def _normalize(
-        self, node: Node, _: int, func: Callable[..., Any], args: _Args, kwargs: _Kwargs
+    def _normalize_alone(
+        self, _: Node, _chunk: int, func: Callable[..., Any], args: _Args, kwargs: _Kwargs
     ) -> Any:
-        """Run a call that gets statistics of all rows."""
-        if self.is_alone:  # torch's own call can reduce over the only chunk itself
-            return batch_softmax.run_alone(func, args, kwargs)
-        if node.id not in self.store.tracked.moves:
-            self.store.tracked.note(node, func, args)
-        return func(*args, **kwargs)
+        """Let torch's own call reduce over the only chunk itself."""
+        return batch_softmax.run_alone(func, args, kwargs)
 
     def _reducer(self, node: Node) -> _Runner:
         """Return what computes the partial results of a reduction."""

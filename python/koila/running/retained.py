@@ -9,6 +9,7 @@ graph of a chunk is kept for it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +23,9 @@ from koila.staged.facts import Run
 
 if TYPE_CHECKING:
     from koila.running.stages import Stages
+
+
+_VALUE = operator.itemgetter(Reference._fields.index("value"))
 
 
 class Chunk(NamedTuple):
@@ -80,8 +84,8 @@ class Retained:
     def _fill(self, chunk: int, references: list[Reference]) -> None:
         """Fill the cells of a chunk's graph: with outputs, and with recomputed values."""
         stages, run = self.stages, self.run_
-        grid = stages.grid_of(run)
-        read = {value for _, value, _ in references}
+        grid = stages.grid_by_run.get(run.index) or stages.grid_of(run)
+        read = set(map(_VALUE, references))
         again = self.again & read
         known: dict[int, torch.Tensor | None] = {}
         for value in self.stored:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,29 +20,45 @@ Edges = GradientEdge | None | tuple[GradientEdge | None, ...]
 Awaiting = dict[int, tuple[Any, Any, torch.Tensor]]
 
 
-def edge_of(tensor: torch.Tensor) -> GradientEdge | None:
-    """Return the edge at which backward enters the graph of a tensor, without the tensor's memory.
-    None: it has none, like a view taken without a graph, though its `requires_grad` is True."""
-    if not tensor.requires_grad:
-        return None
-    node: Any = tensor.grad_fn
-    if node is None and tensor._is_view():
-        return None
-    if node is None:
-        return get_gradient_edge(tensor)
-    if isinstance(node, torch._C._FunctionBase):  # a reference to it does not keep its graph
+def edges_at(tensors: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
+    """Return the edges at which backward enters the graphs of tensors, without their memory. None:
+    a tensor has none, like a view taken without a graph, though its `requires_grad` is True."""
+    edges: list[GradientEdge | None] = []
+    of_functions = []
+    for tensor in tensors:
+        node: Any = tensor.grad_fn
+        if node is not None:
+            if isinstance(node, torch._C._FunctionBase):
+                of_functions.append(len(edges))
+            edges.append(GradientEdge(node, tensor.output_nr))
+        else:
+            is_leaf = tensor.requires_grad and not tensor._is_view()
+            edges.append(get_gradient_edge(tensor) if is_leaf else None)
+    if of_functions:
         with torch.enable_grad():
-            tensor = tensor.view_as(tensor)  # but one to the node of a view does
-        node = tensor.grad_fn
-    return GradientEdge(node, tensor.output_nr)
+            for i in of_functions:  # a reference to such a node does not keep its graph,
+                view = tensors[i].view_as(tensors[i])  # but one to the node of a view does
+                node = view.grad_fn
+                edges[i] = GradientEdge(node, view.output_nr)
+    return edges
 
 
 def edges_of(env: Sequence[Any], values: Iterable[int]) -> dict[int, Edges]:
     """Return the edges of the values, outputs or partials of reductions, that a run has made."""
+    values = list(values)
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        made = env[value]
+        if isinstance(made, tuple):
+            tensors += made
+        else:
+            tensors.append(made)
+    found = iter(edges_at(tensors))
     edges: dict[int, Edges] = {}
     for value in values:
         made = env[value]
-        edges[value] = tuple(map(edge_of, made)) if isinstance(made, tuple) else edge_of(made)
+        is_many = isinstance(made, tuple)
+        edges[value] = tuple(itertools.islice(found, len(made))) if is_many else next(found)
     return edges
 
 
@@ -70,14 +87,19 @@ def own(awaiting: Awaiting) -> None:
     gradient), and then adds the next chunk's gradient to it in place. A view of a larger storage
     would keep all of it alive. An alias with a sparse gradient stays in `awaiting`.
     """
+    aliases, gradients = [], []
     for i, (_, _, alias) in list(awaiting.items()):
         gradient = alias.grad
         if gradient is None:
             continue
         if gradient.layout is torch.sparse_coo:
             own = sparse_gradients.shrink(gradient)
+            if own is not gradient:
+                alias.grad = own
         else:
-            own = owned(gradient)
+            aliases.append(alias)
+            gradients.append(gradient)
             del awaiting[i]
-        if own is not gradient:
-            alias.grad = own
+    for i, own in enumerate(owned(gradients)):
+        if own is not gradients[i]:
+            aliases[i].grad = own

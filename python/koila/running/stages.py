@@ -19,7 +19,7 @@ from koila.reductions import calls
 from koila.running import saved
 from koila.running.cross import Awaiting, Cross
 from koila.running.prepared import Prepared
-from koila.running.sending import edge_of
+from koila.running.sending import edges_at
 from koila.running.store import Store
 from koila.staged import hooks
 from koila.staged.facts import Run
@@ -75,6 +75,7 @@ class Stages(Store):
         if not self.is_forward and n_chunks > 1:
             for axis in _counted_at_once(self.program):
                 self.pieces[DATA, axis, 0] = [(0, self.program.axes[axis])]
+        self.grid_by_run.clear()  # pieces have changed the bounds
         return schedule
 
     def _cut_in_pieces(self, head: Run) -> None:
@@ -136,7 +137,9 @@ class Stages(Store):
         env = self.run_nodes(run, 0, is_graph)
         graph: dict[int, GradientEdge] = {}
         combined = [out for i in run.combined for out in self.program.node(i).outs]
-        for value in [*combined, *run.exports]:
+        values = [*combined, *run.exports]
+        edges = edges_at([env[value] for value in values]) if is_graph else []
+        for value in values:
             tensor = env[value]
             info = self.program.info(value)
             parts = self.cross.get(value)
@@ -144,7 +147,8 @@ class Stages(Store):
             if parts is not None:
                 whole.parts, whole.aliases, whole.added = parts.parts, parts.aliases, parts.added
             self.cross[value] = whole
-            if is_graph and (edge := edge_of(tensor)) is not None:
+        for value, edge in zip(values, edges, strict=False):
+            if edge is not None:
                 graph[value] = edge
         return graph
 

@@ -89,6 +89,7 @@ class Store:
         for axis, rows in program.axes.items():
             self.grids.setdefault(axis, grid(rows, planned.n_chunks, planned.unit))
         self.pieces: dict[tuple[int, int, int], list[Bounds]] = {}  # by stage, axis, segment
+        self.grid_by_run: dict[int, list[Bounds]] = {}  # what `grid_of` has returned, by run
         self.hooked = hooked
         self.is_forward = not program.roots  # without a backward pass
         self.gradients: list[torch.Tensor] = []  # one for each root, as the caller passed them
@@ -117,11 +118,12 @@ class Store:
     def grid_of(self, run: Run) -> list[Bounds]:
         """Return the bounds of the chunks, or pieces, that a body or a segment of one runs on."""
         found = self.pieces.get((run.stage, run.axis, run.segment)) if self.pieces else None
-        return found or self.grids[run.axis]
+        grid = self.grid_by_run[run.index] = found or self.grids[run.axis]
+        return grid
 
     def is_alone(self, run: Run) -> bool:
         """Return whether a run goes over the only chunk of all rows, without a gradient."""
-        return run.is_body and self.is_forward and len(self.grid_of(run)) == 1
+        return self.is_forward and run.is_body and len(self.grid_of(run)) == 1
 
     def is_plain(self, value: int, run: Run) -> bool:
         """Return whether the reduction that makes a value runs as torch's own call: with one chunk
@@ -172,7 +174,8 @@ class Store:
         if value in self.by_chunk:
             dim, n_chunks = self.by_chunk[value], len(self.grid_of(run))
             return (run.axis, dim, 1, 1), [(chunk, chunk + 1) for chunk in range(n_chunks)]
-        return None if place is None else (place, self.grid_of(run))
+        grid = self.grid_by_run.get(run.index) or self.grid_of(run)
+        return None if place is None else (place, grid)
 
     def zeros(self, value: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return expanded zeros with the dtype and device of a value, which take no memory."""
@@ -196,10 +199,11 @@ class Store:
         are detached from its graph."""
         if not self.cross.keys() >= run.exported:
             self.begin_outputs(run.exports)  # `seeds` looks there, also for what no stage reads
+        grid = self.grid_by_run.get(run.index) or self.grid_of(run)
         for value in values:
             cross, parts = self.cross[value], run.parts.get(value)
             if parts is None:
-                cross.add_chunk(chunk, env[value], self.grid_of(run))
+                cross.add_chunk(chunk, env[value], grid)
             elif self.is_forward and self.is_plain(value, run):
                 cross.results = env[value]
             else:
@@ -216,11 +220,12 @@ class Store:
         has a pair of its own.
         """
         pairs: list[tuple[Any, torch.Tensor]] = []
+        grid = self.grid_by_run.get(run.index) or self.grid_of(run)
         for value in run.exports:
             cross, parts, made = self.cross[value], run.parts.get(value), left[value]
             if parts is not None:
                 pairs += cross.part_seeds(chunk, parts, made)
-            elif made is not None and (seed := cross.seed(self.grid_of(run), chunk)) is not None:
+            elif made is not None and (seed := cross.seed(grid, chunk)) is not None:
                 pairs.append((made, seed))
         return pairs
 
@@ -240,12 +245,14 @@ class Store:
         """After a chunk's backward, add the gradients of the rows that it read to the gradients of
         the whole values. Leave those of `still_read`: a run whose graph is still open read the same
         aliases, to which its backward adds."""
-        for value, place, bounds in self.rows_read_by(run):
+        for value, place, bounds in self.taken.get(run.index) or self.rows_read_by(run):
             cross = stand_ins.get(value) or self.cross.get(value)
             if cross is None or not cross.aliases:
                 continue
             if (value, place, bounds[chunk]) not in still_read:
-                self.forget(cross.take_rows(place, bounds, chunk))
+                taken = cross.take_rows(place, bounds, chunk)
+                if taken:
+                    self.forget(taken)
 
     def settle_chunk(self, run: Run, chunk: int) -> None:
         """Free the offloaded inputs of a chunk after their last read; keep only the gradient. Only

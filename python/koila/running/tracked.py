@@ -50,10 +50,9 @@ class Statistics:
 
     def move(self, running: tuple[Tensor, Tensor], momentum: float) -> None:
         """Update some running statistics with these of the batch, as torch does: without a new
-        version."""
-        with torch.no_grad():
-            for one, towards in zip(running, self.towards, strict=True):
-                as_new(one).mul_(1 - momentum).add_(towards, alpha=momentum)
+        version, and without a graph, which the caller has turned off."""
+        for one, towards in zip(running, self.towards, strict=True):
+            as_new(one).mul_(1 - momentum).add_(towards, alpha=momentum)
 
 
 def of_batch(args: tuple[Any, ...], n_terms: int) -> Statistics:
@@ -164,8 +163,9 @@ class Tracked:
 
     def write(self, done: set[int]) -> None:
         """Update the statistics in the order of the calls, except those already `done`."""
-        for i in sorted(self.moves.keys() - done):
-            self.moves[i].write()
+        with torch.no_grad():
+            for i in sorted(self.moves.keys() - done):
+                self.moves[i].write()
 
     def move_again(self) -> None:
         """Update the statistics of calls in checkpoints once more, as torch's second run of their
@@ -180,6 +180,7 @@ class Tracked:
             for i in sorted(i for i, again in self.agains.items() if group in again.groups):
                 node = self.program.node(i)
                 again = self.agains[node.id]
-                self.moves[node.id].move(again.running, again.next())
+                with torch.no_grad():
+                    self.moves[node.id].move(again.running, again.next())
                 for value in self.program.moved_by(node):
                     _core.refresh_leaf(value)
