@@ -29,9 +29,12 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[known.Known]]:
     is_compared = False
 
     def told(one: known.Known, handle: object) -> dict[str, Any]:
-        found = {name: one.fact(name, handle) for name in ("nodes", "imports", "runs", "moved")}
+        found = {
+            name: one.facts_with(name, handle)[name]
+            for name in ("nodes", "imports", "runs", "moved")
+        }
         for name in ("is_leaf", "needs_gradient", "is_kept"):
-            found[name] = [*one.fact(name, handle).__self__]
+            found[name] = [*one.facts_with(name, handle)[name].__self__]
         return found
 
     def asked_anew(handle: object) -> known.Known:

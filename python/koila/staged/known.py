@@ -50,11 +50,12 @@ class Known:
         self.at_once: list[int] | None = None
         self.sent: Any = None  # of `running/tail.py`: the gradients that it sent last
 
-    def fact(self, name: str, handle: object) -> Any:
-        """Return what a program with this handle has as this attribute."""
+    def facts_with(self, name: str, handle: object) -> dict[str, Any]:
+        """Return the attributes of a program with this handle: this one, and others that are known
+        by now."""
         if name not in self._facts:
             self._facts |= FACTS[name](self, handle)
-        return self._facts[name]
+        return self._facts
 
     def _nodes(self, handle: object) -> dict[str, Any]:
         nodes = {
@@ -81,8 +82,10 @@ class Known:
         return {"runs": runs}
 
     def _moving(self, handle: object) -> dict[str, Any]:
-        imports = self.fact("imports", handle)
-        moving = [node for node in self.fact("nodes", handle).values() if node.leaf_writes]
+        imports = self.facts_with("imports", handle)["imports"]
+        moving = [
+            node for node in self.facts_with("nodes", handle)["nodes"].values() if node.leaf_writes
+        ]
         moved = {
             node.id: [
                 imports[i].value
@@ -98,7 +101,7 @@ class Known:
         found = self._schedules.get(policy)
         if found is None:
             steps, n_forward, cheap_values = _core.schedule(handle, policy)
-            runs = self.fact("runs", handle)
+            runs = self.facts_with("runs", handle)["runs"]
             made = [
                 Step(_OPS[op], _GRAPHS[graph], runs[first : first + n], values, others)
                 for op, graph, first, n, values, others in steps

@@ -129,8 +129,8 @@ class Program:
         """Ask the core what it tells of the program, when that is read first."""
         if name not in FACTS:
             raise AttributeError(name)
-        found = self.__dict__[name] = self.known.fact(name, self.handle)
-        return found
+        self.__dict__.update(self.known.facts_with(name, self.handle))
+        return self.__dict__[name]
 
     @functools.cached_property
     def known(self) -> Known:
