@@ -563,6 +563,7 @@ KL_DEFINE(deliver, args)
     if (is_final && tape->values[id].handle != NULL) {
         const KlStorage *storage = &tape->core.storages[tape->core.values[id].storage];
         tape->values[id].handle->is_lost = storage->is_uncertain;
+        tape->values[id].handle->is_freed = !kl_tape_is_begun(&tape->core, id);
         kl_lazy_leave(tape, id, tensor);
     }
     bool is_dead = kl_tape_is_dead(&tape->core, id); /* only the LazyTensor needs it now */

@@ -200,6 +200,9 @@ kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
     }
     KlStorage *storage = &tape->core.storages[tape->core.values[*value].storage];
     storage->is_uncertain = storage->is_lost = lazy->is_lost;
+    if (lazy->is_freed && tape->core.values[*value].meta.requires_grad) {
+        tape->core.values[*value].state = KL_STATE_FREED;
+    }
     kl_tape_hold(tape, *value, lazy);
     lazy->tape = (Tape *)Py_NewRef((PyObject *)tape);
     lazy->id = *value;
