@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.fx.experimental import proxy_tensor
 from torch.utils import dlpack
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -482,18 +483,42 @@ def test_other_memory_is_set(n_rows: int, chunks: int) -> None:
     assert_same_story(story, chunks)
 
 
-@pytest.mark.parametrize("chunks", [1, 2, 7])
-def test_a_label_in_a_variable_beside_a_model_that_waits(chunks: int) -> None:
-    """The constructor of a Variable is not intercepted: what waits then runs with its graph, also
-    where its argument is an input that a call has read (`long()` of a long tensor)."""
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+def test_variables_stay_lazy(chunks: int) -> None:
+    """The constructor of a Variable, which scripts of before torch 0.4 call, detaches its argument:
+    an input as it is, labels of another dtype, and values that still wait."""
 
     def story(lazy: Lazy) -> list[Any]:
-        model = linear()
-        x, y = lazy((ones(7, 3), torch.arange(7) % 2))
-        out = model(x)
-        loss = nn.functional.cross_entropy(out, torch.autograd.Variable(y.long()))
+        model, critic = linear(), linear()
+        x, y = lazy((ones(7, 3).cumsum(0), torch.arange(7) % 2))
+        out = model(Variable(x.type(torch.DoubleTensor)))
+        loss = nn.functional.cross_entropy(out, Variable(y.type(torch.LongTensor)))
         loss.backward()
-        return [loss, [p.grad for p in model.parameters()]]
+        fake = Variable(model(x).repeat(1, 2).data[:, :3], requires_grad=True)
+        score = critic(fake)
+        (slope,) = torch.autograd.grad(score.sum(), fake, create_graph=True)
+        ((slope.norm(2, 1) - 1) ** 2).mean().backward()
+        score_of_data = critic(Variable(data=fake, requires_grad=False)).mean()
+        weights = [*model.parameters(), *critic.parameters()]
+        assert koila.is_lazy(fake) == koila.is_lazy(x)
+        return [loss, score_of_data, [p.grad for p in weights]]
 
-    partly = "what made [7, 2], which entered a program" if chunks > 1 else ""
-    assert_same_story(story, chunks=chunks, partly=partly)
+    assert_same_story(story, chunks)
+
+
+def test_variables_take_what_torch_takes() -> None:
+    """Other arguments of a Variable's constructor are checked by torch."""
+    x = koila.lazy(ones(4, 3))
+    made = Variable(x * 2, True)
+    assert koila.is_lazy(made) and made.is_leaf and made.requires_grad
+    assert type(Variable(ones(2, 3), requires_grad=True)) is Tensor
+    for wrong in (
+        lambda: Variable(x.long(), requires_grad=True),
+        lambda: Variable(x, data=x),
+        lambda: Variable(x, nam="x"),
+    ):
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            wrong()
+        assert not isinstance(caught.value, koila.KoilaError)
+    with pytest.warns(UserWarning, match="volatile was removed"):
+        Variable(x, volatile=True)

@@ -270,6 +270,25 @@ def _patch_as_subclass() -> None:
     patching.replace(torch.Tensor, "as_subclass", patched)
 
 
+def _patch_variable() -> None:
+    """torch.autograd.Variable(x), which detaches x, is not dispatched: record the detach()."""
+    own: Any = torch.autograd.Variable.__new__
+
+    @functools.wraps(own)
+    def make(cls: Any, *args: Any, **words: Any) -> Any:
+        data = args[0] if args else words.get("data")
+        if type(data) is not _core.LazyTensor:
+            return own(cls, *args, **words)
+        # Torch checks the other arguments, and warns of outdated ones.
+        empty = torch.empty(0, dtype=data.dtype, device=data.device)
+        args, words = ((empty, *args[1:]), words) if args else ((), words | {"data": empty})
+        checked = own(cls, *args, **words)
+        made = data.detach()
+        return made.requires_grad_() if checked.requires_grad else made
+
+    patching.replace(torch.autograd.Variable, "__new__", make)
+
+
 def _patch_nodes() -> None:
     """Functions that pass a node of autograd's graph to C++ need a real one."""
     graph: Any = torch.autograd.graph
@@ -364,6 +383,7 @@ def _install() -> None:
     writes.patch()
     _patch_set()
     _patch_as_subclass()
+    _patch_variable()
     _patch_generator()
     _patch_switches()
     _patch_graphs()
