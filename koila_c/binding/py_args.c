@@ -125,10 +125,14 @@ get_int(PyObject *object, int64_t *value)
 }
 
 static void
-set_torch_object(const Binder *binder, PyObject *object, KlArg *arg)
+set_torch_object(const Binder *binder, PyObject *object, bool is_device, KlArg *arg)
 {
     const KlPyTypes *types = binder->types;
-    if (Py_TYPE(object) == types->dtype_type) {
+    if (is_device || Py_TYPE(object) == types->device_type) {
+        int device = types->device_of(binder->context, object);
+        arg->kind = device < 0 ? KL_ARG_OTHER : KL_ARG_DEVICE;
+        arg->u.i = device;
+    } else if (Py_TYPE(object) == types->dtype_type) {
         arg->kind = KL_ARG_DTYPE;
         arg->u.dtype = KL_DTYPE_OTHER;
         for (int i = 0; i < KL_N_DTYPES; i++) {
@@ -136,10 +140,6 @@ set_torch_object(const Binder *binder, PyObject *object, KlArg *arg)
                 arg->u.dtype = (KlDtype)i;
             }
         }
-    } else if (Py_TYPE(object) == types->device_type) {
-        int device = types->device_of(binder->context, object);
-        arg->kind = device < 0 ? KL_ARG_OTHER : KL_ARG_DEVICE;
-        arg->u.i = device;
     } else if (Py_TYPE(object) == types->format_type) {
         arg->kind = KL_ARG_OTHER;
         for (int i = 0; i < 4; i++) {
@@ -259,13 +259,8 @@ convert(const Binder *binder, const KlPyWord *word, PyObject *object, uint32_t s
         arg->input = binder->bound->n_inputs;
         return add_input(binder->bound, meta, object, slot, 0);
     }
-    if (PyUnicode_Check(object) && word->is_device) {
-        int device = binder->types->device_of(binder->context, object);
-        arg->kind = device < 0 ? KL_ARG_OTHER : KL_ARG_DEVICE;
-        arg->u.i = device;
-        return 0;
-    }
-    if (PyUnicode_Check(object)) {
+    bool is_text = PyUnicode_Check(object);
+    if (is_text && !word->is_device) {
         arg->u.text = PyUnicode_AsUTF8(object);
         arg->kind = arg->u.text == NULL ? KL_ARG_OTHER : KL_ARG_TEXT;
         PyErr_Clear();
@@ -275,7 +270,7 @@ convert(const Binder *binder, const KlPyWord *word, PyObject *object, uint32_t s
         arg->kind = KL_ARG_COMPLEX;
         return 0;
     }
-    set_torch_object(binder, object, arg);
+    set_torch_object(binder, object, is_text, arg);
     return 0;
 }
 
@@ -456,25 +451,21 @@ kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlP
     PyObject *names[KL_PY_WORDS_MAX];
     Py_ssize_t n_args = PyTuple_GET_SIZE(args);
     Py_ssize_t n_names = kwargs == NULL ? 0 : PyDict_GET_SIZE(kwargs);
-    if (n_names == 0) {
-        Binder plain = {.bound = bound,
-                        .types = types,
-                        .context = context,
-                        .args = PySequence_Fast_ITEMS(args)};
-        return bind(bound, signature, &plain, n_args, NULL, 0);
-    }
-    if (n_args > KL_PY_INPUTS_FIXED || n_names > KL_PY_WORDS_MAX) {
+    Binder binder = {.bound = bound,
+                     .types = types,
+                     .context = context,
+                     .args = n_names == 0 ? PySequence_Fast_ITEMS(args) : flat};
+    if (n_names > 0 && (n_args > KL_PY_INPUTS_FIXED || n_names > KL_PY_WORDS_MAX)) {
         return 0;
     }
-    for (Py_ssize_t i = 0; i < n_args; i++) {
+    for (Py_ssize_t i = 0; n_names > 0 && i < n_args; i++) {
         flat[i] = PyTuple_GET_ITEM(args, i);
     }
     PyObject *name = NULL, *value = NULL;
     Py_ssize_t cursor = 0;
-    for (Py_ssize_t k = 0; PyDict_Next(kwargs, &cursor, &name, &value); k++) {
+    for (Py_ssize_t k = 0; n_names > 0 && PyDict_Next(kwargs, &cursor, &name, &value); k++) {
         names[k] = name;
         flat[n_args + k] = value;
     }
-    Binder binder = {.bound = bound, .types = types, .context = context, .args = flat};
     return bind(bound, signature, &binder, n_args, names, n_names);
 }

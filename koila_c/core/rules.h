@@ -92,9 +92,9 @@ void kl_rules_set_channels_last(KlMeta *meta);
 bool kl_rules_is_like_channels_last(const KlMeta *meta);
 /* Whether the elements fill a block of memory without gaps or overlaps. */
 bool kl_rules_is_dense(const KlMeta *meta);
-/* Set shape and strides of input.expand(sizes), where -1 keeps a size. */
-KlStatus kl_rules_expand(const KlMeta *input, KlMeta *out, const int64_t *sizes, int32_t n,
-                         KlError *error);
+/* Set shape and strides of input.expand(sizes), where -1 keeps a size; if that is impossible, the call is refused. */
+void kl_rules_expand(const KlCall *call, const KlMeta *input, KlMeta *out, const int64_t *sizes,
+                     int32_t n);
 /* Set the strides of a view of `meta` with `out`'s shape (same number of elements); false: there is no such view. */
 bool kl_rules_view_strides(const KlMeta *meta, KlMeta *out);
 

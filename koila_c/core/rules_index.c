@@ -4,8 +4,8 @@
 
 /* Set the strides of an indexed result. torch runs indexing as an elementwise op over the value, with stride 0 in the
  * indexed dims, and the index tensors. */
-static KlStatus
-index_strides(const KlOutline *outline, KlMeta *out, KlError *error)
+static void
+index_strides(const KlCall *call, const KlOutline *outline, KlMeta *out)
 {
     KlMeta source = *out; /* at this point its strides are the value's */
     const KlMeta *operands[KL_OUTLINE_TENSORS_MAX + 1] = {&source};
@@ -15,11 +15,7 @@ index_strides(const KlOutline *outline, KlMeta *out, KlError *error)
         const KlMeta *meta = &outline->tensors[i].meta;
         KlMeta *index = &indices[i];
         KlMeta block = {.is_strided = true};
-        KlStatus status =
-            kl_rules_expand(meta, &block, outline->block.shape, outline->block.n_dims, error);
-        if (status != KL_OK) {
-            return status;
-        }
+        kl_rules_expand(call, meta, &block, outline->block.shape, outline->block.n_dims);
         *index = (KlMeta){.n_dims = out->n_dims};
         for (int32_t dim = 0; dim < out->n_dims; dim++) {
             int32_t own = dim - outline->block_start;
@@ -33,20 +29,19 @@ index_strides(const KlOutline *outline, KlMeta *out, KlError *error)
     }
     kl_rules_iterate(out, operands, (uint32_t)outline->n_tensors + 1, false);
     out->is_strided = out->is_strided && kl_meta_n_elements(out) > 0;
-    return KL_OK;
 }
 
 KL_SHAPE(getitem)
 {
     KlOutline outline;
-    KlStatus status = kl_outline_read(call, &outline, error);
-    if (status != KL_OK) {
-        return status;
+    if (!kl_outline_read(call, &outline)) {
+        return KL_DECLINED;
     }
     KlMeta *out = kl_rules_outs(result, 1);
     kl_outline_result_shape(&outline, out);
     if (outline.n_tensors > 0) {
-        return index_strides(&outline, out, error);
+        index_strides(call, &outline, out);
+        return KL_OK;
     }
     out->is_strided = outline.basic.is_strided;
     kl_rules_alias(result, KL_ALIAS_VIEW, 0);
@@ -199,12 +194,9 @@ taken_dim(const KlCall *call, const KlInferred *result, const KlOutline *outline
 KL_PLACE(getitem)
 {
     KlOutline outline;
-    KlStatus status = kl_outline_read(call, &outline, error);
-    if (status != KL_OK) {
-        return status;
-    }
     KlPlace place = call->inputs[0]->place;
     const char *reason = NULL;
+    (void)kl_outline_read(call, &outline);
     if (kl_place_is_rows(&place)) {
         reason = indexed_place(call, result, &outline, &place);
     } else {
@@ -278,26 +270,26 @@ check_value(const KlCall *call, const KlOutline *outline, KlError *error)
 KL_SHAPE(setitem)
 {
     KlOutline outline;
-    KlStatus status =
-        is_mask(call) ? check_mask(call, error) : kl_outline_read(call, &outline, error);
-    if (status == KL_OK && !is_mask(call)) {
-        const KlMeta *input = call->inputs[0], *basic = &outline.basic;
-        result->writes_view =
-            basic->n_dims != input->n_dims || !kl_rules_are_alike(basic, input, input->n_dims);
-        status = check_value(call, &outline, error);
+    const KlMeta *input = call->inputs[0], *basic = &outline.basic;
+    (void)kl_rules_out(result, input);
+    if (is_mask(call)) {
+        return check_mask(call, error);
     }
-    (void)kl_rules_out(result, call->inputs[0]);
-    return status;
+    if (!kl_outline_read(call, &outline)) {
+        return KL_DECLINED;
+    }
+    result->writes_view =
+        basic->n_dims != input->n_dims || !kl_rules_are_alike(basic, input, input->n_dims);
+    return check_value(call, &outline, error);
 }
 
 /* The call writes through a view: in backward torch copies the view's gradient and then fills it with zeros. */
 KL_SAVES(setitem)
 {
     KlOutline outline;
-    KlError ignored;
     saves_index(call, result, saves);
-    if (!is_mask(call) && kl_rules_needs_grad(call, 0) &&
-        kl_outline_read(call, &outline, &ignored) == KL_OK && outline.n_tensors == 0) {
+    if (!is_mask(call) && kl_rules_needs_grad(call, 0) && kl_outline_read(call, &outline) &&
+        outline.n_tensors == 0) {
         outline.basic.dtype = call->inputs[0]->dtype;
         saves->bytes_backward = 2 * kl_meta_n_bytes(&outline.basic);
     }
@@ -367,10 +359,7 @@ KL_PLACE(setitem)
         result->outs[0].place = place;
         return reason == NULL ? KL_OK : kl_rules_once(result, reason);
     }
-    KlStatus status = kl_outline_read(call, &outline, error);
-    if (status != KL_OK) {
-        return status;
-    }
+    (void)kl_outline_read(call, &outline);
     if (!kl_place_is_rows(&place)) {
         reason = target_place(call, result, &outline, &place);
         result->split.places[0] = place;

@@ -181,13 +181,15 @@ KL_PLACE(squeeze)
     return place_moved(call, result, error);
 }
 
-KlStatus
-kl_rules_expand(const KlMeta *input, KlMeta *out, const int64_t *sizes, int32_t n, KlError *error)
+void
+kl_rules_expand(const KlCall *call, const KlMeta *input, KlMeta *out, const int64_t *sizes,
+                int32_t n)
 {
     int32_t shift = n - input->n_dims;
     if (shift < 0) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "a value of %d dims does not expand to %d",
-                            (int)input->n_dims, (int)n);
+        (void)kl_error_set(kl_rules_refusal(call), KL_ERROR_SHAPE,
+                           "a value of %d dims does not expand to %d", (int)input->n_dims, (int)n);
+        return;
     }
     out->n_dims = n;
     for (int32_t dim = n - 1; dim >= 0; dim--) {
@@ -200,14 +202,13 @@ kl_rules_expand(const KlMeta *input, KlMeta *out, const int64_t *sizes, int32_t 
         }
         int64_t wanted = sizes[dim] == -1 && dim >= shift ? size : sizes[dim];
         if (wanted < 0 || (size != wanted && size != 1)) {
-            return kl_error_set(error, KL_ERROR_SHAPE,
-                                "size %lld does not expand to %lld at dim %d", (long long)size,
-                                (long long)wanted, (int)dim);
+            (void)kl_error_set(kl_rules_refusal(call), KL_ERROR_SHAPE,
+                               "size %lld does not expand to %lld at dim %d", (long long)size,
+                               (long long)wanted, (int)dim);
         }
         out->shape[dim] = wanted;
         out->strides[dim] = size == wanted ? stride : 0;
     }
-    return KL_OK;
 }
 
 KL_SHAPE(expand)
@@ -221,7 +222,8 @@ KL_SHAPE(expand)
     for (int32_t dim = 0; dim < input->n_dims; dim++) {
         result->dim_map[dim] = (int8_t)(dim + (int32_t)n - input->n_dims);
     }
-    return kl_rules_expand(input, begin_view(call, result), sizes, (int32_t)n, error);
+    kl_rules_expand(call, input, begin_view(call, result), sizes, (int32_t)n);
+    return KL_OK;
 }
 
 KL_PLACE(expand)
@@ -242,12 +244,13 @@ KL_PLACE(expand)
 
 KL_SHAPE(expand_as)
 {
-    const KlMeta *input = call->inputs[0], *other = kl_rules_input(call, 1);
+    const KlMeta *other = kl_rules_input(call, 1);
     if (other == NULL) {
         return KL_DECLINED;
     }
     kl_rules_lend(call, result, 1);
-    return kl_rules_expand(input, begin_view(call, result), other->shape, other->n_dims, error);
+    kl_rules_expand(call, call->inputs[0], begin_view(call, result), other->shape, other->n_dims);
+    return KL_OK;
 }
 
 KL_SHAPE(diagonal)

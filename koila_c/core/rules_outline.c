@@ -40,23 +40,25 @@ kl_outline_slice_bounds(const KlIndex *item, int64_t size, int64_t *start, int64
     *stop = *stop < *start ? *start : *stop;
 }
 
-static KlStatus
-read_slice(Reader *reader, const KlIndex *item, int32_t at, KlError *error)
+static bool
+read_slice(Reader *reader, const KlIndex *item, int32_t at)
 {
     int64_t size = reader->input->shape[reader->next];
     int64_t step = item->has_step ? item->step : 1;
     int64_t start = 0, stop = 0;
     if (step <= 0) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "a slice goes by step %lld", (long long)step);
+        (void)kl_error_set(kl_rules_refusal(reader->call), KL_ERROR_ARGUMENT,
+                           "a slice goes by step %lld", (long long)step);
+        return false;
     }
     kl_outline_slice_bounds(item, size, &start, &stop);
     push(reader, (stop - start + step - 1) / step, reader->input->strides[reader->next] * step,
          reader->next, at);
     reader->next++;
-    return KL_OK;
+    return true;
 }
 
-static KlStatus
+static bool
 read_tensor(Reader *reader, const KlIndex *item, int32_t at)
 {
     KlOutline *outline = reader->outline;
@@ -69,58 +71,59 @@ read_tensor(Reader *reader, const KlIndex *item, int32_t at)
         tensor.meta = *reader->call->inputs[item->input];
         tensor.input = (int32_t)item->input;
         if (tensor.meta.dtype != KL_DTYPE_INT64 && tensor.meta.dtype != KL_DTYPE_INT32) {
-            return KL_DECLINED; /* the shape depends on the mask's values */
+            return false; /* the shape depends on the mask's values */
         }
         if (tensor.meta.n_dims == 0) {
             outline->basic_of[reader->next++] = -1; /* x[t] selects one entry, as an int does */
-            return KL_OK;
+            return true;
         }
     }
     if (outline->n_tensors == KL_OUTLINE_TENSORS_MAX) {
-        return KL_DECLINED;
+        return false;
     }
     push(reader, reader->input->shape[reader->next], reader->input->strides[reader->next],
          reader->next, at);
     reader->next++;
     outline->tensors[outline->n_tensors++] = tensor;
-    return KL_OK;
+    return true;
 }
 
-static KlStatus
-read_item(Reader *reader, const KlIndex *item, int32_t at, int32_t n_skipped, KlError *error)
+/* Read an item of the index. Return false if the call is declined or refused. */
+static bool
+read_item(Reader *reader, const KlIndex *item, int32_t at, int32_t n_skipped)
 {
     const KlMeta *input = reader->input;
     if (item->kind == KL_INDEX_NONE) {
         bool is_last = reader->next == input->n_dims;
         int64_t stride = is_last ? 1 : input->shape[reader->next] * input->strides[reader->next];
         push(reader, 1, stride, -1, at);
-        return KL_OK;
+        return true;
     }
     if (item->kind == KL_INDEX_ELLIPSIS) {
         for (int32_t i = 0; i < n_skipped; i++, reader->next++) {
             push(reader, input->shape[reader->next], input->strides[reader->next], reader->next,
                  -1);
         }
-        return KL_OK;
+        return true;
     }
     if (item->kind == KL_INDEX_SLICE) {
-        return read_slice(reader, item, at, error);
+        return read_slice(reader, item, at);
     }
     if (item->kind == KL_INDEX_INT) {
         int64_t size = input->shape[reader->next];
         if (item->start >= size || item->start < -size) {
-            return kl_error_set(error, KL_ERROR_ARGUMENT,
-                                "index %lld is out of range for size %lld", (long long)item->start,
-                                (long long)size);
+            (void)kl_error_set(kl_rules_refusal(reader->call), KL_ERROR_ARGUMENT,
+                               "index %lld is out of range for size %lld", (long long)item->start,
+                               (long long)size);
         }
         reader->outline->basic_of[reader->next++] = -1;
-        return KL_OK;
+        return true;
     }
     return read_tensor(reader, item, at);
 }
 
-/* Find the broadcast shape of the index tensors, and where its dims are in the result. */
-static KlStatus
+/* Find the broadcast shape of the index tensors, and where its dims are in the result. Return whether it has few dims. */
+static bool
 settle_block(const KlCall *call, KlOutline *outline)
 {
     outline->is_adjacent = true;
@@ -133,18 +136,18 @@ settle_block(const KlCall *call, KlOutline *outline)
     outline->block_start =
         outline->is_adjacent && outline->n_tensors > 0 ? outline->tensors[0].dim : 0;
     int32_t n_dims = outline->basic.n_dims - outline->n_tensors + outline->block.n_dims;
-    return n_dims > KL_DIMS_MAX ? KL_DECLINED : KL_OK;
+    return n_dims <= KL_DIMS_MAX;
 }
 
-KlStatus
-kl_outline_read(const KlCall *call, KlOutline *outline, KlError *error)
+bool
+kl_outline_read(const KlCall *call, KlOutline *outline)
 {
     const KlMeta *input = call->inputs[0];
     const KlArg *index = &call->args[1];
     int32_t n_taken = 0, n_none = 0, n_ellipsis = 0;
     memset(outline, 0, sizeof(*outline));
     if (index->kind != KL_ARG_INDEX || call->args[0].kind != KL_ARG_VALUE) {
-        return KL_DECLINED;
+        return false;
     }
     for (uint32_t i = 0; i < index->n; i++) {
         KlIndexKind kind = index->u.items[i].kind;
@@ -152,23 +155,22 @@ kl_outline_read(const KlCall *call, KlOutline *outline, KlError *error)
         n_ellipsis += kind == KL_INDEX_ELLIPSIS;
         n_taken += kind != KL_INDEX_NONE && kind != KL_INDEX_ELLIPSIS;
         if (kind == KL_INDEX_OTHER || kind == KL_INDEX_BOOL) {
-            return KL_DECLINED;
+            return false;
         }
     }
     if (n_ellipsis > 1 || n_none + input->n_dims > KL_DIMS_MAX) {
-        return KL_DECLINED;
+        return false;
     }
     if (n_taken > input->n_dims) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "%d indices for %d dims", (int)n_taken,
-                            (int)input->n_dims);
+        (void)kl_error_set(kl_rules_refusal(call), KL_ERROR_ARGUMENT, "%d indices for %d dims",
+                           (int)n_taken, (int)input->n_dims);
+        return false;
     }
     Reader reader = {.call = call, .input = input, .outline = outline};
     outline->basic.is_strided = input->is_strided;
     for (uint32_t i = 0; i < index->n; i++) {
-        KlStatus status =
-            read_item(&reader, &index->u.items[i], (int32_t)i, input->n_dims - n_taken, error);
-        if (status != KL_OK) {
-            return status;
+        if (!read_item(&reader, &index->u.items[i], (int32_t)i, input->n_dims - n_taken)) {
+            return false;
         }
     }
     while (reader.next < input->n_dims) {

@@ -27,8 +27,9 @@ typedef struct {
     bool is_adjacent; /* the block replaces the dim of the first index tensor; else it is first */
 } KlOutline;
 
-/* Read args[1], the index of args[0]. Decline masks and other indices whose result shape depends on values. */
-KlStatus kl_outline_read(const KlCall *call, KlOutline *outline, KlError *error);
+/* Read args[1], the index of args[0]. Return false if the call is refused, or if it is declined: a mask, or another index
+ * whose result shape depends on values. */
+bool kl_outline_read(const KlCall *call, KlOutline *outline);
 
 /* Find the entries start .. stop - 1 that a slice with step 1 keeps of a dim of `size`. */
 void kl_outline_slice_bounds(const KlIndex *item, int64_t size, int64_t *start, int64_t *stop);
