@@ -68,6 +68,10 @@ class Function(torch.autograd.Function, metaclass=_Direct):
     apply: Any = vars(torch._C._FunctionBase)["apply"]
 
 
+#: A block in which nothing changes: of a mode that is in force already.
+AS_IT_IS = contextlib.nullcontext()
+
+
 def as_recorded(leaves: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
     """Wrap a block in which leaves require a gradient that did so when calls on them were recorded,
     although the user has frozen them since.
@@ -76,7 +80,7 @@ def as_recorded(leaves: Iterable[torch.Tensor]) -> contextlib.AbstractContextMan
     again when it arrives.
     """
     frozen = [leaf for leaf in leaves if not leaf.requires_grad and not leaf.is_inference()]
-    return _thawed(frozen) if frozen else contextlib.nullcontext()
+    return _thawed(frozen) if frozen else AS_IT_IS
 
 
 @contextlib.contextmanager

@@ -97,7 +97,11 @@ def combine(
     values = tuple(value) if isinstance(value, tuple | list) else (value,)
     if reduction.is_by_chunk:
         return values
-    return tuple(map(functools.partial(_laid_out, program, node), node.outs, values))
+    laid_out = []
+    for out, tensor in zip(node.outs, values, strict=True):
+        has_order = tensor.dim() > 1 and tensor.layout == torch.strided
+        laid_out.append(_laid_out(program, node, out, tensor) if has_order else tensor)
+    return tuple(laid_out)
 
 
 def _laid_out(program: Program, node: Node, out: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -106,8 +110,6 @@ def _laid_out(program: Program, node: Node, out: int, tensor: torch.Tensor) -> t
     A product of a chunk of one row may have other strides than a whole run. Views of the value, and
     random numbers drawn in its layout, would then differ.
     """
-    if tensor.dim() < 2 or tensor.layout != torch.strided:
-        return tensor
     dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
     if len(dims) < 2:
         return tensor

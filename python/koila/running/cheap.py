@@ -20,8 +20,11 @@ if TYPE_CHECKING:
 
 def stored_of(program: Program, run: Run) -> list[int]:
     """Return the outputs of a body that have rows and are no partials of reductions."""
-    exports = (value for value in run.exports if value not in run.parts)
-    return [value for value in exports if program.info(value).place is not None]
+    stored = []
+    for value in run.exports:
+        if value not in run.parts and program.info(value).place is not None:
+            stored.append(value)
+    return stored
 
 
 class Filled:

@@ -355,35 +355,28 @@ class Cross:
                 self.awaiting.pop(id(of_all), None)
         return grad
 
-    def settle(self, chunk: int) -> list[torch.Tensor]:
-        """Drop the alias of a chunk and keep its gradient. Return the alias, as a list."""
-        alias = self.aliases.pop(("chunk", chunk), None)
-        if alias is None:
-            return []
-        self._settle({("chunk", chunk): alias})
-        return [alias]
-
-    def _settle(self, aliases: dict[Key, torch.Tensor]) -> None:
-        """Keep the gradients of aliases that are let go."""
-        seeds = self.seeds
-        for key, alias in aliases.items():
+    def settle(self, *keys: Key) -> list[torch.Tensor]:
+        """Drop the aliases of what was read under these keys, or all, when no gradient arrives any
+        more, and keep their gradients. Return the aliases."""
+        aliases, seeds, dropped = self.aliases, self.seeds, []
+        for key in keys or list(aliases):
+            alias = aliases.pop(key, None)
+            if alias is None:
+                continue
+            dropped.append(alias)
             gradient = alias.grad
             if gradient is not None:
                 known = seeds.get(key)
                 seeds[key] = gradient if known is None else known + gradient
+        return dropped
 
-    def settle_all(self) -> None:
-        """Drop all aliases and keep their gradients, when no gradient arrives any more."""
-        self._settle(self.aliases)
-        self.aliases.clear()
-
-    def free(self) -> None:
-        """Free the value and keep only its gradients."""
-        self.settle_all()
+    def free(self) -> list[torch.Tensor]:
+        """Free the value and keep only its gradients. Return its aliases."""
         self.whole = None  # the result of a barrier, or of a reduction
         self.chunks.clear()
         self.parts.clear()
         self.gathered = None
+        return self.settle() if self.aliases else []
 
     def gather_gradient(self, grid: Sequence[Bounds]) -> torch.Tensor | None:
         """Return the gradient of all rows of a body's output, put together from its chunks, and

@@ -87,8 +87,7 @@ class Interpreter:
                 self.pieces[value] = stages.cross[value].of_chunk(made, bounds)
         elif step.graph == Graph.RETAIN:
             for value in step.values:
-                stages.forget(stages.cross[value].aliases.values())
-                stages.cross[value].settle_all()
+                stages.forget(stages.cross[value].settle())
         self.loops.append(_Loop(begin, first, stop))
         self.chunk = first
 
@@ -233,14 +232,15 @@ class Interpreter:
             cross = stages.cross[value]
             if self.loops:
                 cross.chunks.pop(self.chunk, None)
-                if ("chunk", self.chunk) in cross.aliases:
-                    stages.forget(cross.settle(self.chunk))
+                key = "chunk", self.chunk
+                if key in cross.aliases:
+                    stages.forget(cross.settle(key))
             elif stages.is_forward:
                 del stages.cross[value]
             else:
-                if cross.aliases:
-                    stages.forget(cross.aliases.values())
-                cross.free()
+                dropped = cross.free()
+                if dropped:
+                    stages.forget(dropped)
 
     def _fill(self, step: Step) -> None:
         self.filled.fill(step.values, self.chunk)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from koila import _core
+from koila.basics import engine
 from koila.basics.rows import Bounds, Place, chunk_shape, cut
 from koila.messages.errors import NotInChunksError
 from koila.reductions import batch_softmax, calls, norms
@@ -117,15 +118,15 @@ class Prepared:
     def _combine(self, env: list[Any], stand_ins: Mapping[int, Cross]) -> None:
         """Put the results of reductions into the `env` of a run on the whole batch, from partial
         results that chunks of earlier runs left, or that `stand_ins` have in place of them."""
-        with torch.set_grad_enabled(self.is_graph):
+        is_so = torch.is_grad_enabled() == self.is_graph
+        with engine.AS_IT_IS if is_so else torch.set_grad_enabled(self.is_graph):
             for node in map(self.program.node, self.run_.combined):
                 value = node.first_out
                 cross = stand_ins.get(value) or self.store.cross[value]
-                combined = cross.results
+                combined, dim = cross.results, calls.dim_of_chunks(self.program, node)
                 if combined is None:
                     partials = cross.read_parts(self.is_graph)
                     combined = calls.combine(self.program, node, partials)
-                dim = calls.dim_of_chunks(self.program, node)
                 for out, tensor in zip(node.outs, combined, strict=True):
                     checked = tensor if dim is None else tensor.narrow(dim, 0, 1)  # of one chunk
                     _core.check_result(node.id, out, checked)

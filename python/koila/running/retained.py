@@ -55,13 +55,14 @@ class Retained:
         stored = cheap.stored_of(stages.program, run)
         self.stored = [value for value in stored if value not in leaving]
         self.there = self.again.union(self.stored)
+        self.touched: dict[int, tuple[list[int], int | None]] = {}  # see `Look`
         self.chunks: dict[int, Chunk] = {}
 
     def run(self, chunk: int) -> None:
         """Run a chunk forward with a graph; keep its outputs and the graph."""
         stages, run = self.stages, self.run_
         is_emptying = bool(stages.schedule.cheap_values)
-        look = Look(stages.program, self.there, self.again, is_emptying)
+        look = Look(stages.program, self.there, self.again, is_emptying, self.touched)
         try:
             env, given = stages.run_retained(stages.run_nodes, run, chunk, True, look=look)
         finally:

@@ -75,14 +75,22 @@ class Look:
         values: those that will be available at the chunk's backward: kept outputs, and recomputed.
         cheap: those of them that are recomputed.
         is_emptying: whether the step frees the storage of values that graphs hold.
+        touched: by call, once known: those of `values` that it makes or reads, and the value that
+            it writes; other chunks use it too.
     """
 
     def __init__(
-        self, program: Program, values: frozenset[int], cheap: frozenset[int], is_emptying: bool
+        self,
+        program: Program,
+        values: frozenset[int],
+        cheap: frozenset[int],
+        is_emptying: bool,
+        touched: dict[int, tuple[list[int], int | None]],
     ) -> None:
         self.program = program
         self.values = values
         self.cheap = cheap
+        self.touched = touched
         self.references: list[Reference] = []
         #: What autograd has saved since the last `settle`, and the cell of each.
         self.cells: defaultdict[torch.Tensor, Cell] = defaultdict(list)
@@ -94,18 +102,15 @@ class Look:
         """After call `i`, make the cells of its saved tensors refer to values where these will be
         available, and fill the others."""
         cells, references = self.cells, self.references
-        node, imports = self.program.node(i), self.program.imports
-        candidates = list(node.outs)
-        for import_id in node.imports:
-            if import_id >= 0:
-                candidates.append(imports[import_id].value)
+        values, written = self.touched.get(i) or self._touched_by(i)
         made: dict[int, list[tuple[int, torch.Tensor]]] = {}  # values and tensors, by storage
-        for value in candidates:
-            of = env[value] if value in self.values else None
+        for value in values:
+            of = env[value]
             if isinstance(of, torch.Tensor):
                 made.setdefault(of.untyped_storage()._cdata, []).append((value, of))
-                if of in cells:
-                    references.append(Reference(cells.pop(of), value, None))
+                cell = cells.pop(of, None)
+                if cell is not None:
+                    references.append(Reference(cell, value, None))
         others: list[tuple[torch.Tensor, Cell]] = []
         for tensor, cell in cells.items():
             same = made.get(tensor.untyped_storage()._cdata) if made else None
@@ -114,12 +119,21 @@ class Look:
                 others.append((tensor, cell))
             else:
                 references.append(reference)
-        written = imports[node.imports[0]].value if node.writes else None
         if written in self.cheap and len(others) == 1:  # a copy of its input before the write
             references.append(Reference(others.pop()[1], written, None))
         for tensor, cell in others:
             cell.append(tensor.detach())  # the graph of an output would refer to itself
         cells.clear()
+
+    def _touched_by(self, i: int) -> tuple[list[int], int | None]:
+        node, imports = self.program.node(i), self.program.imports
+        values = sorted(self.values.intersection(node.outs))
+        for import_id in node.imports:
+            if import_id >= 0 and imports[import_id].value in self.values:
+                values.append(imports[import_id].value)
+        written = imports[node.imports[0]].value if node.writes else None
+        found = self.touched[i] = values, written
+        return found
 
     def _refer_to(
         self, same: Sequence[tuple[int, torch.Tensor]], tensor: torch.Tensor, cell: Cell

@@ -35,7 +35,7 @@ def edges_at(tensors: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
             is_leaf = tensor.requires_grad and not tensor._is_view()
             edges.append(get_gradient_edge(tensor) if is_leaf else None)
     if of_functions:
-        with torch.enable_grad():
+        with engine.AS_IT_IS if torch.is_grad_enabled() else torch.enable_grad():
             for i in of_functions:  # a reference to such a node does not keep its graph,
                 view = tensors[i].view_as(tensors[i])  # but one to the node of a view does
                 node = view.grad_fn

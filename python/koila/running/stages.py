@@ -136,9 +136,11 @@ class Stages(Store):
         """
         env = self.run_nodes(run, 0, is_graph)
         graph: dict[int, GradientEdge] = {}
-        combined = [out for i in run.combined for out in self.program.node(i).outs]
-        values = [*combined, *run.exports]
-        edges = edges_at([env[value] for value in values]) if is_graph else []
+        values: list[int] = []
+        for i in run.combined:
+            values += self.program.node(i).outs
+        values += run.exports
+        edges = edges_at(list(map(env.__getitem__, values))) if is_graph else []
         for value in values:
             tensor = env[value]
             info = self.program.info(value)

@@ -260,7 +260,7 @@ class Store:
         for import_id in run.imports:
             cross = self.cross.get(self.program.imports[import_id].value)
             if cross is not None and cross.is_offloaded:
-                self.forget(cross.settle(chunk))
+                self.forget(cross.settle(("chunk", chunk)))
 
     def forget(self, aliases: Iterable[torch.Tensor]) -> None:
         """Drop aliases that no graph sends a gradient to any more: `awaiting` would keep their

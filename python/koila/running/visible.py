@@ -225,11 +225,11 @@ def write_statistics(stages: Stages) -> None:
     written = set[int]().union(*map(program.moved_by, fresh))
     unwritten.note_written({n.id for n in fresh})
     stages.tracked.write(done)
-    for value, (real, copy) in stages.scratch.items():
-        if value in written:
-            with torch.no_grad():
+    with torch.no_grad():
+        for value, (real, copy) in stages.scratch.items():
+            if value in written:
                 as_new(real).copy_(copy)
-            _core.refresh_leaf(value)
+                _core.refresh_leaf(value)
     watched = _core.notes().get("watched", {})
     for value in written.intersection(watched):  # this write is not the user's
         leaf = program.info(value).real
