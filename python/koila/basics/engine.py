@@ -54,7 +54,8 @@ class _Direct(torch.autograd.function.FunctionMeta):
 
     def __init__(cls: Any, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> None:
         super().__init__(name, bases, members)  # type: ignore[no-untyped-call]
-        cls._backward_cls.apply = cls.backward
+        if isinstance(cls.backward, types.FunctionType):  # not a class method
+            cls._backward_cls.apply = cls.backward
 
 
 class Function(torch.autograd.Function, metaclass=_Direct):
