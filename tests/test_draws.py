@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import koila
+from allocations import Allocations
 from chunked import split
 from oracle import Lazy, assert_close, assert_same_story, assert_seen, eager, is_whole
 
@@ -216,3 +217,16 @@ def test_hooks_of_parameters_draw_after_the_program(chunks: int | None) -> None:
     with split(chunks):
         got = story(koila.lazy)
     assert_seen(got, want, "the noise", exact_bits=is_whole(chunks))
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.randn_like])
+def test_noise_like_a_lazy_takes_its_own_memory(draw: Callable[[Tensor], Tensor]) -> None:
+    """It reads only the sizes of the lazy, so nothing stands in for the numbers."""
+    x, memory = torch.randn(1024, 256), Allocations()
+    memory.count(x)
+    with memory:
+        lazy = koila.lazy(x)
+    with memory:
+        noise = draw(lazy)
+    assert memory.left == x.nbytes + noise.nbytes
+    assert memory.peak == memory.left

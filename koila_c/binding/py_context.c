@@ -404,7 +404,7 @@ enter_inference(KlContextSwitch *context, bool is_inference)
 
 /* Set autocast's settings. A dtype that is NULL stays as it is. */
 static int
-set_autocast(const KlCasting *to)
+set_autocast(const KlCasting *to, bool is_cache_enabled)
 {
     for (int i = 0; i < KL_N_DEVICES; i++) {
         PyObject *is_enabled = to->is_enabled[i] ? Py_True : Py_False;
@@ -414,7 +414,7 @@ set_autocast(const KlCasting *to)
             return -1;
         }
     }
-    return call_ignoring(state.set_cache_enabled, to->is_cache_enabled ? Py_True : Py_False, NULL);
+    return call_ignoring(state.set_cache_enabled, is_cache_enabled ? Py_True : Py_False, NULL);
 }
 
 int
@@ -463,11 +463,13 @@ kl_context_switch(KlContextSwitch *context, uint32_t id)
         kl_py_done(PyObject_CallFunction(kl_py.choose_switches, "I", to->switches)) < 0) {
         return -1;
     }
-    bool is_grad = to->is_grad_enabled && !context->is_grad_off;
+    bool is_grad = to->is_grad_enabled && !context->is_grad_off && !context->is_aside;
     if (call_ignoring(state.set_grad_enabled, is_grad ? Py_True : Py_False, NULL) < 0) {
         return -1;
     }
-    return is_casting || is_back ? set_autocast(&to->casting) : 0;
+    /* A cast made aside may have no graph (torch 2.10): later nodes must not find it in the cache. */
+    bool is_cache_enabled = to->casting.is_cache_enabled && !context->is_aside;
+    return is_casting || is_back ? set_autocast(&to->casting, is_cache_enabled) : 0;
 }
 
 int
@@ -475,11 +477,11 @@ kl_context_end(KlContextSwitch *context)
 {
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
-    context->is_grad_off = false;
+    context->is_grad_off = context->is_aside = false;
     context->is_fresh = true;
     int result = kl_context_switch(context, context->before);
     if (context->is_nested) {
-        result = set_autocast(&context->outer) < 0 ? -1 : result;
+        result = set_autocast(&context->outer, context->outer.is_cache_enabled) < 0 ? -1 : result;
         PyObject *nesting = PyObject_CallNoArgs(state.decrement_nesting);
         if (nesting == NULL || (PyObject_RichCompareBool(nesting, kl_py.zero, Py_EQ) == 1 &&
                                 call_ignoring(state.clear_cache, NULL, NULL) < 0)) {

@@ -360,6 +360,11 @@ static int
 run_one(Run *run, KlNodeId id, KlContextSwitch *context)
 {
     run->node = &run->tape->core.nodes[id];
+    /* A graph that no gradient flows through would keep its saved tensors until the chunk's backward. */
+    bool is_aside = !context->is_grad_off && run->program != NULL &&
+                    !kl_stage_has_gradient(&run->tape->core, &run->program->stages, run->node);
+    context->is_fresh = context->is_fresh || context->is_aside != is_aside;
+    context->is_aside = is_aside;
     if (kl_context_switch(context, run->node->context) < 0) {
         return -1;
     }

@@ -331,6 +331,7 @@ typedef struct KlContextSwitch {
     bool is_nested;   /* `outer` was read: autocast may differ from it now */
     bool is_fresh;    /* grad mode has not been set yet */
     bool is_grad_off; /* no node records a graph, whatever its context says */
+    bool is_aside;    /* nor does this one, among others that do */
 } KlContextSwitch;
 
 int kl_context_begin(KlContextSwitch *context);

@@ -315,14 +315,22 @@ class Cross:
                 grad = add(grad, part)
         return grad
 
-    def drop_seeds(self, chunk: int, is_last: bool) -> None:
-        """Free the gradient of a chunk after its backward; after the last one, that of all rows."""
-        self.seeds.pop(("chunk", chunk), None)
+    def drop_gradient(self, chunk: int, is_last: bool) -> list[torch.Tensor]:
+        """Free the gradient of a chunk after its backward; after the last one, that of all rows.
+        Return the aliases that had it."""
+        keys: list[Key] = [("chunk", chunk), GATHERED] if is_last else [("chunk", chunk)]
+        dropped = []
+        for key in keys:
+            self.seeds.pop(key, None)
+            alias = self.aliases.pop(key, None)  # of a value that is not freed
+            if alias is not None:
+                alias.grad = None
+                dropped.append(alias)
         if is_last:
-            self.seeds.pop(GATHERED, None)
             self.total = None
         if is_last and self.is_one_gradient:  # else `tail.check` compares what the user gave
             self.seeds.pop(("whole",), None)
+        return dropped
 
     def take_rows(self, place: Place, grid: Sequence[Bounds], chunk: int) -> list[torch.Tensor]:
         """After a chunk's backward, add the gradient of the rows that it read to the gradient of

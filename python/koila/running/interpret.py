@@ -212,8 +212,9 @@ class Interpreter:
             is_last = chunk + 1 == self.loops[-1].stop
             for run in step.runs:
                 for value in run.left:
-                    if is_last or ("chunk", chunk) in stages.cross[value].seeds:
-                        stages.cross[value].drop_seeds(chunk, is_last)
+                    cross = stages.cross[value]
+                    if is_last or ("chunk", chunk) in cross.seeds or cross.aliases:
+                        stages.forget(cross.drop_gradient(chunk, is_last))
 
     def _still_read(self) -> set[RowsRead]:
         """In an inner loop, return the rows that the body of the outer one read, whose backward

@@ -334,6 +334,7 @@ def draw_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     if strides is None:
         return NotImplemented
     stand_in = torch.empty_strided(shape, strides, dtype=dtype, device=lazy.device)
+    stand_in.untyped_storage().resize_(0)  # as many bytes as the numbers take
     return _core.like(func(stand_in, *rest, **kwargs), lazy)
 
 
