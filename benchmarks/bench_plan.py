@@ -67,7 +67,12 @@ def record(layer: Layer, n_calls: int, device: str) -> torch.Tensor:
 
 def forget() -> None:
     """Forget all that was planned before."""
-    for kept in (strategies._seen, fitting._last_strategies, planner._least_limits, known_programs):
+    for kept in (
+        strategies._seen,
+        fitting._last_strategies,
+        planner._least_limits,
+        known_programs,
+    ):
         kept.clear()
     plans.lasting.clear()
 

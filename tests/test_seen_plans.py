@@ -94,6 +94,36 @@ def test_with_less_or_more_memory_left_it_is_planned_again(measured: list[Any]) 
     assert planned(limit + 2**20)[1] is True
 
 
+def test_the_limits_that_a_refusal_proposes_are_found_once(
+    measured: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[float] = []
+    n_chunks = fitting.Trial.n_chunks
+
+    def noting(trial: fitting.Trial, allowed: float) -> int:
+        tried.append(allowed)
+        return n_chunks(trial, allowed)
+
+    monkeypatch.setattr(fitting.Trial, "n_chunks", noting)
+    loop, texts, counts = Loop(), [], []
+    limit = there() + 2**15
+    for _ in range(3):
+        with pytest.raises(koila.MemoryLimitError) as raised:
+            loop.step(limit)
+        texts.append(str(raised.value).replace("\n", " ").partition("  needs most")[0])
+        counts.append(len(tried))
+        _core.forget()
+    n_tried = counts[0]
+    assert n_tried > 0 and counts == [n_tried] * 3
+    assert len(set(texts)) == 1
+    kept = torch.empty(2**18)  # with less memory left, other limits are proposed
+    with pytest.raises(koila.MemoryLimitError) as raised:
+        loop.step(limit)
+    _core.forget()
+    del kept
+    assert len(tried) > n_tried and raised.value.least_limit is not None
+
+
 def test_gradients_that_exist_make_another_plan(measured: list[Any]) -> None:
     loop = Loop()
     limit = there() + 2**20

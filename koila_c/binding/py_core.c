@@ -127,16 +127,9 @@ describe(const KlMeta *meta)
     if (meta->dtype == KL_DTYPE_OTHER) {
         return Py_NewRef(Py_None);
     }
-    PyObject *size = kl_meta_size(meta), *strides = NULL, *result = NULL;
-    if (size != NULL) {
-        strides = meta->is_strided ? kl_meta_strides(meta) : Py_NewRef(Py_None);
-    }
-    if (strides != NULL) {
-        result = Py_BuildValue("(OOOOi)", kl_py.dtypes[meta->dtype], size, strides,
-                               meta->requires_grad ? Py_True : Py_False, (int)meta->device);
-    }
-    KL_DROP(strides, size);
-    return result;
+    PyObject *strides = meta->is_strided ? kl_meta_strides(meta) : Py_NewRef(Py_None);
+    return Py_BuildValue("(ONNOi)", kl_py.dtypes[meta->dtype], kl_meta_size(meta), strides,
+                         meta->requires_grad ? Py_True : Py_False, (int)meta->device);
 }
 
 KL_DEFINE(describe, object)
@@ -157,21 +150,18 @@ KL_DEFINE(describe, object)
     return result == 0 ? describe(&meta) : result < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-typedef PyObject *(*RunLive)(PyObject *, PyObject *, PyObject *, KlLiveKind);
-
 static PyObject *
-live_by(RunLive run, PyObject *args)
+live_by(PyObject *(*run)(PyObject *, PyObject *, PyObject *, KlLiveKind), PyObject *args)
 {
-    PyObject *func = NULL, *call_args = NULL, *kwargs = NULL;
+    PyObject *func = NULL, *words = NULL, *kwargs = NULL;
     int is_plain = 0;
-    if (!PyArg_ParseTuple(args, "OO!Op:live", &func, &PyTuple_Type, &call_args, &kwargs,
-                          &is_plain)) {
+    if (!PyArg_ParseTuple(args, "OO!Op:live", &func, &PyTuple_Type, &words, &kwargs, &is_plain)) {
         return NULL;
     }
     if (kwargs != Py_None && !PyDict_Check(kwargs)) {
         return PyErr_Format(PyExc_TypeError, "live: kwargs must be a dict or None, not %R", kwargs);
     }
-    return run(func, call_args, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
+    return run(func, words, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
 }
 
 KL_DEFINE(live, args)

@@ -5,33 +5,6 @@
 #include "alloc.h"
 #include "measure.h"
 
-/* What the core cannot know: the arrays of a KlOutside. */
-typedef struct Found {
-    bool *is_cut_in_place; /* [n_imports] */
-    bool *has_grad;        /* [n_values] */
-    PyObject *graphs;      /* list of the tensors that entered with a graph of their own */
-} Found;
-
-static int
-find_cuts(const Tape *tape, const KlStages *stages, Found *found)
-{
-    for (size_t i = 0; i < stages->n_imports; i++) {
-        const KlImport *import = &stages->imports[i];
-        const KlPyValue *value = &tape->values[import->value];
-        PyObject *tensor = value->real != NULL ? value->real : value->result;
-        KlMeta meta = tape->core.values[import->value].meta;
-        meta.is_strided = false; /* strides of a tensor that does not exist yet are not known */
-        int result =
-            kl_place_is_rows(&import->place) && tensor != NULL ? kl_meta_read(tensor, &meta) : 0;
-        if (result < 0) {
-            return -1;
-        }
-        found->is_cut_in_place[i] = !kl_place_is_rows(&import->place) ||
-                                    (result == 0 && kl_meta_is_cut_in_place(&meta, &import->place));
-    }
-    return 0;
-}
-
 /* Whether an attribute of a tensor is neither False nor None. */
 static int
 has(PyObject *tensor, const char *name)
@@ -41,23 +14,32 @@ has(PyObject *tensor, const char *name)
     return value == NULL ? -1 : value != Py_None && value != Py_False;
 }
 
-/* Find the gradients and graphs that the leaves to be differentiated have from before. */
+/* Find which imports are cut in place, and the gradients and graphs that the leaves to be differentiated have from
+ * before. A tape of a print has no tensors: its leaves lie in memory as they were recorded, and have neither. */
 static int
-find_leaves(const Tape *tape, const KlStages *stages, Found *found)
+find(const Tape *tape, const KlStages *stages, bool *is_cut_in_place /* [n_imports] */,
+     bool *has_grad /* [n_values] */, PyObject *graphs)
 {
     for (size_t i = 0; i < stages->n_imports; i++) {
-        KlValueId id = stages->imports[i].value;
-        PyObject *real = tape->values[id].real;
-        if (real == NULL || !stages->needs_gradient[id] ||
-            !tape->core.values[id].meta.requires_grad || found->has_grad[id]) {
-            continue;
-        }
-        int is_leaf = has(real, "is_leaf");
-        int is_there = is_leaf < 0 ? -1 : has(real, is_leaf ? "grad" : "grad_fn");
-        if (is_there < 0 || (is_there && !is_leaf && PySet_Add(found->graphs, real) < 0)) {
+        const KlImport *import = &stages->imports[i];
+        const KlPyValue *entry = &tape->values[import->value];
+        PyObject *real = entry->real, *tensor = real != NULL ? real : entry->result;
+        KlMeta meta = tape->core.values[import->value].meta;
+        bool is_rows = kl_place_is_rows(&import->place);
+        bool is_wanted = real != NULL && stages->needs_gradient[import->value] &&
+                         meta.requires_grad && !has_grad[import->value];
+        /* strides of a tensor that does not exist yet are not known */
+        meta.is_strided &= tape->core.values[import->value].node == KL_ID_NONE;
+        int result = is_rows && tensor != NULL ? kl_meta_read(tensor, &meta) : 0;
+        int is_leaf = is_wanted && result >= 0 ? has(real, "is_leaf") : 0;
+        int is_there = is_wanted && is_leaf >= 0 ? has(real, is_leaf ? "grad" : "grad_fn") : 0;
+        if (result < 0 || is_leaf < 0 || is_there < 0 ||
+            (is_there && !is_leaf && PySet_Add(graphs, real) < 0)) {
             return -1;
         }
-        found->has_grad[id] = is_there && is_leaf;
+        is_cut_in_place[i] =
+            !is_rows || (result == 0 && kl_meta_is_cut_in_place(&meta, &import->place));
+        has_grad[import->value] |= is_there && is_leaf;
     }
     return 0;
 }
@@ -68,29 +50,10 @@ items(PyObject *bytes, const KlStages *stages, size_t size)
 {
     size_t n_bytes = (size_t)PyBytes_GET_SIZE(bytes);
     if (n_bytes != 0 && n_bytes != size * stages->n_nodes) {
-        PyErr_Format(PyExc_ValueError, "measure: %zu bytes, and %zu nodes", n_bytes,
-                     stages->n_nodes);
+        PyErr_Format(PyExc_ValueError, "measure: %zu bytes for %zu", n_bytes, stages->n_nodes);
         return NULL;
     }
     return n_bytes > 0 ? PyBytes_AS_STRING(bytes) : NULL;
-}
-
-static double
-bytes_of_graphs(PyObject *peak_of, PyObject *graphs)
-{
-    PyObject *bytes = PyObject_CallOneArg(peak_of, graphs);
-    double result = bytes != NULL ? PyFloat_AsDouble(bytes) : -1;
-    Py_XDECREF(bytes);
-    return result;
-}
-
-static PyObject *
-measured_object(const KlMeasured *measured)
-{
-    const KlMoments *moments = &measured->moments;
-    return Py_BuildValue("(y#Ld)", moments->n > 0 ? (const char *)moments->moments : "",
-                         (Py_ssize_t)(moments->n * sizeof(KlMoment)), (long long)measured->rows,
-                         measured->whole);
 }
 
 /* measure(program, policy, (is_cloned, bytes_noise, region_of, outer: arrays of KlOutside as bytes), (bytes of a generator's
@@ -100,7 +63,7 @@ KL_DEFINE(measure, args)
 {
     const KlProgram *program = NULL;
     PyObject *cloned = NULL, *noise = NULL, *regions = NULL, *outer = NULL;
-    PyObject *peak_of = NULL, *result = NULL;
+    PyObject *peak_of = NULL, *peak = NULL, *result = NULL;
     KlPolicy policy = {0};
     KlOutside outside = {.known = {.chunks = {1, 1}, .pieces = {1, 1}}};
     KlMeasured measured = {0};
@@ -117,35 +80,39 @@ KL_DEFINE(measure, args)
     }
     outside.is_whole_known = is_whole_known != 0;
     const KlStages *stages = &program->stages;
-    Found found = {.is_cut_in_place = kl_alloc_zeroed(stages->n_imports, sizeof(bool)),
-                   .has_grad = kl_alloc_zeroed(stages->n_values, sizeof(bool)),
-                   .graphs = PySet_New(NULL)};
-    outside.known.is_cut_in_place = found.is_cut_in_place;
-    outside.known.has_grad = found.has_grad;
+    bool *is_cut_in_place = kl_alloc_zeroed(stages->n_imports, sizeof(bool));
+    bool *has_grad = kl_alloc_zeroed(stages->n_values, sizeof(bool));
+    PyObject *graphs = PySet_New(NULL);
+    outside.known.is_cut_in_place = is_cut_in_place;
+    outside.known.has_grad = has_grad;
     outside.known.is_cloned = items(cloned, stages, sizeof(bool));
     outside.known.region_of = items(regions, stages, sizeof(uint32_t));
     outside.known.outer = (const void *)PyBytes_AS_STRING(outer);
     outside.known.n_regions = (size_t)PyBytes_GET_SIZE(outer) / sizeof(uint32_t);
     outside.bytes_noise = items(noise, stages, sizeof(int64_t));
-    if (found.is_cut_in_place == NULL || found.has_grad == NULL || found.graphs == NULL) {
+    if (is_cut_in_place == NULL || has_grad == NULL || graphs == NULL) {
         (void)PyErr_NoMemory();
+    }
+    if (PyErr_Occurred() || find(tape, stages, is_cut_in_place, has_grad, graphs) < 0) {
         goto error;
     }
-    if (PyErr_Occurred() || find_cuts(tape, stages, &found) < 0 ||
-        find_leaves(tape, stages, &found) < 0) {
-        goto error;
-    }
-    outside.bytes_graphs = policy.is_graph ? bytes_of_graphs(peak_of, found.graphs) : 0;
+    peak = policy.is_graph ? PyObject_CallOneArg(peak_of, graphs) : PyFloat_FromDouble(0);
+    outside.bytes_graphs = peak != NULL ? PyFloat_AsDouble(peak) : -1;
     if (!PyErr_Occurred() &&
         kl_measure_step(&tape->core, program, &outside, &policy, &measured, &error) != KL_OK) {
         (void)kl_py_raise(&error);
     }
-    result = PyErr_Occurred() ? NULL : measured_object(&measured);
+    const KlMoments *moments = &measured.moments;
+    const char *bytes = moments->n > 0 ? (const char *)moments->moments : "";
+    result = PyErr_Occurred()
+                 ? NULL
+                 : Py_BuildValue("(y#Ld)", bytes, (Py_ssize_t)(moments->n * sizeof(KlMoment)),
+                                 (long long)measured.rows, measured.whole);
 error:
     kl_measure_fini(&measured);
-    Py_XDECREF(found.graphs);
-    kl_alloc_free(found.has_grad);
-    kl_alloc_free(found.is_cut_in_place);
+    KL_DROP(graphs, peak);
+    kl_alloc_free(has_grad);
+    kl_alloc_free(is_cut_in_place);
     return result;
 }
 

@@ -723,9 +723,9 @@ KL_DEFINE_AT_NODE(node, tape, id)
     const KlNode *node = &tape->core.nodes[id];
     KlAxisId axis = kl_tape_axis_find(&tape->core, node->axis);
     const KlSaves *saves = &node->saves;
-    return Py_BuildValue("(OzzNLN(KKLOLLL))", tape->nodes[id].func,
-                         node->row != NULL ? node->row->name : NULL, node->reason,
-                         kl_source_where(tape, id),
+    PyObject *func = tape->nodes[id].func != NULL ? tape->nodes[id].func : Py_None;
+    return Py_BuildValue("(OzzNLN(KKLOLLL))", func, node->row != NULL ? node->row->name : NULL,
+                         node->reason, kl_source_where(tape, id),
                          (long long)(axis == KL_ID_NONE ? 0 : tape->core.axis_rows[axis]),
                          node_inputs(&tape->core, NULL, node), (unsigned long long)saves->inputs,
                          (unsigned long long)saves->outputs, (long long)saves->bytes_extra,

@@ -502,10 +502,59 @@ kl_tape_new(void)
     return tape;
 }
 
-PyObject *
-kl_tape_make(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
+/* Copy what a program was staged from out of the arrays of its print. 0 or -1. */
+static int
+fill(Tape *tape, PyObject *arrays)
 {
-    return (PyObject *)kl_tape_new();
+    KlTape *core = &tape->core;
+    size_t n_others_max[2] = {0};
+    KlError error;
+#define PART(name, n, max) (void **)&core->name, &core->n, max, sizeof(*core->name)
+    const struct {
+        void **array;
+        size_t *n, *n_max, size;
+    } parts[] = {
+        {PART(nodes, n_nodes, &core->n_nodes_max)},
+        {PART(values, n_values, &core->n_values_max)},
+        {PART(inputs, n_inputs, &core->n_inputs_max)},
+        {PART(storages, n_storages, &core->n_storages_max)},
+        {PART(axis_rows, n_axes, &core->n_axes_max)},
+        {PART(axis_of, n_axes, &n_others_max[0])},
+        {PART(orders, n_axes, &n_others_max[1])},
+    };
+#undef PART
+    for (size_t i = 0; i < sizeof(parts) / sizeof(*parts); i++) {
+        PyObject *bytes = PyList_GetItem(arrays, (Py_ssize_t)i);
+        char *from = NULL;
+        Py_ssize_t n_bytes = 0;
+        if (bytes == NULL || PyBytes_AsStringAndSize(bytes, &from, &n_bytes) < 0) {
+            return -1;
+        }
+        size_t n = (size_t)n_bytes / parts[i].size;
+        if (kl_alloc_reserve(parts[i].array, parts[i].n_max, n, parts[i].size, &error) != KL_OK) {
+            return kl_py_raise_int(&error);
+        }
+        memcpy(*parts[i].array, from, (size_t)n_bytes);
+        *parts[i].n = n;
+    }
+    for (size_t i = 0; i < core->n_nodes; i++) {
+        core->nodes[i].is_abandoned = true; /* it never runs or draws */
+        core->has_regions |= core->nodes[i].region != 0;
+    }
+    return kl_tape_reserve(tape, 0, 0);
+}
+
+PyObject *
+kl_tape_make(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    PyObject *arrays = NULL;
+    Tape *tape =
+        PyArg_ParseTuple(args, "|O!:new_tape", &PyList_Type, &arrays) ? kl_tape_new() : NULL;
+    if (tape != NULL && arrays != NULL && fill(tape, arrays) < 0) {
+        kl_tape_clear(&tape->core);
+        Py_CLEAR(tape);
+    }
+    return (PyObject *)tape;
 }
 
 Tape *

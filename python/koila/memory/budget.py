@@ -339,6 +339,8 @@ _optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 def note_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Remember an optimizer that made a step: `optimizer_state` includes its state."""
     _optimizers.add(optimizer)
+    if _to_step is not None:
+        _to_step.discard(optimizer)
 
 
 #: By optimizer, from the options of a parameter group: how many tensors of a parameter's size the
@@ -354,34 +356,37 @@ _N_KEPT: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]] = {
     torch.optim.SGD: lambda group: int(group["momentum"] != 0),
     torch.optim.RMSprop: lambda group: 1 + (group["momentum"] > 0) + bool(group["centered"]),
 }
-#: The optimizers that exist; None: those of the time before koila's patches are to be found.
-_existing: weakref.WeakSet[torch.optim.Optimizer] | None = None
+#: The optimizers that have made no step; None: those of the time before koila's patches are to be
+#: found.
+_to_step: weakref.WeakSet[torch.optim.Optimizer] | None = None
 
 
 def look_for_optimizers() -> None:
     """From now on `note_made` is called for each new optimizer; look for the older ones."""
-    global _existing
-    _existing = None
+    global _to_step
+    _to_step = None
 
 
 def note_made(optimizer: torch.optim.Optimizer) -> None:
     """Remember an optimizer that was just made: `coming_state` includes its state to come."""
-    if _existing is not None:
-        _existing.add(optimizer)
+    if _to_step is not None:
+        _to_step.add(optimizer)
 
 
-def _all_optimizers() -> list[torch.optim.Optimizer]:
-    """Return all optimizers. The first time it takes long, since it goes through all objects."""
-    global _existing
-    if _existing is None:
+def _optimizers_to_step() -> list[torch.optim.Optimizer]:
+    """Return the optimizers that have made no step. The first time it takes long, since it goes
+    through all objects."""
+    global _to_step
+    if _to_step is None:
         kind = torch.optim.Optimizer
-        _existing = weakref.WeakSet(o for o in gc.get_objects() if issubclass(type(o), kind))
-    return list(_existing)
+        found = (o for o in gc.get_objects() if issubclass(type(o), kind))
+        _to_step = weakref.WeakSet(o for o in found if o not in _optimizers)
+    return list(_to_step) if len(_to_step) else []
 
 
 def coming_state(parameters: Iterable[torch.Tensor]) -> int:
     """Return the bytes of state that optimizers will make for parameters in their first step."""
-    found = [one for one in _all_optimizers() if one not in _optimizers]
+    found = _optimizers_to_step()
     wanted = {id(parameter) for parameter in parameters} if found else set()
     n_bytes = 0
     for optimizer in found:
@@ -398,7 +403,7 @@ def optimizer_state() -> list[torch.Tensor]:
     """Return the tensors that optimizers keep between steps."""
     return [
         tensor
-        for optimizer in list(_optimizers)
+        for optimizer in (list(_optimizers) if len(_optimizers) else ())
         for state in optimizer.state.values()
         for tensor in state.values()
         if isinstance(tensor, torch.Tensor)

@@ -101,15 +101,20 @@ def of_nodes(program: Program) -> tuple[bytes, bytes, bytes, bytes]:
     """Return what the core has to know of each recorded call, as arrays of KlOutside: whether it
     writes a clone, the bytes of its noise, and its checkpoint, with those around each of these.
     An array of zeros is empty."""
-    cloned, noise = bytearray(program.n_recorded if program.cloned else 0), array.array("q")
+    cloned = bytearray(program.n_recorded if program.cloned else 0)
     for node in program.cloned:
         cloned[node] = True
-    if program.is_drawing:
-        noise.extend([0] * program.n_recorded)
-        for one in program.nodes.values():
-            if one.is_random and one.stage % 2 == 1:
-                noise[one.id] = draws.bytes_whole(one.id, one.first_out)
-    return bytes(cloned), noise.tobytes(), *program.regions
+    if program.noise is None:
+        program.noise = _noise_of(program).tobytes() if program.is_drawing else b""
+    return bytes(cloned), program.noise, *program.regions
+
+
+def _noise_of(program: Program) -> array.array[int]:
+    noise = array.array("q", [0] * program.n_recorded)
+    for one in program.nodes.values():
+        if one.is_random and one.stage % 2 == 1:
+            noise[one.id] = draws.bytes_whole(one.id, one.first_out)
+    return noise
 
 
 def estimate(

@@ -173,7 +173,7 @@ def report_of(
         strategy=known.strategy,
         bytes_whole=planned.whole or None,
         layers=layers_of(program, planned),
-        least_limit=planned.least_limit,
+        least_limit=planned.limit_for_report(),
     )
 
 

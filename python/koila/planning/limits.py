@@ -23,7 +23,7 @@ def _tensors_of_step(program: Program) -> list[torch.Tensor]:
     """Return the existing tensors that belong to the step: inputs, parameters, their gradients, and
     the state of optimizers."""
     with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
-        frozen = [tensor for tensor in program.entered if not tensor.requires_grad]
+        _, frozen = program.by_gradient
         all_grads = [leaf.grad for leaf in (*frozen, *program.parameters)]
         grads = [grad for grad in all_grads if grad is not None]
     return program.entered + program.parameters + grads + budget.optimizer_state()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import operator
-from typing import NamedTuple
 
 import torch
 
@@ -16,6 +15,7 @@ from koila.basics.rows import largest
 from koila.memory import budget, estimates, storages
 from koila.messages.errors import MemoryLimitError
 from koila.planning import fitting, left_graphs, limits, plans, refusals, seen, steps
+from koila.planning.least_limits import LeastLimit, Needed
 from koila.planning.limits import Needs
 from koila.planning.plans import Plan, is_measured, remember
 from koila.planning.strategies import Strategies
@@ -81,8 +81,11 @@ def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
     """Plan a program whose number of chunks the user did not set; see `plan`."""
     key = seen.key_of(program, is_graph)
     before: seen.Seen | None = program.known.plans.get(key) if key is not None else None
+    is_printed = key is not None and key.is_printed
     if before is not None and (planned := before.now(program)) is not None:
         reports.measure(before.whole)
+        if planned.least_limit is not None:
+            planned.least_limit.needed.keep(program, is_graph, is_printed)
         return planned
     estimate = left_graphs.estimate(program, is_graph)
     reports.measure(estimate.whole)
@@ -96,28 +99,34 @@ def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
     if isinstance(made, Needs):
         # Finding the names and limits in the message takes long; this caller drops the message.
         raise refusals.refusal(made, program) if is_final else MemoryLimitError
-    made = dataclasses.replace(made, least_limit=_least_limit(program, made, is_graph))
+    least = _least_limit(program, made, is_graph, is_printed)
+    made = dataclasses.replace(made, least_limit=least)
     seen.note(program, key, made, estimate.whole)
     return made
 
 
-class _Least(NamedTuple):
-    """A least limit that was computed once, with what it depends on."""
-
-    whole: float  # the bytes that the program took whole
-    taken: float  # the bytes that other tensors took, and those of state that optimizers will make
-    limit: float
-
-
-#: By the line that asked and the sizes of the program. Computing a limit measures all strategies,
-#: so it is repeated only if a program needs more memory than before by this share.
-_least_limits: dict[tuple[str, int, int, int, int], _Least] = {}
+#: By the line that asked and the sizes of the program. Finding a limit measures all strategies, so
+#: that is repeated only if a program needs more memory than before by this share.
+_least_limits: dict[tuple[str, int, int, int, int], LeastLimit] = {}
 _GROWN = 0.02
 
 
-def _least_limit(program: Program, made: Plan, is_graph: bool) -> float | None:
+def _least_of(program: Program, is_graph: bool) -> float:
+    return fitting.Trial(program, is_graph).least
+
+
+def _least_limit(
+    program: Program, made: Plan, is_graph: bool, is_printed: bool
+) -> LeastLimit | None:
     """Return the least memory_limit that suffices for all programs of this kind so far; None if no
-    limit is set."""
+    limit is set.
+
+    Args:
+        program: what is to run.
+        made: its plan.
+        is_graph: whether it is differentiated.
+        is_printed: as for `Needed.keep`.
+    """
     limit = config.get("memory_limit")
     if limit is None or made.allowed is None:
         return None
@@ -126,11 +135,12 @@ def _least_limit(program: Program, made: Plan, is_graph: bool) -> float | None:
     coming = budget.coming_state(program.parameters) if program.roots else 0
     known, taken = _least_limits.get(key), limit - made.allowed + coming
     if known is None or made.whole > (1 + _GROWN) * known.whole:
-        known = _Least(made.whole, taken, refusals.least_limit(program, is_graph))
+        known = LeastLimit(made.whole, taken, refusals.before(program)[0], Needed(_least_of))
     elif taken > known.taken:  # for instance by a replay buffer that grew
-        known = _Least(known.whole, taken, known.limit + taken - known.taken)
+        known = known._replace(taken=taken, before=known.before + taken - known.taken)
+    known.needed.keep(program, is_graph, is_printed)
     remember(_least_limits, key, known)
-    return limits.in_tenths(known.limit)
+    return known
 
 
 #: Chunks that the user asked for are to need at most this share of eager mode's activations.

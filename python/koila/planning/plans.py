@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -11,6 +12,7 @@ from koila.basics import config
 from koila.basics.rows import UNIT, largest
 from koila.memory import budget
 from koila.planning import limits, strategies
+from koila.planning.least_limits import LeastLimit
 from koila.planning.limits import Needs
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Strategy
@@ -45,13 +47,23 @@ class Plan:
     shape: Shape | None = None  # under a limit of the process, plans are kept by shape
     strategy: Strategy = AS_IT_IS
     why: str = "it fits"  # the reason if the program runs whole
-    least_limit: float | None = None  # the least memory_limit that works, if one is set
+    least_limit: LeastLimit | None = None  # if a memory_limit is set
     is_scheduled: bool = False  # by a schedule, in one chunk too
 
     @property
     def is_whole(self) -> bool:
         """Whether the program runs in one chunk, as it was written."""
         return self.n_chunks == 1 and self.strategy == AS_IT_IS and not self.is_scheduled
+
+    def with_allowed(self, allowed: float) -> Plan:
+        """Return the plan with other bytes that it may use; `dataclasses.replace` takes longer."""
+        made = object.__new__(Plan)
+        vars(made).update(vars(self), allowed=allowed)
+        return made
+
+    def limit_for_report(self) -> Callable[[], float] | None:
+        """Return what finds the least limit for a report; None: no limit is set."""
+        return self.least_limit.for_report() if self.least_limit is not None else None
 
     @property
     def whole(self) -> float:

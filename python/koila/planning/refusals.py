@@ -13,8 +13,9 @@ from koila.basics import config
 from koila.memory import budget, plan_program
 from koila.messages.errors import MemoryLimitError
 from koila.messages.words import count, size, sizes
-from koila.planning import fitting, limits, whole_calls
+from koila.planning import fitting, limits, seen, whole_calls
 from koila.planning.limits import FEW_CHUNKS, Needs, as_limit, in_tenths, limit_in_words
+from koila.planning.plans import remember
 from koila.planning.strategies import Strategies
 from koila.reporting import reports
 from koila.staged import layers
@@ -66,17 +67,11 @@ class Limits(NamedTuple):
         return f"set {now.assigned(best)} for {few}, or {now.value(least)} for {many}"
 
 
-def _before(program: Program) -> tuple[float, float]:
+def before(program: Program) -> tuple[float, float]:
     """Return the memory_limit, in bytes, that leaves nothing for a program, and the part of it for
     state that optimizers have not made yet."""
     coming = budget.coming_state(program.parameters) if program.roots else 0
     return as_limit(program, coming), coming
-
-
-def least_limit(program: Program, is_graph: bool) -> float:
-    """Return the least memory_limit, in bytes, under which a program runs, also in the next steps,
-    when optimizers have made their state."""
-    return _before(program)[0] + fitting.Trial(program, is_graph).least
 
 
 def limits_of(program: Program, is_graph: bool) -> Limits:
@@ -86,12 +81,23 @@ def limits_of(program: Program, is_graph: bool) -> Limits:
         program: what is to run.
         is_graph: whether it is differentiated.
     """
-    (before, coming), trial = _before(program), fitting.Trial(program, is_graph)
-    least = before + trial.least
-    n_chunks = trial.n_chunks(in_tenths(least) - before)  # a limit is set in tenths of a MiB
+    (empty, coming), key = before(program), seen.key_of(program, is_graph)
+    found: Limits | None = program.known.limits.get((key, empty)) if key is not None else None
+    if found is None:
+        found = _find_limits(program, is_graph, empty, coming)
+        if key is not None:
+            remember(program.known.limits, (key, empty), found)
+    return found
+
+
+def _find_limits(program: Program, is_graph: bool, empty: float, coming: float) -> Limits:
+    """Do the work of `limits_of`, where a limit of `empty` bytes leaves the program nothing."""
+    trial = fitting.Trial(program, is_graph)
+    least = empty + trial.least
+    n_chunks = trial.n_chunks(in_tenths(least) - empty)  # a limit is set in tenths of a MiB
     best = least
     if n_chunks > FEW_CHUNKS:
-        best = max(least, before + trial.least_for(FEW_CHUNKS, before))
+        best = max(least, empty + trial.least_for(FEW_CHUNKS, empty))
     return Limits(least, n_chunks, best, coming)
 
 

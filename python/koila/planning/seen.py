@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -43,36 +42,57 @@ class Seen(NamedTuple):
             fits = fits and strategies.can_offload(program)
         if not (fits and is_near):
             return None
-        return plan if allowed == plan.allowed else dataclasses.replace(plan, allowed=allowed)
+        return plan if allowed == plan.allowed else plan.with_allowed(allowed)
 
 
-def key_of(program: Program, is_graph: bool) -> tuple[object, ...] | None:
-    """Return all that a plan depends on beside what is kept of the program (`Known`) and the memory
-    that is left; None: it depends on more.
+class Key(NamedTuple):
+    """All that a plan depends on beside what is kept of the program (`Known`) and the memory that
+    is left."""
+
+    is_graph: bool  # it is differentiated
+    gets_all: bool  # all leaves get a gradient
+    have_gradients: tuple[bool, ...]  # of the tensors that need one: whether it exists
+    strides: tuple[tuple[int, ...] | None, ...]  # of the others
+    coming: int  # the bytes of state that optimizers will make
+    drawn: int  # the bytes of generator states that are kept
+    noise: object  # of programs that draw: what `estimates.of_nodes` returns
+    hooked: tuple[int, ...]  # the values with hooks
+
+    @property
+    def is_printed(self) -> bool:
+        """Whether the program needs as much memory as its print tells alone, without tensors and
+        without what belongs to its tape."""
+        return not (any(self.have_gradients) or self.drawn or self.hooked)
+
+
+def key_of(program: Program, is_graph: bool) -> Key | None:
+    """Return what a plan is cached by; None: it depends on more than a Key holds.
 
     That is so if other calls are pending or graphs exist that are differentiated too, and if what
     an earlier run of the program left, its numbers or the chunks in which it drew, counts.
     """
-    notes, entered = _core.notes(), program.entered
+    notes = _core.notes()
     is_alone = program.is_all and not (program.beside or "lengths" in notes or "grids" in notes)
     if not is_alone or budget.is_bound() or _core.has_numbers():
         return None
     coming = budget.coming_state(program.parameters) if is_graph else 0
     with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
-        if any(one.grad_fn is not None for one in entered):
+        needing, others = program.by_gradient
+        if [one for one in needing if one.grad_fn is not None]:
             return None
-        have_gradients = tuple([one.grad is not None for one in entered if one.requires_grad])
-        strides = [_strides_of(one) for one in entered if not one.requires_grad]
+        have_gradients = tuple([one.grad is not None for one in needing])
+        strides = tuple([_strides_of(one) for one in others])
     noise = estimates.of_nodes(program) if program.is_drawing else None
-    further = coming, draws.bytes_kept(), noise, tuple(hooks.hooked())
-    return is_graph, program.gets is None, have_gradients, *strides, *further
+    drawn, hooked = draws.bytes_kept(), tuple(hooks.hooked())
+    gets_all = program.gets is None
+    return Key(is_graph, gets_all, have_gradients, strides, coming, drawn, noise, hooked)
 
 
 def _strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return tensor.stride() if tensor.layout is torch.strided else None
 
 
-def note(program: Program, key: tuple[object, ...] | None, made: Plan, whole: float) -> None:
+def note(program: Program, key: Key | None, made: Plan, whole: float) -> None:
     """Keep a plan for later steps with the same program."""
     if key is not None and made.predicted is not None:
         remember(program.known.plans, key, Seen(made, whole))

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from koila.messages import cards
 from koila.messages.layer_table import Layer
@@ -94,6 +95,25 @@ class Stage:
         return f"{calls} in {chunks}, {self.passes}{why}"
 
 
+class _Limit:
+    """A field that may be given as a function, which is called when the field is read first."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, report: object | None, owner: type) -> float | None:
+        if report is None:
+            return None  # the default of the field
+        value = vars(report)[self._name]
+        if callable(value):
+            value = vars(report)[self._name] = value()
+        found: float | None = value
+        return found
+
+    def __set__(self, report: object, value: float | Callable[[], float] | None) -> None:
+        vars(report)[self._name] = value
+
+
 @dataclass(frozen=True)
 class ProgramReport:
     """How one program ran: recorded calls that ran together, since something needed a number.
@@ -138,7 +158,16 @@ class ProgramReport:
     strategy: str = ""
     bytes_whole: float | None = None
     layers: tuple[Layer, ...] = ()
-    least_limit: float | None = None
+    least_limit: _Limit = _Limit()
+
+    def changed(self, **values: Any) -> ProgramReport:
+        """Return a copy with other values of some fields, without reading the least limit."""
+        made = object.__new__(ProgramReport)
+        vars(made).update(vars(self), **values)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "least_limit": self.least_limit}
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.what} at {self.line}: {self._summary()}"

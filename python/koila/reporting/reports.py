@@ -10,14 +10,13 @@ steps a second time.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -83,7 +82,7 @@ class Decision:
     bytes_allowed: float | None = None
     whole: tuple[Whole, ...] = ()
     layers: tuple[Layer, ...] = ()
-    least_limit: float | None = None
+    least_limit: Callable[[], float] | None = None
 
 
 class _State(threading.local):
@@ -324,8 +323,7 @@ def note_whole(
         decision = decision or _undecided(func, line, n_calls, n_bytes, reason)
         ran = _unplanned(what, line, n_calls, n_bytes, why=decision.why)
         if decision.bytes_predicted is not None or decision.whole:
-            words = {field.name: getattr(decision, field.name) for field in fields(decision)}
-            ran = dataclasses.replace(ran, **words)
+            ran = ran.changed(**vars(decision))
         note(ran)
 
 
@@ -336,7 +334,7 @@ def note_at_once(func: Callable[..., Any], why: str) -> None:
     """
     last = _state.programs[-1] if _state.programs and not _state.is_over else None
     if last is not None and last.why == why:
-        _state.programs[-1] = dataclasses.replace(last, n_calls=last.n_calls + 1)
+        _state.programs[-1] = last.changed(n_calls=last.n_calls + 1)
     else:
         note(ProgramReport(call_of(func), user_line(), 1, why=why))
 
@@ -353,7 +351,7 @@ def note_handed_out(func: Callable[..., Any], why: str, n_bytes: int) -> None:
     entry = Whole(name_of(func), user_line(), why, n_bytes, 0, False)
     if _state.programs and n_bytes:
         ran = _state.programs.pop()
-        _state.programs.append(dataclasses.replace(ran, whole=(*ran.whole, entry)))
+        _state.programs.append(ran.changed(whole=(*ran.whole, entry)))
 
 
 def _undecided(
@@ -404,8 +402,8 @@ def _note_measured(peak: resident.Peak, n_noted: int) -> None:
     if n_bytes is None or found is None or found.bytes_allowed is None:
         return
     if found.bytes_measured is None:
-        found_at = len(ran) - 1 - ran[::-1].index(found)
-        _state.programs[found_at] = dataclasses.replace(found, bytes_measured=n_bytes)
+        found_at = next(i for i, one in enumerate(ran) if one is found)
+        _state.programs[found_at] = found.changed(bytes_measured=n_bytes)
     if n_bytes > _ROUNDING * found.bytes_allowed + budget.SLACK and found.line not in _over:
         _over.add(found.line)
         _logger.warning(

@@ -251,7 +251,7 @@ def _stage(
         planned.predicted,
         planned.allowed,
         layers=explain.layers_of(program, planned),
-        least_limit=planned.least_limit,
+        least_limit=planned.limit_for_report(),
     )
     reports.decide(decision)
     return None

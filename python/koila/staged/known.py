@@ -32,16 +32,18 @@ class Known:
 
     def __init__(self, printed: tuple[Any, ...]) -> None:
         self.printed = printed  # what `_core.print_of` returns
-        self.n_bytes = sum(map(len, filter(None, printed[-1])))
+        self.arrays: list[bytes] = printed[-1]
+        self.n_bytes = sum(map(len, filter(None, self.arrays)))
         self._facts: dict[str, Any] = {}  # by name of an attribute of a program
         self.rows: dict[int, str] = {}  # by call, once asked for: the name of its row
         self.splits: dict[int, Any] = {}  # by reduction, of `reductions/calls.py`
         self.reads: dict[int, Any] = {}  # by body, of `running/store.py`
         self._schedules: dict[Arguments, Schedule] = {}
-        #: Caches of `planning`, by all else that they depend on: plans (`seen.py`), descriptions of
-        #: runs (`explain.py`) and strategies in a number of chunks (`planner.py`); the further
-        #: bytes of `left_graphs.py`.
+        #: Caches of `planning`, by all else that they depend on: plans (`seen.py`), the limits that
+        #: refusals propose (`refusals.py`), descriptions of runs (`explain.py`), strategies in a
+        #: number of chunks (`planner.py`) and the further bytes of `left_graphs.py`.
         self.plans: dict[tuple[Any, ...], Any] = {}
+        self.limits: dict[tuple[Any, ...], Any] = {}
         self.described: dict[tuple[Any, ...], Any] = {}
         self.strategies_in: dict[tuple[int, ...], Strategy | None] = {}
         self.further: dict[bool, float] = {}

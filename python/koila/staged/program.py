@@ -123,6 +123,8 @@ class Program:
         #: A cache of `planning/strategies.py`: the measures of this program, with and without
         #: backward.
         self.measured: dict[bool, Any] = {}
+        #: A cache of `memory/estimates.py`: the noise that calls draw; None: not found yet.
+        self.noise: bytes | None = None
         self._cut_before: dict[tuple[int, bool], Program] = {}  # by `Strategy.cuts`
 
     def __getattr__(self, name: str) -> Any:
@@ -155,10 +157,19 @@ class Program:
         return of_node.tobytes(), outer.tobytes()
 
     @functools.cached_property
+    def by_gradient(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The tensors that entered: those that need a gradient, and the others."""
+        found: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
+            for tensor in self.entered:
+                found[not tensor.requires_grad].append(tensor)
+        return found
+
+    @functools.cached_property
     def parameters(self) -> list[torch.Tensor]:
         """The leaves of autograd's graph that it reads, also through plain calls (`weight[:n]`)."""
         with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
-            entered = [tensor for tensor in self.entered if tensor.requires_grad]
+            entered, _ = self.by_gradient
             leaves = [tensor for tensor in entered if tensor.is_leaf]
             return list({id(leaf): leaf for leaf in (*leaves, *leaves_behind(entered))}.values())
 
@@ -296,6 +307,18 @@ class Program:
             self._cut_before[strategy.cuts] = cut
         return self._cut_before[strategy.cuts]
 
+    def without_tensors(self) -> Program:
+        """Return the program without its tensors, for `_core.held` with a tape of its print: it can
+        be measured, but not run. Call this once it has been measured."""
+        _ = self.known, self._however_cut
+        bare = copy.copy(self)
+        for of_tensors in ("parameters", "by_gradient"):
+            bare.__dict__.pop(of_tensors, None)
+        bare.entered, bare.beside, bare.gets, bare._unwanted = [], (), None, ()
+        bare.infos = Infos()
+        bare.info, bare._cut_before = bare.infos.__getitem__, {}
+        return bare
+
     def n_calls(self, strategy: Strategy) -> int:
         """Return the calls made for each chunk; those of a head are made for each piece of it."""
         if strategy.n_pieces == 1:
@@ -351,23 +374,32 @@ class Program:
         """Return the values that a body with these segments leaves for other runs or the user."""
         return [value for run in runs for value in run.left]
 
-    def _find_unstageable(self) -> tuple[Node, str] | None:
+    @functools.cached_property
+    def _however_cut(self) -> tuple[tuple[Node, str] | None, tuple[Node, str] | None]:
+        """What makes the program unstageable however its bodies are cut: a write through .data, and
+        other calls."""
         if self._data_write is not None and (self.roots or _does_graph_keep_written()):
             why = (
                 "its memory is written through .data, which changes what is kept for backward; "
                 "write it without .data, under torch.no_grad()"
             )
-            return self.node(self._data_write), why
-        node = self._find_unstageable_write() if self.has_writes else None
-        if node is not None:
-            return node, "memory that several parts use is written where no part can"
+            return (self.node(self._data_write), why), None
         node = self._find_write_below_hook() if self.roots and self.has_writes else None
         if node is not None:
-            return node, "it writes memory without a graph that a value with a hook is a view of"
+            why = "it writes memory without a graph that a value with a hook is a view of"
+            return None, (node, why)
         for node in self.nodes.values() if self.is_drawing else ():
             if node.is_random and noise.is_only_whole(node.id, node.first_out):
-                return node, "how the memory lies that it draws for is known only when it has run"
-        return None
+                why = "how the memory lies that it draws for is known only when it has run"
+                return None, (node, why)
+        return None, None
+
+    def _find_unstageable(self) -> tuple[Node, str] | None:
+        first, others = self._however_cut
+        node = self._find_unstageable_write() if self.has_writes and first is None else None
+        if node is not None:
+            return node, "memory that several parts use is written where no part can"
+        return first or others
 
     def _find_write_below_hook(self) -> Node | None:
         """Return a write without a graph to the storage of a view with a hook, or None.
