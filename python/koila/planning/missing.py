@@ -6,6 +6,7 @@ from __future__ import annotations
 import bisect
 import functools
 import heapq
+from collections import Counter
 from collections.abc import Container, Mapping
 from typing import NamedTuple
 
@@ -43,9 +44,10 @@ def _lives(program: Program, schedule: Schedule) -> dict[int, _Life]:
     back: dict[int, int] = {}
     freed: dict[int, int] = {}
     for i, step in enumerate(schedule.steps):
+        for run in step.runs if step.op == Op.STORE else ():
+            made.update(dict.fromkeys(run.exports, i))
+    for i, step in enumerate(schedule.steps if made else ()):  # imports take long to describe
         for run in step.runs:
-            if step.op == Op.STORE:
-                made.update(dict.fromkeys(run.exports, i))
             for value in (program.imports[k].value for k in run.imports):
                 if i < schedule.n_forward:
                     read[value] = i
@@ -154,19 +156,19 @@ class Missing:
             Policy.REMAKE: policies.remade,
             Policy.OFFLOAD: policies.crossing if can_offload else (),
         }
-        storages = [program.info(value).storage for value in self.lives]
+        n_alike = Counter(program.info(value).storage for value in self.lives)
         #: By value that is alone in its storage: the policies that free it.
         self.options = {
             value: [policy for policy, values in options.items() if value in values]
             for value in self.lives
-            if storages.count(program.info(value).storage) == 1
+            if n_alike[program.info(value).storage] == 1
         }
         self.n_bytes = {value: program.bytes_of(value) for value in self.options}
         retained = policies.retained()
         self.maker: dict[int, int] = {}  # by value: the run of the body that makes it
         self.readers: dict[int, list[int]] = {value: [] for value in self.options}
         self.inputs_of_maker: dict[int, list[int]] = {}
-        for run in program.runs:
+        for run in program.runs if self.options else ():
             inputs = [program.imports[k].value for k in run.imports]
             for value in run.exports if run.is_body else ():
                 self.maker[value], self.inputs_of_maker[value] = run.index, inputs
