@@ -188,8 +188,12 @@ PLAIN = {
     "some = [out]; out[:, 0] = h[:, 0]; see(some[0])": True,
     "some = [out]; some[0][:, 0] = h[:, 0]; see(out * 2)": True,
     "other = out; out.add_(h); see(other)": True,
-    "with torch.no_grad(): out[:, 0] = h[:, 0]": True,
-    "out[:, 0] = h[:, 0].detach()": True,
+    "with torch.no_grad(): out[:, 0] = h[:, 0]": False,
+    "out[:, 0] = h[:, 0].detach()": False,
+    "out[0] = h.detach().sum(0)": True,
+    "n = torch.zeros(4, N_ROWS).double(); n[0] = h[:, 0].detach(); see(n)": True,
+    "n = torch.zeros(N_ROWS, 4).double(); n.scatter_(1, h.argmin(1, True), 1); see(n)": False,
+    "n = torch.zeros(N_ROWS, 4); n[torch.arange(N_ROWS), h.argmin(1)] = 1; see(n.double())": False,
     "v = out[0]; out[:, 0] = h[:, 0]; see(v)": True,
     "out.index_add_(0, torch.arange(N_ROWS), out := h)": False,
     "p = out.view(-1); out += h; see(p)": True,
@@ -232,6 +236,31 @@ def test_plain_tensors_that_only_a_name_holds(text: str, is_local: bool, chunks:
         return
     torch.testing.assert_close(got, wanted, rtol=1e-10, atol=1e-12)
     assert PLAIN[text] == (kind is not koila.LazyTensor)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
+def test_one_hot_codes_are_one_pass(chunks: int) -> None:
+    """The codes of a quantizer, which older models write into zeros: if the codes were read for
+    that, the encoder would run twice."""
+
+    def run(lazy: Any) -> list[Tensor]:
+        torch.manual_seed(1)
+        encoder, book = nn.Linear(4, 3).double(), nn.Embedding(5, 3).double()
+        x = lazy(torch.randn(N_ROWS, 4, dtype=torch.float64))
+        z = encoder(x)
+        code = torch.cdist(z, book.weight).argmin(1).unsqueeze(1)
+        one_hot = torch.zeros(code.size(0), 5, dtype=torch.float64)
+        one_hot.scatter_(1, code, 1)
+        chosen = one_hot @ book.weight
+        loss = F.mse_loss(chosen, z.detach()) + F.mse_loss(chosen.detach(), z)
+        loss.backward()
+        assert encoder.weight.grad is not None and book.weight.grad is not None
+        return [loss.detach(), encoder.weight.grad, book.weight.grad, one_hot.sum(0)]
+
+    with split(chunks, rows=("linear", "scatter_", "matmul")):
+        got = run(koila.lazy)
+    assert chunks == 1 or len(koila.report().programs) == 1
+    torch.testing.assert_close(got, run(eager), rtol=1e-10, atol=1e-12)
 
 
 class Decoder(nn.Module):

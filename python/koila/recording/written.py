@@ -112,6 +112,18 @@ def _takes_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     )
 
 
+def _has_waiting_rows(x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call writes a pending value with as many rows as `x`. A write to `x` itself
+    would compute it now, and backward() would run all that it was computed from once more."""
+    for one in meta.leaves((args, kwargs)):
+        if type(one) is _core.LazyTensor and _core.is_pending_here(one):
+            value = _core.id(one)
+            place = None if value is None else _core.value(value)[3]
+            if place is not None and x.shape[place[1] : place[1] + 1] == one.shape[place[1] :][:1]:
+                return True
+    return False
+
+
 def _is_replaceable(x: Any) -> bool:
     """Return whether nobody would notice that a lazy tensor takes the place of a plain one. That no
     other name refers to it is checked elsewhere."""
@@ -143,8 +155,13 @@ def _may_replace(
     n_held = (target.load != "") + ("BORROW" not in target.load)
     if not _core.is_held_by(args[0], _N_ASKED + n_held) or not _is_replaceable(args[0]):
         return None
-    # A write to a part of a plain tensor that takes no gradient costs less than a copy of it.
-    is_worth_it = target.is_whole or target.load == "" or _takes_gradient(args[1:], kwargs)
+    # Other writes to a part of a plain tensor cost less than a copy of it.
+    is_worth_it = (
+        target.is_whole
+        or target.load == ""
+        or _takes_gradient(args[1:], kwargs)
+        or _has_waiting_rows(args[0], args[1:], kwargs)
+    )
     return target if is_worth_it else None
 
 
