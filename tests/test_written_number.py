@@ -188,7 +188,7 @@ PLAIN = {
     "some = [out]; out[:, 0] = h[:, 0]; see(some[0])": True,
     "some = [out]; some[0][:, 0] = h[:, 0]; see(out * 2)": True,
     "other = out; out.add_(h); see(other)": True,
-    "with torch.no_grad(): out[:, 0] = h[:, 0]": False,
+    "with torch.no_grad(): out[:, 0] = h[:, 0]": True,
     "out[:, 0] = h[:, 0].detach()": False,
     "out[0] = h.detach().sum(0)": True,
     "n = torch.zeros(4, N_ROWS).double(); n[0] = h[:, 0].detach(); see(n)": True,

@@ -115,7 +115,7 @@ def _takes_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _has_waiting_rows(x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call writes a pending value with as many rows as `x`. A write to `x` itself
     would compute it now, and backward() would run all that it was computed from once more."""
-    for one in meta.leaves((args, kwargs)):
+    for one in meta.leaves((args, kwargs)) if torch.is_grad_enabled() else ():
         if type(one) is _core.LazyTensor and _core.is_pending_here(one):
             value = _core.id(one)
             place = None if value is None else _core.value(value)[3]
