@@ -55,16 +55,19 @@ class _Target(NamedTuple):
 
 
 def _is_private(real: torch.Tensor) -> bool:
-    """Return whether no other tensor has the memory of one that has no gradient."""
-    if real.requires_grad or torch.is_inference_mode_enabled() or real.is_inference():
+    """Return whether no other tensor has the memory of this one."""
+    if torch.is_inference_mode_enabled() or real.is_inference():
         return False  # of an inference tensor the copy would be one too
     return not holders.is_shared(real)
 
 
 def _is_own(lazy: Any) -> bool:
-    """Return whether a lazy has its number, in memory that no other tensor has."""
+    """Return whether a lazy has its number, without a gradient, in memory that no other tensor
+    has."""
     real = _core.real(lazy)
-    if type(real) is not torch.Tensor or _core.is_input(lazy) or not _is_private(real):
+    if type(real) is not torch.Tensor or _core.is_input(lazy):
+        return False
+    if real.requires_grad or not _is_private(real):
         return False
     del real  # release the reference before all are counted
     return _core.is_held_by(lazy, 0)
@@ -124,6 +127,17 @@ def _has_waiting_rows(x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, 
     return False
 
 
+def _has_gradient_of_its_own(x: torch.Tensor) -> bool:
+    """Return whether a copy of x that is written has other gradients than x would have.
+
+    If not, backward goes through the copy to the calls that made x. Torch refuses to write a leaf,
+    gives the gradient of x to x and to its hooks, and does not see writes under no_grad().
+    """
+    if not x.requires_grad:
+        return x.grad is not None
+    return x.is_leaf or x.retains_grad or bool(x._backward_hooks) or not torch.is_grad_enabled()
+
+
 def _is_replaceable(x: Any) -> bool:
     """Return whether nobody would notice that a lazy tensor takes the place of a plain one. That no
     other name refers to it is checked elsewhere."""
@@ -132,7 +146,7 @@ def _is_replaceable(x: Any) -> bool:
         and x._use_count() == 1  # no graph has saved it
         and x.untyped_storage().resizable()  # it is not the memory of a NumPy array
         and not (x.device.type == "cpu" and x.is_shared())  # with other processes
-        and x.grad is None
+        and not _has_gradient_of_its_own(x)
         and not x.__dict__  # attributes that a lazy tensor would not have
         and not weakref.getweakrefcount(x)
     )
