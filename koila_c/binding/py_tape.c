@@ -507,20 +507,15 @@ static int
 fill(Tape *tape, PyObject *arrays)
 {
     KlTape *core = &tape->core;
-    size_t n_others_max[2] = {0};
     KlError error;
-#define PART(name, n, max) (void **)&core->name, &core->n, max, sizeof(*core->name)
+#define PART(name, n) (void **)&core->name, &core->n, &core->n_##name##_max, sizeof(*core->name)
     const struct {
         void **array;
         size_t *n, *n_max, size;
     } parts[] = {
-        {PART(nodes, n_nodes, &core->n_nodes_max)},
-        {PART(values, n_values, &core->n_values_max)},
-        {PART(inputs, n_inputs, &core->n_inputs_max)},
-        {PART(storages, n_storages, &core->n_storages_max)},
-        {PART(axis_rows, n_axes, &core->n_axes_max)},
-        {PART(axis_of, n_axes, &n_others_max[0])},
-        {PART(orders, n_axes, &n_others_max[1])},
+        {PART(nodes, n_nodes)},       {PART(values, n_values)},  {PART(inputs, n_inputs)},
+        {PART(storages, n_storages)}, {PART(axis_rows, n_axes)}, {PART(axis_of, n_axes)},
+        {PART(orders, n_axes)},
     };
 #undef PART
     for (size_t i = 0; i < sizeof(parts) / sizeof(*parts); i++) {
