@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -162,3 +163,107 @@ def test_the_plan_of_a_large_program_is_kept(
         assert planner.plan(Program([loss]), True).n_chunks == chunks
     assert not measured
     _core.forget()
+
+
+def flip(model: nn.Sequential) -> None:
+    model[0].weight.requires_grad_(not model[0].weight.requires_grad)
+
+
+def widen(model: nn.Sequential) -> None:
+    model.double()
+
+
+def replace(model: nn.Sequential) -> None:
+    model[0].weight = nn.Parameter(torch.randn_like(model[0].weight))
+
+
+def swap_data(model: nn.Sequential) -> None:
+    model[3].weight.data = torch.randn(4, 256, dtype=model[3].weight.dtype)[:, ::2]
+
+
+def share(model: nn.Sequential) -> None:
+    model[1].bias = model[0].bias
+
+
+def give_gradients(model: nn.Sequential) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+
+def nothing(model: nn.Sequential) -> None:
+    pass
+
+
+def evaluate(model: nn.Sequential) -> None:
+    model[1].eval()
+
+
+CHANGES = [flip, widen, replace, swap_data, share, give_gradients, evaluate, nothing]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_that_changed_has_no_plan_of_before(
+    change: Callable[[nn.Sequential], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After each change the step has the plan that it has if nothing is cached, and eager's
+    gradients."""
+    loop = Loop()
+    loop.x, loop.model = loop.x.double(), loop.model.double()
+    for _ in range(3):
+        assert loop.step(there() + 9 * 2**18) > 1
+    if change is widen:
+        loop.x, loop.model = loop.x.float(), loop.model.float()
+        assert loop.step(there() + 2**20) > 1
+        loop.x = loop.x.double()
+    loop.model.zero_grad()
+    change(loop.model)
+    eager = copy.deepcopy(loop.model)
+    for one, own in zip(eager.parameters(), loop.model.parameters(), strict=True):
+        one.grad = None if own.grad is None else own.grad.clone()
+    F.cross_entropy(eager(loop.x), loop.y).backward()
+    limit = there() + 9 * 2**18
+    plans = []
+    plan = planner.plan
+
+    def noting(*args: Any) -> Any:
+        plans.append(plan(*args))
+        kept = [dict(one.plans) for one in known._known]
+        for one in known._known:
+            one.plans.clear()
+        plans.append(plan(*args))
+        for one, before in zip(known._known, kept, strict=True):
+            one.plans.update(before)
+        return plans[0]
+
+    monkeypatch.setattr(planner, "plan", noting)
+    assert loop.step(limit, is_accumulating=True) > 1
+    cached, fresh = plans
+    assert (cached.n_chunks, cached.unit, cached.strategy) == (
+        fresh.n_chunks,
+        fresh.unit,
+        fresh.strategy,
+    )
+    assert cached.predicted == fresh.predicted
+    expected = [one.grad for one in eager.parameters() if one.grad is not None]
+    for found, right in zip(loop.gradients(), expected, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
+
+
+def test_a_model_of_the_same_shape_has_the_plan_and_its_own_gradients(measured: list[Any]) -> None:
+    loop, other = Loop(), Loop()
+    torch.manual_seed(1)
+    for parameter in other.model.parameters():
+        nn.init.normal_(parameter)
+    loop.x, other.x = loop.x.double(), other.x.double()
+    loop.model, other.model = loop.model.double(), other.model.double()
+    limit = there() + 9 * 2**18
+    assert loop.step(limit) > 1
+    loop.model.zero_grad()
+    measured.clear()
+    assert other.step(limit) > 1
+    assert not measured
+    eager = copy.deepcopy(other.model)
+    eager.zero_grad()
+    F.cross_entropy(eager(other.x), other.y).backward()
+    for found, right in zip(other.gradients(), eager.parameters(), strict=True):
+        torch.testing.assert_close(found, right.grad, rtol=1e-10, atol=1e-12)
