@@ -212,6 +212,81 @@ def attention(lazy: Lazy) -> Any:
     return found(grad.pow(2).sum((1, 2)).mean(), layer)
 
 
+@by_samples
+def activations_in_place(lazy: Lazy) -> Any:
+    """As critics are written; what makes the images writes in place too, and waits."""
+    act = nn.LeakyReLU(0.2, inplace=True)
+    D = nn.Sequential(nn.Linear(4, 6), act, nn.Linear(6, 6), act, nn.Linear(6, 1)).double()
+    G = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), act, nn.Linear(5, 4)).double()
+    real, z = lazy(rows(4), rows(3))
+    fake = G(z)
+    share = torch.rand(N_ROWS, 1, dtype=torch.float64)
+    between = (share * real.data + (1 - share) * fake.data).requires_grad_(True)
+    score = D(between)
+    grad = gradient(score, between, torch.ones_like(score))
+    loss = D(fake).mean() - D(real).mean() + 10 * ((grad.norm(2, dim=1) - 1) ** 2).mean()
+    return *found(loss, D, G), grad
+
+
+@by_samples
+def several_writes_of_one_result(lazy: Lazy) -> Any:
+    D = critic()
+    x = lazy(rows(4).requires_grad_())
+    h = D[0](x).mul_(2).add_(0.1)
+    h += 1
+    grad = gradient(D[2](h.sigmoid_()).sum(), x)
+    return *found(grad.pow(2).sum(1).mean() + h.sin().mean(), D), x.grad
+
+
+@by_samples
+def inputs_that_were_written_before(lazy: Lazy) -> Any:
+    D, first = critic(), nn.Linear(4, 4).double()
+    x, scale = lazy(rows(4), rows(4))
+    h, scale = first(x).relu_(), (scale * 2).add_(1)
+    grad = gradient((D(h) * scale).sum(), h)
+    return found((grad * h).sum(1).pow(2).mean(), D, first)
+
+
+@at_once
+def a_write_through_a_view(lazy: Lazy) -> Any:
+    D = critic()
+    x = lazy(rows(4).requires_grad_())
+    h = D[0](x)
+    h.view(N_ROWS, 2, 3).tanh_()
+    return *found(gradient(D[2](h).sum(), x).norm(dim=1).mean(), D), x.grad
+
+
+@at_once
+def a_write_of_what_another_call_read(lazy: Lazy) -> Any:
+    D = critic()
+    x = lazy(rows(4).requires_grad_())
+    h = D[0](x)
+    before = h.sum(1)
+    score = D[2](F.tanh(h.mul_(2))).squeeze(1)
+    return *found(gradient((score * before).sum(), x).norm(dim=1).mean(), D), x.grad
+
+
+@at_once
+def a_write_of_detached_memory(lazy: Lazy) -> Any:
+    D, w = critic(), torch.ones(6, dtype=torch.float64)
+    x = lazy(rows(4).requires_grad_())
+    h = D[0](x)
+    score = (h * w).sum(1)
+    h.detach().mul_(2)
+    return *found(gradient(score.sin().sum() + D[2](h).sum(), x).norm(dim=1).mean(), D), x.grad
+
+
+@at_once
+def a_write_of_what_is_read_without_gradient(lazy: Lazy) -> Any:
+    D = critic()
+    x, scale = lazy(rows(4).requires_grad_(), rows(1))
+    scale = scale * 1
+    score = D(x) + scale
+    scale.add_(1)
+    score = score.exp() + scale
+    return *found(gradient(score.sum(), x).norm(dim=1).mean(), D), x.grad
+
+
 @at_once
 def statistics_of_the_batch(lazy: Lazy) -> Any:
     D = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
@@ -347,11 +422,11 @@ def test_a_derivative_is_told_of_its_line() -> None:
     assert "test_derived.py:" in text
 
 
-def test_memory() -> None:
+@pytest.mark.parametrize("in_place", [False, True])
+def test_memory(in_place: bool) -> None:
     """A penalty on images takes less in chunks, and runs where half of eager's peak is allowed."""
-    net = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1), nn.LeakyReLU(0.2), nn.Conv2d(16, 16, 3, padding=1)
-    )
+    act = nn.LeakyReLU(0.2, in_place)
+    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), act, nn.Conv2d(16, 16, 3, padding=1))
 
     def step(x: Tensor) -> None:
         x.requires_grad_()
@@ -384,7 +459,9 @@ def dropout(x: Tensor) -> Tensor:
 
 
 def in_place(x: Tensor) -> Tensor:
-    return F.relu_(x * 2).sum()
+    h = x * 2
+    h[:, 0].relu_()
+    return h.sum()
 
 
 def mean_of_classes(x: Tensor) -> Tensor:

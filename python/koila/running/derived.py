@@ -181,9 +181,6 @@ def record(
     places = [program.info(one).place for one in ids]
     if any(map(_has_hooks, map(_core.real, inputs))):
         return _HOOKED
-    if program.has_writes:
-        writing = (one for one in program.nodes.values() if one.writes or one.leaf_writes)
-        return next(map(_why_not, writing), "a tensor is written in place")
     if len(ids) < len(inputs) or None in places or places[0] is None:
         return "an input has no samples"
     ends = [_end(program, *pair) for pair in zip(outputs, gradients, strict=True)]
@@ -193,6 +190,8 @@ def record(
     found = _between(program, ids, [value for value, _ in pairs], places[0][0])
     if isinstance(found, str):
         return found
+    if program.has_writes and (write := _find_write_between(program, found, ids, pairs)):
+        return _why_not(write)
     read = {value: _given(program, value, at, inputs[0]) for value, at in found.read.items()}
     if any(one is None for one in read.values()):
         return _OTHERS
@@ -296,7 +295,7 @@ def _between(
         if needed.isdisjoint(node.outs):
             continue
         is_other = node.mode != ROWS or node.axis != axis or node.is_random or node.region
-        if is_other or node.writes or node.leaf_writes:
+        if is_other or node.leaf_writes:
             return _why_not(node)
         found.append(node)
         made.update(node.outs)
@@ -313,6 +312,42 @@ def _between(
             if one.is_range or read.setdefault(one.value, one.place) != one.place:
                 return _OTHERS
     return _Found(found[::-1], read)
+
+
+def _find_write_between(
+    program: Program, found: _Found, inputs: Sequence[int], ends: Sequence[tuple[int, Any]]
+) -> Node | None:
+    """Return a call that writes what the calls in `found` make or read, if they cannot be
+    differentiated, or run once more, beside it; None if there is no such call.
+
+    They can beside a write by one of them to the result of another, as by `nn.ReLU(inplace=True)`,
+    if that write alone reads it and it has no views; and after a write that came before all of
+    them.
+    """
+    made = {out for node in found.nodes for out in node.outs}
+    own = {node.id: program.imports[node.imports[0]].value for node in found.nodes if node.writes}
+    n_readers: dict[int, int] = {}
+    by_storage: dict[int, set[int]] = {}
+    for value in (
+        *inputs,
+        *found.read,
+        *(out for node in program.nodes.values() for out in node.outs),
+    ):
+        by_storage.setdefault(program.info(value).storage, set()).add(value)
+    for node in program.nodes.values():
+        for value in {program.imports[k].value for k in node.imports if k >= 0}:
+            n_readers[value] = n_readers.get(value, 0) + 1
+    overwritten = made.intersection(own.values()).difference(value for value, _ in ends)
+    is_free = {value for value in overwritten.difference(inputs) if n_readers[value] == 1}
+    for write in (node for node in program.nodes.values() if node.writes):
+        values = by_storage[program.info(write.first_out).storage]
+        before = {value for value in values if value < write.first_out}
+        if write.id in own:
+            if write.writes != 1 or not before <= is_free:
+                return write
+        elif not before.isdisjoint(made.union(inputs, found.read)):
+            return write
+    return None
 
 
 def _given(program: Program, value: int, place: Place | None, like: Any) -> Any:
