@@ -85,11 +85,70 @@ def others_are_selected(x: Tensor, z: Tensor, w: Tensor) -> Any:
     return others.logsumexp(1), of_columns.logsumexp(1), stacked[small] * 2
 
 
+def _pieces(h: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """As splines are written: another function inside of an interval than outside."""
+    inside = (h >= -0.5) & (h <= 0.5)
+    outside = ~inside
+    outputs, total = torch.zeros_like(h), torch.zeros_like(h)
+    outputs[outside] = h[outside]
+    total[outside] = 0
+    wide = (h.unsqueeze(-1) * w)[inside, :]
+    outputs[inside] = wide.sum(-1).exp()
+    total[inside] = wide.tanh().sum(-1)
+    return outputs, total
+
+
+@PROGRAMS.add
+def pieces(x: Tensor, w: Tensor) -> Any:
+    outputs, total = _pieces((x @ w).tanh(), w)
+    again, more = _pieces(outputs.tanh(), w)
+    total = total.sum(-1)
+    total += more.sum(-1)
+    return again, total
+
+
+@PROGRAMS.add
+def a_mask_that_is_written_later(x: Tensor, w: Tensor) -> Any:
+    """Eager keeps the mask where a gradient goes through the write, and refuses the next one."""
+    mask, out = x > 0, torch.zeros_like(x)
+    out[mask] = x[mask].exp()
+    mask.logical_not_()
+    out[mask] = x[mask] * 2
+    other = ~mask
+    out[other] = out[other] + 1
+    other[:, 0] = True
+    return (out * other) @ w, out
+
+
+@PROGRAMS.add
+def what_others_see_is_written(x: Tensor, w: Tensor) -> Any:
+    h = x @ w
+    out, mask, other = torch.zeros_like(h), h > 0, h > 1
+    column, same = out[:, 0], out
+    out[mask] = h[mask].exp()
+    out[other] = h[other].tanh()
+    return out, column * 2, same
+
+
 @each_count
 @pytest.mark.parametrize("is_read_first", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_equals_eager(name: str, is_read_first: bool, chunks: int) -> None:
     PROGRAMS.check(name, chunks, is_read_first)
+
+
+def test_writes_through_masks_are_in_one_program() -> None:
+    """Reading a mask computes what is written; the write goes to a copy, which is recorded."""
+    torch.manual_seed(0)
+    w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    with koila.config(chunks=3):
+        h = (koila.lazy(torch.randn(N_ROWS, 4, dtype=torch.float64)) @ w).tanh()
+        outputs, total = _pieces(h, w)
+        (outputs.sum() + total.pow(2).sum()).backward()
+    *reads, last = koila.report().programs
+    assert {one.what for one in reads} == {"getitem()"}
+    assert last.n_chunks == 3
+    assert sum(one.n_calls for one in reads) < last.n_calls / 2
 
 
 def test_what_does_not_fit_is_in_the_words_of_torch() -> None:

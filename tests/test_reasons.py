@@ -64,6 +64,11 @@ def _add_to_an_item(h: Tensor) -> None:
     totals[0].add_(h.sum(1))
 
 
+def _write_nothing(h: Tensor) -> None:
+    out, mask = h * 1, h > 1e9
+    out[mask] = h[mask]
+
+
 CALLS: list[tuple[int, Callable[[Any], Any], str]] = [
     (0, empty_labels, "empty; leave empty batches out"),
     (0, lambda h: F.group_norm(h, 4), "empty; leave empty batches out"),
@@ -74,6 +79,7 @@ CUT = [
     (lambda h: Doubles.apply(h), "custom autograd.Function gets real tensors; write it with"),
     (_write_data, "write it without .data, under torch.no_grad()"),
     (lambda h: torch.nonzero(h), "size of its result depends on numbers"),
+    (_write_nothing, "empty; leave empty batches out"),
     (_add_to_an_item, "it writes into a plain tensor; make that with h.new_zeros"),
     (_write_an_item, "it writes into a plain tensor; make that with h.new_zeros"),
 ]

@@ -14,6 +14,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from koila import _core
 from koila.basics import config
+from koila.recording import written
 from koila.reporting import reports
 from koila.running import arrays
 
@@ -153,9 +154,11 @@ def assign(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented
     if not _goes_by_rows(x, x.shape[0]):
         return NotImplemented  # a value with rows cannot be written into one without
-    of_all = mask.reshape(mask.shape + (1,) * (x.dim() - mask.dim())).expand_as(x)
-    if int(_read_number(mask).sum()) != source.shape[0]:
+    known = _read_number(mask)
+    if int(known.sum()) != source.shape[0]:
         return NotImplemented
+    written.take_copy(x)  # the read may have computed x: the write goes to what is recorded next
+    of_all = known.reshape(mask.shape + (1,) * (x.dim() - mask.dim())).expand_as(x)
     made = _scatter(x, of_all, source)
     if made is NotImplemented:
         return made

@@ -41,11 +41,14 @@ def why(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] 
         return "compiled code gets real tensors; call the function that it was compiled from"
     if name.endswith("="):
         return "both tensors then share memory; write the values instead, with copy_()"
-    if name == "setitem" or (name.endswith("_") and args and type(args[0]) is torch.Tensor):
+    is_write = name == "setitem" or name.endswith("_")
+    if is_write and args and type(args[0]) is torch.Tensor:
         return (
             "it writes into a plain tensor; make that with h.new_zeros(...) of a lazy h, or join "
             "the values with torch.stack"
         )
+    if name == "setitem":
+        return _why_op("__setitem__", args, kwargs or {})
     if not _schemas(name):
         return "koila cannot look into it, so it gets real tensors; call it where these are small"
     return _why_op(name, args, kwargs or {})

@@ -73,6 +73,18 @@ def _is_own(lazy: Any) -> bool:
     return _core.is_held_by(lazy, 0)
 
 
+def take_copy(lazy: Any) -> bool:
+    """Record that a lazy with its number becomes a copy of it, so that a write can be recorded.
+
+    Returns:
+        Whether it became one: nothing else has its memory.
+    """
+    if not _is_own(lazy):
+        return False
+    _core.swap(lazy, _core.like(cast(torch.Tensor, _core.real(lazy)), lazy).clone())
+    return True
+
+
 def _begin(op: dis.Instruction) -> tuple[int | None, int | None]:
     """Return the line and the column at which the expression of an instruction begins."""
     return (op.positions.lineno, op.positions.col_offset) if op.positions else (None, None)
@@ -246,10 +258,8 @@ def instead(handler: Handler | None) -> Handler:
             target = _may_replace(func, args, kwargs, frame)
             if target is not None:
                 result = _write_copy(func, args, kwargs, frame, target)
-        elif kind is _core.LazyTensor and _is_own(args[0]):
-            x, real = args[0], cast(torch.Tensor, _core.real(args[0]))
-            _core.swap(x, _core.like(real, x).clone())
-            result = func(x, *args[1:], **kwargs)
+        elif kind is _core.LazyTensor and take_copy(args[0]):
+            result = func(*args, **kwargs)
         if result is NotImplemented and handler is not None:
             return handler(func, args, kwargs)
         return result
