@@ -175,7 +175,7 @@ STORIES: dict[Callable[..., Any], str] = {
     both_losses_first: OUT,
     a_value_from_before: "",
     two_heads: "",
-    three_networks: OUT,
+    three_networks: "",
     a_network_in_two_places: OUT,
     statistics_and_draws: OUT,
     a_hook: "the second backward is that of a whole run",

@@ -260,13 +260,16 @@ KL_DEFINE(forget_left, ignored)
     Py_RETURN_NONE;
 }
 
-static bool
-reads_lost(const KlTape *core, const KlNode *node, const bool *lost)
+/* What a value needs and has lost: a leaf, which was changed; a graph, which a backward has freed. */
+enum { LEAF = 1, GRAPH = 2 };
+
+static uint8_t
+find_lost(const KlTape *core, const KlNode *node, const uint8_t *lost)
 {
-    bool result = false;
+    uint8_t result = 0;
     for (uint32_t k = 0; k < node->n_inputs && !node->is_done; k++) {
         KlValueId value = core->inputs[node->first_input + k].value;
-        result = result || (value != KL_ID_NONE && lost[value]);
+        result |= value != KL_ID_NONE ? lost[value] : 0;
     }
     return result;
 }
@@ -279,11 +282,11 @@ kl_stale_is_enough(const Tape *tape, KlValueId value)
            kl_stale_version(entry->result) == entry->version && is_rewritten(tape, value) == 0;
 }
 
-/* List the values that no run can compute again since a leaf of theirs was changed, or (is_over) left by an earlier step.
- * Without `is_cutting`: those that LazyTensors point at; returns 0 if one of them has no number. With it: those whose
- * number is enough for their readers. 1: done; -1 on failure. `lost`: scratch, [n_values]. */
+/* List the values that no run can compute again since a leaf of theirs was changed, or (is_over) whose graph leads to a
+ * freed one. Without `is_cutting`: those that LazyTensors point at; returns 0 if one of them has no number. With it: those
+ * whose number is enough for their readers. 1: done; -1 on failure. `lost`: scratch, [n_values]. */
 static int
-find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject **list, bool is_cutting)
+find_outdated(const Tape *tape, bool is_over, uint8_t *lost, PyObject **list, bool is_cutting)
 {
     const KlTape *core = &tape->core;
     for (size_t i = 0; i < core->n_values; i++) {
@@ -291,19 +294,21 @@ find_outdated(const Tape *tape, bool is_over, bool *lost, PyObject **list, bool 
         if (result < 0) {
             return -1;
         }
-        lost[i] = result > 0 || (is_over && core->values[i].state == KL_STATE_OLD);
+        bool is_freed = is_over && core->values[i].state == KL_STATE_FREED;
+        lost[i] = result > 0 ? LEAF : is_freed ? GRAPH : 0;
     }
     for (size_t i = core->n_done; i < core->n_nodes; i++) {
         const KlNode *node = &core->nodes[i];
-        bool is_outdated = reads_lost(core, node, lost);
-        for (uint32_t k = 0; k < node->n_outs && is_outdated; k++) {
+        uint8_t by = find_lost(core, node, lost);
+        for (uint32_t k = 0; k < node->n_outs && by != 0; k++) {
             KlValueId out = node->first_out + k;
-            if (core->values[out].node != i) {
-                continue; /* it is a leaf by now */
+            uint8_t lost_here = core->values[out].meta.requires_grad ? by : by & LEAF;
+            if (core->values[out].node != i || lost_here == 0) {
+                continue; /* it is a leaf by now, or has no graph */
             }
             bool is_known =
                 is_cutting ? kl_stale_is_enough(tape, out) : tape->values[out].result != NULL;
-            lost[out] = !is_cutting || !is_known;
+            lost[out] = is_cutting && is_known ? 0 : lost_here;
             if (tape->values[out].handle == NULL && !is_cutting) {
                 continue;
             }
@@ -330,9 +335,9 @@ KL_DEFINE(outdated, is_over)
         kl_tape_retire(&tape->core, false);
     }
     /* Only a run in chunks gives a number to a value that stays on the tape. */
-    bool *lost = tape->is_kept && tape->core.n_done < tape->core.n_nodes
-                     ? kl_alloc_zeroed(tape->core.n_values, sizeof(*lost))
-                     : NULL;
+    uint8_t *lost = tape->is_kept && tape->core.n_done < tape->core.n_nodes
+                        ? kl_alloc_zeroed(tape->core.n_values, sizeof(*lost))
+                        : NULL;
     if (lost != NULL) {
         status = find_outdated(tape, is_over == Py_True, lost, &list, false);
     }
@@ -341,11 +346,6 @@ KL_DEFINE(outdated, is_over)
         status = status == 0 ? find_outdated(tape, is_over == Py_True, lost, &cuts, true) : status;
     }
     kl_alloc_free(lost);
-    for (size_t i = 0; i < tape->core.n_values; i++) {
-        KlValue *value = &tape->core.values[i];
-        bool is_old = is_over == Py_True && value->state == KL_STATE_FREED;
-        value->state = is_old ? KL_STATE_OLD : value->state;
-    }
 done:;
     PyObject *result = status < 0 ? NULL : PyTuple_Pack(2, list, cuts);
     KL_DROP(cuts, list);

@@ -50,7 +50,7 @@ typedef struct Value {
     bool is_input;      /* made by lazy(): calls on it are always recorded */
     bool is_touched;    /* torch's dispatcher saw the placeholder: not recycled */
     bool is_lost;       /* detached: it may share memory with another, see KlStorage */
-    bool is_freed;      /* detached: a backward has freed its graph, or it is outdated */
+    bool is_freed;      /* detached: it left with a graph that is freed or outdated */
     KlPlaceholder placeholder;
 } Value;
 

@@ -200,9 +200,10 @@ kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value)
     }
     KlStorage *storage = &tape->core.storages[tape->core.values[*value].storage];
     storage->is_uncertain = storage->is_lost = lazy->is_lost;
-    if (lazy->is_freed && tape->core.values[*value].meta.requires_grad) {
+    if (lazy->is_freed && kl_py_truth(PyObject_GetAttrString(lazy->real, "is_leaf")) == 0) {
         tape->core.values[*value].state = KL_STATE_FREED;
     }
+    PyErr_Clear(); /* torch raises for a view of several whose base was written */
     kl_tape_hold(tape, *value, lazy);
     lazy->tape = (Tape *)Py_NewRef((PyObject *)tape);
     lazy->id = *value;

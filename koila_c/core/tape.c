@@ -459,6 +459,19 @@ kl_tape_set_failed(KlTape *tape, KlNodeId id)
     }
 }
 
+static bool
+is_any_out_reached(const KlTape *tape, KlNodeId id)
+{
+    const KlNode *node = &tape->nodes[id];
+    for (uint32_t k = 0; k < node->n_outs; k++) {
+        const KlValue *out = &tape->values[node->first_out + k];
+        if (out->is_reached && out->node == id) { /* not cut */
+            return true;
+        }
+    }
+    return false;
+}
+
 /* Set is_reached of the values that the user can reach, or that a reached value depends on, or that a pending draw makes
  * or reads. A write in place is reached if the user can reach its storage. This allocates nothing, since a commit
  * calls it and must not fail. */
@@ -476,10 +489,8 @@ find_reached(KlTape *tape)
     for (size_t i = tape->n_nodes; i-- > 0;) {
         KlNode *node = &tape->nodes[i];
         KlValue *outs = &tape->values[node->first_out];
-        bool is_reached = node->writes != 0 && tape->storages[outs->storage].is_held;
-        for (uint32_t k = 0; k < node->n_outs; k++) {
-            is_reached = is_reached || (outs[k].is_reached && outs[k].node == i); /* not cut */
-        }
+        bool is_reached = (node->writes != 0 && tape->storages[outs->storage].is_held) ||
+                          is_any_out_reached(tape, (KlNodeId)i);
         node->is_dead_draw = !is_reached && kl_tape_waits_to_draw(node);
         is_reached = is_reached || node->is_dead_draw;
         for (uint32_t k = 0; is_reached && k < node->n_outs; k++) {
@@ -571,19 +582,6 @@ kl_tape_abandon(KlTape *tape, KlNodeId first)
     }
 }
 
-static bool
-is_any_out_reached(const KlTape *tape, KlNodeId id)
-{
-    const KlNode *node = &tape->nodes[id];
-    for (uint32_t k = 0; k < node->n_outs; k++) {
-        const KlValue *out = &tape->values[node->first_out + k];
-        if (out->is_reached && out->node == id) {
-            return true;
-        }
-    }
-    return false;
-}
-
 void
 kl_tape_retire(KlTape *tape, bool is_abandoned_only)
 {
@@ -624,11 +622,7 @@ find_writers_before(KlTape *tape)
     for (size_t i = tape->n_nodes; i-- > 0;) {
         KlNode *node = &tape->nodes[i];
         const KlInput *inputs = &tape->inputs[node->first_input];
-        bool is_run = node->must_run;
-        for (uint32_t k = 0; k < node->n_outs; k++) {
-            const KlValue *out = &tape->values[node->first_out + k];
-            is_run = is_run || (out->is_reached && out->node == i); /* not cut */
-        }
+        bool is_run = node->must_run || is_any_out_reached(tape, (KlNodeId)i);
         for (uint32_t k = 0; node->leaf_writes >> k != 0; k++) {
             bool is_asked =
                 inputs[k].value != KL_ID_NONE && tape->values[inputs[k].value].is_reached;
@@ -651,17 +645,22 @@ kl_tape_find_known(KlTape *tape)
     find_reached(tape);
     for (size_t i = 0; i < tape->n_values; i++) {
         tape->values[i].has_history = false;
+        tape->values[i].is_over = tape->values[i].state == KL_STATE_FREED;
     }
     for (size_t i = 0; i < tape->n_nodes; i++) {
         KlNode *node = &tape->nodes[i];
-        bool has_gradient = false;
+        bool has_gradient = false, is_over = false;
         for (uint32_t k = 0; k < node->n_inputs; k++) {
             KlValueId value = tape->inputs[node->first_input + k].value;
             has_gradient = has_gradient || (value != KL_ID_NONE && tape->values[value].has_history);
+            is_over = is_over || (value != KL_ID_NONE && tape->values[value].is_over);
         }
         for (uint32_t k = 0; k < node->n_outs; k++) {
             KlValue *out = &tape->values[node->first_out + k];
-            out->has_history = has_gradient || out->meta.requires_grad;
+            if (out->node == i) { /* not cut */
+                out->is_over = out->meta.requires_grad && is_over;
+                out->has_history = has_gradient || (out->meta.requires_grad && !is_over);
+            }
         }
         node->must_run = !node->is_done && !node->is_abandoned && must_run_now(tape, (KlNodeId)i);
         has_any = has_any || node->must_run;

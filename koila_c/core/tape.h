@@ -13,7 +13,6 @@ typedef enum {
     KL_STATE_KNOWN,   /* has its number, and its node can still run backward */
     KL_STATE_LIVE, /* has a real tensor with a plain autograd graph: after a live run; and each leaf */
     KL_STATE_FREED, /* has its number, but its graph is freed: it is read as a leaf */
-    KL_STATE_OLD,   /* likewise, and an optimizer's step has ended since */
 } KlState;
 
 typedef struct KlInput {
@@ -32,7 +31,8 @@ typedef struct KlValue {
     uint8_t state;       /* KlState */
     bool is_wanted;      /* the user can still reach it */
     bool is_reached,
-        has_history; /* scratch: a wanted value depends on it; it requires a gradient */
+        has_history; /* scratch: a wanted value depends on it; a backward may go through it */
+    bool is_over;    /* scratch: a backward through it would get to a freed graph */
     bool is_hooked;  /* a hook needs the gradient of all rows: its readers are in a later stage */
     KlValueId retained_as; /* retain_grad: the value whose .grad its gradient is; else KL_ID_NONE */
 } KlValue;
@@ -236,7 +236,7 @@ kl_tape_has_draw(const KlTape *tape)
 bool kl_tape_has_dead_draw(KlTape *tape);
 
 /* Set must_run of the nodes that can run now without a backward later: pending, wanted, and no input requires a
- * gradient. Return whether there is one. */
+ * gradient, or one is of a freed graph. Return whether there is one. */
 bool kl_tape_find_known(KlTape *tape);
 
 /* Return the inputs of a node. */

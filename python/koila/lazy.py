@@ -293,8 +293,8 @@ def _warn_in_worker() -> None:
 
 def _begin(n_rows: int) -> int:
     """Begin another batch of `n_rows` rows; return its axis."""
-    settle_outdated(is_over=True)
     flush.flush_known("lazy() of another batch")
+    settle_outdated(is_over=True)
     reports.begin_batch(n_rows)
     return _core.new_axis()
 

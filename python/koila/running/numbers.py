@@ -240,7 +240,7 @@ def settle_outdated(is_over: bool = False) -> None:
     """Take the graph from values that have a number and can no longer be differentiated.
 
     Those are values whose parameters have changed since. If the step `is_over`, they are also
-    values computed from numbers that a backward left before the last step ended: a script that
+    values whose gradient would have to go through a graph that a backward freed: a script that
     keeps such values would otherwise keep their programs alive.
     """
     all_such, some = _core.outdated(is_over)
