@@ -184,7 +184,7 @@ MUTANTS = [
     Mutant(
         "schedule: graphs keep inputs that are elsewhere meanwhile",
         "koila_c/core/schedule_units.c",
-        "is_near = build->policies[value] <= KL_POLICY_EMPTY;",
+        "is_near = build->policies[value] <= KL_POLICY_REMATERIALIZE;",
         "is_near = build->policies[value] <= KL_POLICY_OFFLOAD;",
         "tests/test_core_c.py -k test_schedule",
     ),

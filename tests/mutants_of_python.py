@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from mutant import BRIDGE, CROSS, FUSE, NOISE, PROGRAMS, STEPS, WAITING, Mutant
+from mutant import BOUNDARY, BRIDGE, FUSE, NOISE, PROGRAMS, STEPS, WAITING, Mutant
 
 MUTANTS = [
     Mutant(
@@ -56,12 +56,13 @@ MUTANTS = [
         "python/koila/running/replay.py",
         "found.append((value, real, gradient))",
         "found += [(value, real, gradient)] * 2",
-        "tests/test_cross.py",
+        "tests/test_boundary.py",
     ),
     Mutant(
         "gradient: what barriers send back is lost",
         "python/koila/running/interpret.py",
-        "seed = stages.cross[value].take_total_gradient()\n            if value in stages.roots:",
+        "seed = stages.boundary[value].take_total_gradient()\n"
+        "            if value in stages.roots:",
         "seed = None\n            if value in stages.roots:",
         f"{PROGRAMS} -k standardised",
     ),
@@ -290,72 +291,72 @@ MUTANTS = [
         WAITING,
     ),
     Mutant(
-        "cross: the first gradient stays the memory of others",
+        "boundary: the first gradient stays the memory of others",
         "python/koila/running/sending.py",
         "enumerate(owned(gradients))",
         "enumerate(gradients)",
         "tests/test_random_writes.py::test_once_wrong",
     ),
     Mutant(
-        "cross: gradients of half precision are summed in it",
+        "boundary: gradients of half precision are summed in it",
         "python/koila/basics/rows.py",
         "alias.grad_dtype = WIDENED[tensor.dtype]",
         "alias.grad_dtype = tensor.dtype",
-        "tests/test_precision.py tests/test_cross.py",
+        "tests/test_precision.py tests/test_boundary.py",
     ),
     Mutant(
-        "cross: of several gradients of a chunk one counts",
-        "python/koila/running/cross.py",
+        "boundary: of several gradients of a chunk one counts",
+        "python/koila/running/boundary.py",
         "                grad = add(grad, part)",
         "                grad = part",
-        "tests/test_cross.py",
+        "tests/test_boundary.py",
     ),
     Mutant(
-        "cross: a chunk's gradient takes the place of what was there",
-        "python/koila/running/cross.py",
+        "boundary: a chunk's gradient takes the place of what was there",
+        "python/koila/running/boundary.py",
         "alias.grad, True)\n            alias.grad = None",
         "alias.grad, False)\n            alias.grad = None",
-        CROSS,
+        BOUNDARY,
     ),
     Mutant(
-        "cross: gradients of rows are lost beside those of the whole",
-        "python/koila/running/cross.py",
+        "boundary: gradients of rows are lost beside those of the whole",
+        "python/koila/running/boundary.py",
         "return total if of_rows is None else add(total, of_rows)",
         "return of_rows if total is None else total",
         "tests/test_read_whole.py -k leaves",
     ),
     Mutant(
-        "cross: each chunk has as many terms as the first",
-        "python/koila/running/cross.py",
+        "boundary: each chunk has as many terms as the first",
+        "python/koila/running/boundary.py",
         "else tensor * (n_rows / first)",
         "else tensor.clone()",
-        CROSS,
+        BOUNDARY,
     ),
     Mutant(
-        "cross: a chunk that is settled twice has its last gradient",
-        "python/koila/running/cross.py",
+        "boundary: a chunk that is settled twice has its last gradient",
+        "python/koila/running/boundary.py",
         "seeds[key] = gradient if known is None else known + gradient",
         "seeds[key] = gradient or known",
         "tests/test_batch_norm.py",
     ),
     Mutant(
-        "cross: what was emptied is filled with nothing",
-        "python/koila/running/cross.py",
+        "boundary: a rematerialized storage gets no numbers",
+        "python/koila/running/boundary.py",
         "again.set_(storage, 0, of.shape, of.stride()).copy_(tensor.detach())",
         "again.set_(storage, 0, of.shape, of.stride()).zero_()",
         WAITING,
     ),
     Mutant(
-        "cheap: nothing is emptied",
+        "cheap: no storage is freed",
         "python/koila/running/interpret.py",
-        "for chunk in cross.chunks:\n                cross.empty(chunk)",
-        "for _ in cross.chunks:\n                pass",
+        "for chunk in boundary.chunks:\n                boundary.free_storage(chunk)",
+        "for _ in boundary.chunks:\n                pass",
         WAITING,
     ),
     Mutant(
-        "cheap: what was filled stays",
+        "cheap: rematerialized values stay",
         "python/koila/running/cheap.py",
-        "            self.empty(chunk, before)\n",
+        "            self.free(chunk, before)\n",
         "            before.clear()\n",
         WAITING,
     ),
@@ -761,8 +762,8 @@ MUTANTS = [
     Mutant(
         "numbers: what was made in inference mode is saved for backward",
         "python/koila/running/numbers.py",
-        "if self.cross[value].is_inference and not result.is_inference():",
-        "if not self.cross and not result.is_inference():",
+        "if self.boundary[value].is_inference and not result.is_inference():",
+        "if not self.boundary and not result.is_inference():",
         "tests/test_inference_mode.py",
     ),
     Mutant(

@@ -18,12 +18,12 @@ def as_such(way: Strategy) -> Make:
     return lambda program: way
 
 
-def emptying(longest: int) -> Make:
-    """What cheap calls recompute is emptied, in chains of so many at most."""
+def rematerializing(longest: int) -> Make:
+    """Free what cheap calls recompute, in chains of so many at most."""
 
     def make(program: Program) -> Strategy:
         values = Policies(program, True).in_chains(longest)
-        return Strategy(policies=program.policies(dict.fromkeys(values, Policy.EMPTY)))
+        return Strategy(policies=program.policies(dict.fromkeys(values, Policy.REMATERIALIZE)))
 
     return make
 

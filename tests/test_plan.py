@@ -491,17 +491,17 @@ def test_a_refusal_names_what_was_compared() -> None:
         (0.7, b""),
         (0.62, b"2"),
         (0.58, b"4"),
-        (0.5, b"remade 2"),
-        (0.3, b"remade 2"),
+        (0.5, b"recomputed 2"),
+        (0.3, b"recomputed 2"),
     ],
 )
 def test_chunks_that_are_asked_for_take_the_cheapest_way_that_is_enough(
     share: float, wanted: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or, where none is, the cheapest that takes little more than the least. What crosses is made
-    again where to empty what is cheap is not enough."""
+    again where rematerializing cheap calls is not enough."""
     by_policies = {b"": 700, b"1": 650, b"2": 600, b"4": 580, b"8": 579}
-    by_policies |= {b"remade 2": 490, b"remade 3": 520, b"remade 4": 480}
+    by_policies |= {b"recomputed 2": 490, b"recomputed 3": 520, b"recomputed 4": 480}
     needs = {Strategy(policies=policies): n_bytes for policies, n_bytes in by_policies.items()}
 
     class Needs:

@@ -15,7 +15,7 @@ from koila.planning import planner, plans
 from koila.planning.strategies import Strategies
 from koila.staged.program import Program
 from koila.staged.schedule import Policy, Strategy
-from policies import Make, as_such, emptying, every, mixed
+from policies import Make, as_such, every, mixed, rematerializing
 from sanitizers import fewer
 
 pytestmark = pytest.mark.sanitize
@@ -26,7 +26,7 @@ STRATEGIES: dict[str, Callable[[int], Make]] = {
     "pieces": lambda seed: as_such(Strategy(n_pieces=2)),
     "a policy for each value": mixed,
     "policies and segments": lambda seed: mixed(seed, 3),
-    "emptied in chains": lambda seed: emptying(4),
+    "rematerialized in chains": lambda seed: rematerializing(4),
     "offloaded": lambda seed: every(2, Policy.OFFLOAD),
 }
 #: Scripts that differ still, by strategy and seed.

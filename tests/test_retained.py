@@ -29,7 +29,7 @@ from koila.running import retained, saved
 from koila.staged.program import Program
 from koila.staged.schedule import Op
 from limits import there
-from policies import Make, emptying, mixed
+from policies import Make, mixed, rematerializing
 
 ROWS = 7
 
@@ -406,7 +406,7 @@ def bottlenecks() -> nn.Module:
 
 
 class Pooled(nn.Module):
-    """A body whose graph cannot wait reads what was emptied."""
+    """A body whose graph cannot wait reads values whose storage was freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -425,7 +425,7 @@ class Pooled(nn.Module):
         return made
 
 
-#: Networks of which something may be emptied.
+#: Networks of which some values may be rematerialized.
 CHEAP: dict[str, Callable[[], nn.Module]] = {
     "bottlenecks": bottlenecks,
     "blocks": lambda: norm_networks.resnet(False),
@@ -437,7 +437,7 @@ CHEAP: dict[str, Callable[[], nn.Module]] = {
 
 #: Ways to store the values that their bodies leave for each other.
 MOVED: dict[str, Make] = {
-    **{f"chains of {n}": emptying(n) for n in (1, 2, 5)},
+    **{f"chains of {n}": rematerializing(n) for n in (1, 2, 5)},
     **{f"mixed {seed}": mixed(seed) for seed in range(4)},
 }
 
@@ -452,7 +452,7 @@ def forced(monkeypatch: pytest.MonkeyPatch, make: Make) -> list[tuple[float, int
         estimate = estimates.estimate(program, True, way)
         size = largest(estimate.rows, planned.n_chunks, planned.unit)
         schedule = program.schedule(True, way)
-        moved = schedule.values_of(Op.REMAKE, Op.EMPTY, Op.STORE)
+        moved = schedule.values_of(Op.RECOMPUTE, Op.FREE_STORAGE, Op.STORE)
         seen.append((estimate.peak(size)[0], len(moved)))
         return dataclasses.replace(planned, strategy=way)
 
@@ -497,7 +497,7 @@ def peak_of(model: nn.Module, x: Tensor, y: Tensor, chunks: int | None) -> int:
 
 @pytest.mark.parametrize("chunks", [3, 6, 12])
 def test_chunks_that_are_asked_for_take_little(chunks: int) -> None:
-    """Of what is cheap as much is emptied as that takes."""
+    """Of what is cheap, as much is freed as is needed."""
     torch.manual_seed(0)
     model = bottlenecks().double()
     x, y = torch.randn(12, 3, 48, 48).double(), torch.randint(0, 5, (12,))

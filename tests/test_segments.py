@@ -20,7 +20,7 @@ from koila.running import replay
 from koila.staged.program import Program
 from koila.staged.schedule import Op, Policy, Strategy
 from oracle import assert_close, assert_same
-from policies import Make, emptying, every, mixed
+from policies import Make, every, mixed, rematerializing
 from profiled import bytes_over_time
 from program_model import compared
 from programs import PROGRAMS
@@ -36,7 +36,7 @@ class Seen:
     n_segments: int = 0
     n_again: int = 0
     n_offloaded: int = 0
-    n_emptied: int = 0
+    n_freed: int = 0
     n_pieces: int = 0
 
 
@@ -60,8 +60,8 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
             made = schedule(*args)
             for step in made.steps:
                 seen.n_segments = max(seen.n_segments, len(step.runs))
-            seen.n_again += len(made.values_of(Op.REMAKE))
-            seen.n_emptied += len(made.values_of(Op.EMPTY))
+            seen.n_again += len(made.values_of(Op.RECOMPUTE))
+            seen.n_freed += len(made.values_of(Op.FREE_STORAGE))
             seen.n_offloaded += len(made.values_of(Op.STORE))
             return made
 
@@ -207,7 +207,7 @@ CROSSING = "cnn_bn residual_bn barlow reused resnet norm_root mlp-correlation".s
 )
 def test_made_again(program: Written, keep_every: int, n_segments: int, force: Force) -> None:
     """What crosses from body to body may be let go and made again."""
-    seen = force(every(keep_every, Policy.REMAKE, n_segments, but=True))
+    seen = force(every(keep_every, Policy.RECOMPUTE, n_segments, but=True))
     assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_again > 0
 
@@ -219,10 +219,10 @@ def test_made_again(program: Written, keep_every: int, n_segments: int, force: F
     ids=lambda program: program.name,
 )
 def test_emptied(program: Written, n_cheap: int, force: Force) -> None:
-    """What cheap calls make of what crosses may be emptied, and filled chunk by chunk."""
-    seen = force(emptying(n_cheap))
+    """What cheap calls make of what crosses may be freed, and rematerialized chunk by chunk."""
+    seen = force(rematerializing(n_cheap))
     assert_same(program, program.rows(N_ROWS), chunks=3)
-    assert seen.n_emptied > 0 or not program.name.startswith("resnet")
+    assert seen.n_freed > 0 or not program.name.startswith("resnet")
 
 
 @pytest.mark.parametrize("n_segments", [1, 3])
@@ -249,7 +249,7 @@ def test_mixed(program: Written, seed: int, force: Force) -> None:
     """What becomes of each value that crosses depends on no other."""
     seen = force(mixed(seed, n_segments=(1, 1, 1, 3)[seed % 4]))
     assert_same(program, program.rows(N_ROWS), chunks=(3, 11, 2)[seed % 3])
-    assert seen.n_again + seen.n_emptied + seen.n_offloaded > 0 or "resnet" not in program.name
+    assert seen.n_again + seen.n_freed + seen.n_offloaded > 0 or "resnet" not in program.name
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
@@ -318,8 +318,8 @@ KEPT: list[Tensor] = []
 WAYS: dict[str, Strategy | Make] = {
     "as it is": Strategy(),
     "segments": Strategy(2),
-    "recomputed": every(2, Policy.REMAKE, 2, but=True),
-    "most recomputed": every(3, Policy.REMAKE, 4, but=True),
+    "recomputed": every(2, Policy.RECOMPUTE, 2, but=True),
+    "most recomputed": every(3, Policy.RECOMPUTE, 4, but=True),
     "offloaded": every(1, Policy.OFFLOAD),
     "half offloaded": every(2, Policy.OFFLOAD),
     "offloaded in segments": every(1, Policy.OFFLOAD, 2),

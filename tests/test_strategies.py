@@ -383,7 +383,7 @@ def test_mixed_policies(
     def changed(program: Program, *args: Any) -> plans.Plan:
         way = mixed(seed)(program)
         schedule = program.schedule(True, way)
-        assert schedule.values_of(Op.REMAKE) and schedule.values_of(Op.STORE)
+        assert schedule.values_of(Op.RECOMPUTE) and schedule.values_of(Op.STORE)
         return dataclasses.replace(plan(program, *args), n_chunks=chunks, strategy=way)
 
     monkeypatch.setattr(planner, "plan", changed)
@@ -412,7 +412,7 @@ def test_one_narrow_place_frees_nothing_else(
     with koila.config(memory_limit=limit):
         planned = planner.plan(program, True)
         schedule = program.schedule(True, planned.strategy)
-    freed = schedule.values_of(Op.REMAKE, Op.STORE)
+    freed = schedule.values_of(Op.RECOMPUTE, Op.STORE)
     assert sum(program.bytes_of(value) == 8 * 320 * len(x) for value in freed) == 1
     # Without any of them it does not fit, and all others stay.
     rows = largest(len(x), planned.n_chunks, planned.unit)
@@ -476,7 +476,7 @@ def test_an_accelerator_recomputes_before_it_offloads() -> None:
         program = Program([loss])
         program.devices = {torch.device(device)}
         some, crossing, found = Strategies(program, True), program.crossing(True), []
-        for policy in (Policy.REMAKE, Policy.OFFLOAD):
+        for policy in (Policy.RECOMPUTE, Policy.OFFLOAD):
             way = Strategy(policies=program.policies(dict.fromkeys(crossing, policy)))
             found.append(some.cost(some.option(way), 4))
         _core.forget()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import koila
 from chunked import split
-from koila.running import cross
+from koila.running import boundary
 from oracle import Lazy, eager, plain
 from profiled import bytes_over_time
 
@@ -107,7 +107,7 @@ def test_many_chunks_take_no_more_than_few(loss: Any) -> None:
 
 def test_a_partial_is_not_written_where_another_tensor_has_its_memory() -> None:
     """The sum over one row can be a view of that row, and a chunk that runs again adds nothing."""
-    added = cross.Cross(cast(Any, None), True, {}, added=frozenset({0}))
+    added = boundary.BoundaryValue(cast(Any, None), True, {}, added=frozenset({0}))
     seen = torch.ones(3)
     for chunk in (0, 1, 2, 1):
         added.add_parts(chunk, (0,), (seen.view(3),))

@@ -136,49 +136,49 @@ kl_walk_free_values(KlWalk *walk, const KlStep *step)
 }
 
 static void
-empty(KlWalk *walk, const KlIds *ids, KlSlice values, uint8_t level)
+free_storage(KlWalk *walk, const KlIds *ids, KlSlice values, uint8_t level)
 {
     for (uint32_t i = 0; i < values.n; i++) {
-        uint8_t *is_filled = &walk->values[ids->ids[values.first + i]].is_filled;
-        *is_filled = *is_filled == level ? 0 : *is_filled;
+        uint8_t *is_rematerialized = &walk->values[ids->ids[values.first + i]].is_rematerialized;
+        *is_rematerialized = *is_rematerialized == level ? 0 : *is_rematerialized;
     }
 }
 
-/* Count the recomputing of a chunk of emptied values, into their old place. Before each value the emptied values that it
- * is made of are filled, and after it emptied again, unless they were filled before. */
+/* Count the rematerialization of a chunk: the values are recomputed in their old storages. Before each value, those that it is
+ * computed from are rematerialized too; after it they are freed again, unless they were there before. */
 static void
-fill(KlWalk *walk, const KlIds *ids, KlSlice values, uint8_t level)
+rematerialize(KlWalk *walk, const KlIds *ids, KlSlice values, uint8_t level)
 {
     const KlCheapSet *cheap_set = &walk->schedule.cheap_set;
     for (uint32_t i = 0; i < values.n; i++) {
         KlValueId value = ids->ids[values.first + i];
         const KlCheap *cheap = &cheap_set->values[cheap_set->number[value] - 1];
         double there = walk->held_per_row + walk->sweep.sizes[value].per_row;
-        if (walk->values[value].is_filled == 0) {
-            fill(walk, &cheap_set->ids, cheap->needs, level + 1);
+        if (walk->values[value].is_rematerialized == 0) {
+            rematerialize(walk, &cheap_set->ids, cheap->needs, level + 1);
             walk->held_per_row += walk->sweep.sizes[value].per_row;
             kl_walk_sweep_span(walk, kl_sweep_span_cheap(walk->program, cheap_set, cheap),
                                walk->moments);
-            empty(walk, &cheap_set->ids, cheap->needs, level + 1);
-            walk->values[value].is_filled = level;
+            free_storage(walk, &cheap_set->ids, cheap->needs, level + 1);
+            walk->values[value].is_rematerialized = level;
             walk->held_per_row = there;
         }
     }
 }
 
 void
-kl_walk_fill_chunk(KlWalk *walk, const KlStep *step)
+kl_walk_rematerialize_chunk(KlWalk *walk, const KlStep *step)
 {
-    fill(walk, &walk->schedule.values, step->values, 1);
+    rematerialize(walk, &walk->schedule.values, step->values, 1);
 }
 
-/* Empty `values`: inside a loop the chunk that FILL filled, else all chunks. */
+/* Free the storages of `values`: inside a loop the chunk that was rematerialized, else all chunks. */
 void
-kl_walk_empty_values(KlWalk *walk, const KlStep *step)
+kl_walk_free_storages(KlWalk *walk, const KlStep *step)
 {
     if (walk->depth == 0) {
         kl_walk_free_values(walk, step);
     } else {
-        empty(walk, &walk->schedule.values, step->values, 1);
+        free_storage(walk, &walk->schedule.values, step->values, 1);
     }
 }

@@ -8,15 +8,15 @@ typedef struct KlMeasureValue {
     uint32_t body;     /* the first segment, plus one, of the body in whose loop it was made last */
     bool is_gathering; /* its gradient is being accumulated and is held */
     bool is_root;
-    bool is_one_gradient; /* all readers add to one gradient of all rows */
-    bool is_for_segments; /* a chunk of it is held for later segments of its body */
-    bool is_coming;       /* a chunk of its gradient is held, made by these */
-    bool is_offloaded;    /* it is offloaded from its device */
-    uint32_t given_in;    /* the step, plus one, of the last loop that loaded it back */
-    bool is_held;         /* a body made it, and all chunks of it are held */
-    bool is_counted;      /* likewise, the first of its storage, whose bytes count */
-    uint8_t is_filled;    /* a chunk of it is filled: 1 + the depth of the fill() that did it */
-    uint32_t barrier;     /* the barrier that made it, plus one; 0: none did */
+    bool is_one_gradient;      /* all readers add to one gradient of all rows */
+    bool is_for_segments;      /* a chunk of it is held for later segments of its body */
+    bool is_coming;            /* a chunk of its gradient is held, made by these */
+    bool is_offloaded;         /* it is offloaded from its device */
+    uint32_t given_in;         /* the step, plus one, of the last loop that loaded it back */
+    bool is_held;              /* a body made it, and all chunks of it are held */
+    bool is_counted;           /* likewise, the first of its storage, whose bytes count */
+    uint8_t is_rematerialized; /* 1 + the depth of the call that did it for a chunk; 0: not */
+    uint32_t barrier;          /* the barrier that made it, plus one; 0: none did */
 } KlMeasureValue;
 
 typedef struct KlMeasureStorage {

@@ -188,7 +188,7 @@ note_left(const KlRetained *retained, const KlRun *run)
         const KlValue *v = &retained->tape->values[value];
         bool is_parts = retained->tape->nodes[v->node].mode == KL_MODE_REDUCE;
         if (kl_place_is_rows(&v->meta.place) && !is_parts) {
-            bool is_near = retained->policies[value] <= KL_POLICY_EMPTY;
+            bool is_near = retained->policies[value] <= KL_POLICY_REMATERIALIZE;
             retained->known[value] |= is_near ? IS_LEFT | IS_STORED : IS_LEFT;
         }
     }
@@ -281,7 +281,7 @@ kl_retained_find_cheap(const KlRetained *retained, uint32_t number)
         for (uint32_t k = 0; k < node->n_outs && status == KL_OK; k++) {
             KlValueId value = node->first_out + k;
             retained->known[value] |= IS_MADE;
-            bool is_cheap = is_known && retained->policies[value] == KL_POLICY_EMPTY &&
+            bool is_cheap = is_known && retained->policies[value] == KL_POLICY_REMATERIALIZE &&
                             (retained->known[value] & IS_CHEAP) != 0 &&
                             is_alone(retained, run, value) &&
                             !kl_stage_is_overwritten(retained->tape, node, k, true);

@@ -15,13 +15,13 @@
 
 #include "program.h"
 
-/* How the number of a boundary value, which a body leaves for others, is stored between the passes. Values up to EMPTY
+/* How the number of a boundary value, which a body leaves for others, is stored between the passes. Values up to REMATERIALIZE
  * are near: in memory, or recomputed by cheap calls alone. */
 typedef enum KlValuePolicy {
     KL_POLICY_KEEP,
-    KL_POLICY_EMPTY,   /* its storage is freed, and cheap calls recompute it */
-    KL_POLICY_REMAKE,  /* it is freed, and its run recomputes it */
-    KL_POLICY_OFFLOAD, /* it is in another memory */
+    KL_POLICY_REMATERIALIZE, /* its storage is freed, and cheap calls recompute it */
+    KL_POLICY_RECOMPUTE,     /* it is freed, and its run recomputes it */
+    KL_POLICY_OFFLOAD,       /* it is in another memory */
 } KlValuePolicy;
 
 /* A result of a body that cheap calls recompute. */
@@ -48,7 +48,7 @@ typedef struct KlRetained {
     KlError *error;
 } KlRetained;
 
-/* Of the results of a run that are to be EMPTY, add those that cheap calls can recompute to the set. Call it for the runs
+/* Of the results of a run that are to be rematerialized, add those that cheap calls can recompute to the set. Call it for the runs
  * in their order, if all inputs of the run are near. */
 KlStatus kl_retained_find_cheap(const KlRetained *retained, uint32_t run);
 

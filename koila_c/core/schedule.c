@@ -184,7 +184,7 @@ is_read_last_by(const KlBuild *build, KlValueId value, uint32_t u)
 static void
 release_read(KlBuild *build, uint32_t u)
 {
-    for (int is_emptying = 0; is_emptying < 2; is_emptying++) {
+    for (int is_storage_only = 0; is_storage_only < 2; is_storage_only++) {
         size_t first = build->schedule->values.n;
         for (uint32_t r = 0; r < build->units[u].runs.n; r++) {
             const KlRun *run = kl_units_run(build, &build->units[u], r);
@@ -196,15 +196,16 @@ release_read(KlBuild *build, uint32_t u)
                 bool is_done =
                     !build->policy->is_graph ||
                     (!build->program->stages.needs_gradient[value] && !facts->is_used_back);
-                bool is_freed = is_last && (is_done || build->policies[value] == KL_POLICY_REMAKE);
+                bool is_freed =
+                    is_last && (is_done || build->policies[value] == KL_POLICY_RECOMPUTE);
                 bool is_cheap = build->schedule->cheap_set.number[value] != 0;
-                facts->is_freed |= is_freed && !is_emptying;
-                if (is_emptying ? is_last && is_cheap : is_freed) {
+                facts->is_freed |= is_freed && !is_storage_only;
+                if (is_storage_only ? is_last && is_cheap : is_freed) {
                     kl_units_add_value(build, value);
                 }
             }
         }
-        add_about(build, is_emptying ? KL_STEP_EMPTY : KL_STEP_FREE,
+        add_about(build, is_storage_only ? KL_STEP_FREE_STORAGE : KL_STEP_FREE,
                   kl_program_since(&build->schedule->values, first));
     }
 }
@@ -341,7 +342,7 @@ reads(const KlProgram *program, KlSlice runs, KlValueId value)
     return false;
 }
 
-/* List the emptied values that runs read, to be filled before these run again, in the order they are made. */
+/* List the values without storage that runs read, in the order in which they are rematerialized before that. */
 static KlSlice
 cheap_values_read_by(KlBuild *build, KlSlice runs)
 {
@@ -361,9 +362,9 @@ static void
 recompute_segments(KlBuild *build, KlSlice runs)
 {
     KlSlice needs = cheap_values_read_by(build, runs);
-    add(build, KL_STEP_REMAKE, KL_GRAPH_NONE, runs, exports_of(build, runs, was_freed));
+    add(build, KL_STEP_RECOMPUTE, KL_GRAPH_NONE, runs, exports_of(build, runs, was_freed));
     add(build, KL_STEP_LOOP, KL_GRAPH_NONE, runs, NONE);
-    add_about(build, KL_STEP_FILL, needs);
+    add_about(build, KL_STEP_REMATERIALIZE, needs);
     for (uint32_t r = runs.first; r < runs.first + runs.n; r++) {
         const KlRun *run = &build->program->runs[r];
         size_t first = build->schedule->values.n;
@@ -379,7 +380,7 @@ recompute_segments(KlBuild *build, KlSlice runs)
             kl_program_since(&build->schedule->values, first));
     }
     add_about(build, KL_STEP_FREE, exports_of(build, runs, is_inner));
-    add_about(build, KL_STEP_EMPTY, needs);
+    add_about(build, KL_STEP_FREE_STORAGE, needs);
     add(build, KL_STEP_END, KL_GRAPH_NONE, runs, NONE);
 }
 
@@ -485,7 +486,7 @@ add_body_back(KlBuild *build, const KlUnit *unit)
     KlSlice by_chunk = unit->is_retained ? left : NONE;
     add_about(build, KL_STEP_FREE, unit->is_retained ? NONE : left);
     add(build, KL_STEP_LOOP, graph, unit->runs, by_chunk);
-    add_about(build, KL_STEP_FILL, needs);
+    add_about(build, KL_STEP_REMATERIALIZE, needs);
     if (unit->is_retained) {
         add(build, KL_STEP_BACK, graph, unit->runs, NONE);
     } else {
@@ -494,7 +495,7 @@ add_body_back(KlBuild *build, const KlUnit *unit)
     add_about(build, KL_STEP_FREE, by_chunk);
     add(build, KL_STEP_TAKE, KL_GRAPH_NONE, unit->runs,
         exports_of(build, unit->runs, is_for_segments));
-    add_about(build, KL_STEP_EMPTY, needs);
+    add_about(build, KL_STEP_FREE_STORAGE, needs);
     add(build, KL_STEP_END, graph, unit->runs, NONE);
 }
 

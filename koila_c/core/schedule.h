@@ -40,7 +40,7 @@ typedef struct KlSchedule {
     size_t n_steps, n_steps_max;
     size_t n_forward; /* steps[n_forward] is the first step of the backward pass */
     KlIds values;
-    KlCheapSet cheap_set; /* the values that are emptied */
+    KlCheapSet cheap_set; /* the values whose storage is freed */
 } KlSchedule;
 
 /* The memory policy of a step. */

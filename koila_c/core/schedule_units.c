@@ -142,7 +142,7 @@ find_open(KlBuild *build)
 }
 
 /* Return the policy of a result of a body for which `asked` is asked. What the user's checkpoints cover is recomputed,
- * unless it is offloaded. No fused body may be the last reader of an emptied value: nothing would be saved between its
+ * unless it is offloaded. No fused body may be the last reader of a value without storage: nothing would be saved between its
  * forward and its backward. */
 static uint8_t
 policy_of(const KlBuild *build, KlValueId value, uint8_t asked)
@@ -151,9 +151,9 @@ policy_of(const KlBuild *build, KlValueId value, uint8_t asked)
     bool has_gradient = build->units[facts->unit].has_gradient;
     bool is_covered = build->program->is_checkpointed && has_gradient && !facts->is_open &&
                       build->tape->nodes[build->tape->values[value].node].region != 0;
-    asked = is_covered && asked != KL_POLICY_OFFLOAD ? KL_POLICY_REMAKE : asked;
-    if (!can_be_freed(build, value) || (asked == KL_POLICY_REMAKE && !has_gradient) ||
-        (asked == KL_POLICY_EMPTY && build->units[facts->last_read].is_fused)) {
+    asked = is_covered && asked != KL_POLICY_OFFLOAD ? KL_POLICY_RECOMPUTE : asked;
+    if (!can_be_freed(build, value) || (asked == KL_POLICY_RECOMPUTE && !has_gradient) ||
+        (asked == KL_POLICY_REMATERIALIZE && build->units[facts->last_read].is_fused)) {
         return KL_POLICY_KEEP;
     }
     return asked;
@@ -186,7 +186,7 @@ is_near_to_its_backward(const KlBuild *build, const KlUnit *unit)
     const KlRun *run = kl_units_run(build, unit, 0);
     for (uint32_t i = 0; i < run->imports.n && is_near; i++) {
         KlValueId value = kl_program_import(build->program, run, i)->value;
-        is_near = build->policies[value] <= KL_POLICY_EMPTY;
+        is_near = build->policies[value] <= KL_POLICY_REMATERIALIZE;
     }
     return is_near;
 }
@@ -206,7 +206,7 @@ is_worth_it(const KlBuild *build, const KlRun *run)
         KlValueId value = kl_program_export(build->program, run, i);
         const KlMeta *meta = &build->tape->values[value].meta;
         bool is_stored = !kl_units_is_parts(build, value) && kl_place_is_rows(&meta->place) &&
-                         build->policies[value] <= KL_POLICY_EMPTY;
+                         build->policies[value] <= KL_POLICY_REMATERIALIZE;
         left +=
             is_stored ? (uint64_t)kl_meta_n_elements(meta) * kl_meta_dtype_bytes(meta->dtype) : 0;
     }

@@ -15,7 +15,7 @@ typedef struct KlUnit {
     bool is_fused;        /* each chunk's backward runs right after its forward */
     bool is_retained;     /* the graphs of its chunks are retained until its backward */
     KlSlice to_recompute; /* of the schedule's values: saved tensors to recompute in backward */
-    KlSlice needs;        /* likewise: emptied values to fill before that, for its graphs */
+    KlSlice needs;        /* likewise: values to rematerialize before that, for its graphs */
 } KlUnit;
 
 /* Facts about a value that one unit makes and another unit, or another segment of the same body, reads. */

@@ -89,16 +89,16 @@ def test_what_is_emptied_is_filled_before_its_graph_goes_back() -> None:
     program = staged_as([loss], False, 1)
     n_left = sum(len(run[6]) for run in program["runs"] if run[0] % 2 == 1)
     for n_cheap in (0, 1):
-        policies = bytes([Policy.EMPTY if n_cheap else Policy.KEEP] * n_left)
+        policies = bytes([Policy.REMATERIALIZE if n_cheap else Policy.KEEP] * n_left)
         steps, _, cheap_values = core.schedule(program["handle"], policy(True, policies))
         loops = [step[0] in (Op.LOOP, Op.END) for step in steps]
         in_loop = [sum(loops[: i + 1]) % 2 == 1 for i in range(len(steps))]
         emptied = [
             step[4]
             for step, is_in in zip(steps, in_loop, strict=True)
-            if step[0] == Op.EMPTY and not is_in
+            if step[0] == Op.FREE_STORAGE and not is_in
         ]
-        needed = [step[4] for step in steps if step[0] == Op.FILL]
+        needed = [step[4] for step in steps if step[0] == Op.REMATERIALIZE]
         assert len(emptied) == len(cheap_values) == n_cheap
         assert emptied == [(value,) for value in cheap_values] and set(needed) == set(emptied)
         assert all(needs == () for _, needs in cheap_values.values())

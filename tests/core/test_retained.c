@@ -15,7 +15,7 @@ typedef struct Made {
     KlProgram program;
     bool retains;
     KlIds again;
-    KlIds needs;          /* the values to fill that EMPTY has freed */
+    KlIds needs;          /* the values to rematerialize, whose storage FREE_STORAGE freed */
     KlCheapSet cheap_set; /* which the runs leave */
     uint8_t policies[MAX_VALUES];
 } Made;
@@ -243,7 +243,7 @@ test_emptied(void)
         KlValueId active = call1(&made.p, "relu", sum);
         KlValueId heavy = call2(&made.p, "linear", active, made.square);
         made.policies[active] = made.policies[heavy] =
-            is_emptied ? KL_POLICY_EMPTY : KL_POLICY_KEEP;
+            is_emptied ? KL_POLICY_REMATERIALIZE : KL_POLICY_KEEP;
         KlValueId meets = CALL1(&made.p, "mean", heavy, INTS(0));
         KlValueId later = call2(&made.p, "add", call2(&made.p, "sub", heavy, meets), active);
         CHECK(find(&made, call2(&made.p, "linear", later, made.square)) == KL_OK);
@@ -272,7 +272,7 @@ test_order_of_needs(void)
     KlValueId heavy = call2(&made.p, "linear", made.given, made.square);
     heavy = call2(&made.p, "mul", heavy, second);
     heavy = call2(&made.p, "mul", heavy, first);
-    made.policies[first] = made.policies[second] = KL_POLICY_EMPTY;
+    made.policies[first] = made.policies[second] = KL_POLICY_REMATERIALIZE;
     KlValueId meets = CALL1(&made.p, "mean", heavy, INTS(0));
     KlValueId later = call2(&made.p, "add", call2(&made.p, "sub", heavy, meets), first);
     later = call2(&made.p, "add", later, second);
@@ -295,7 +295,7 @@ test_chains(void)
             KlValueId heavy = call2(&made.p, "linear", h, made.square);
             KlValueId mean = CALL1(&made.p, "mean", heavy, INTS(0));
             h = sums[i] = call2(&made.p, "add", call2(&made.p, "sub", heavy, mean), h);
-            made.policies[h] = mix >> i & 1 ? KL_POLICY_EMPTY : KL_POLICY_KEEP;
+            made.policies[h] = mix >> i & 1 ? KL_POLICY_REMATERIALIZE : KL_POLICY_KEEP;
         }
         CHECK(find(&made, call2(&made.p, "linear", h, made.square)) == KL_OK);
         for (int i = 0; i < 4; i++) {
@@ -324,7 +324,7 @@ test_results_elsewhere(void)
             KlValueId left = is_cheap ? call1(&made.p, "exp", made.given) : heavy;
             KlValueId next =
                 is_saved ? call1(&made.p, "sin", left) : call2(&made.p, "add", left, heavy);
-            made.policies[left] = KL_POLICY_REMAKE;
+            made.policies[left] = KL_POLICY_RECOMPUTE;
             KlValueId mean = CALL1(&made.p, "mean", next, INTS(0));
             KlValueId later = call2(&made.p, "add", call2(&made.p, "sub", left, mean), heavy);
             CHECK(find(&made, call2(&made.p, "linear", later, made.square)) == KL_OK);

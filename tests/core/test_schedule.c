@@ -202,7 +202,7 @@ test_graphs_that_wait(void)
     fini(&made);
     /* Only the bodies that read a value lose their graphs if it is somewhere else meanwhile. */
     for (int is_offloaded = 0; is_offloaded < 2; is_offloaded++) {
-        made.policies[h] = is_offloaded ? KL_POLICY_OFFLOAD : KL_POLICY_REMAKE;
+        made.policies[h] = is_offloaded ? KL_POLICY_OFFLOAD : KL_POLICY_RECOMPUTE;
         build(&made, loss, 1, true);
         CHECK(n_waiting(&made, KL_STEP_RUN) == 2 && n_waiting(&made, KL_STEP_BACK) == 2);
         made.policies[s.h] = made.policies[h];
@@ -247,20 +247,20 @@ test_what_is_made_again(void)
         KlValueId crossing[4];
         KlValueId loss = layers(&made, s, crossing, 4);
         for (int i = 0; i < 4; i++) {
-            made.policies[crossing[i]] = mix >> i & 1 ? KL_POLICY_REMAKE : KL_POLICY_KEEP;
+            made.policies[crossing[i]] = mix >> i & 1 ? KL_POLICY_RECOMPUTE : KL_POLICY_KEEP;
         }
         build(&made, loss, 1, true);
         for (uint32_t i = 0; i < 4; i++) {
             /* A fused body reads the last value: its backward follows each chunk's forward. */
             uint32_t n_again = i < 3 && (mix >> i & 1) != 0;
-            CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == n_again);
+            CHECK(n_times(&made, KL_STEP_RECOMPUTE, crossing[i]) == n_again);
             CHECK(n_times(&made, KL_STEP_FREE, crossing[i]) == 1 + n_again);
         }
         fini(&made);
         made.n_more = 1; /* policies of another program: all is kept */
         build(&made, loss, 1, true);
         for (int i = 0; i < 4; i++) {
-            CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == 0);
+            CHECK(n_times(&made, KL_STEP_RECOMPUTE, crossing[i]) == 0);
             CHECK(n_let_go(&made, crossing[i]) == 1);
         }
         fini(&made);
@@ -280,7 +280,7 @@ test_what_is_offloaded(void)
     build(&made, loss, 1, true);
     for (int i = 0; i < 3; i++) {
         CHECK(n_times(&made, KL_STEP_STORE, crossing[i]) == 1);
-        CHECK(n_times(&made, KL_STEP_REMAKE, crossing[i]) == 0);
+        CHECK(n_times(&made, KL_STEP_RECOMPUTE, crossing[i]) == 0);
         CHECK(n_times(&made, KL_STEP_FREE, crossing[i]) == 1);
     }
     fini(&made);
@@ -352,7 +352,7 @@ test_no_memory(void)
     KlValueId crossing[4];
     KlValueId loss = layers(&made, s, crossing, 4);
     const KlPolicy policy = {.is_graph = true};
-    made.policies[crossing[0]] = made.policies[crossing[2]] = KL_POLICY_REMAKE;
+    made.policies[crossing[0]] = made.policies[crossing[2]] = KL_POLICY_RECOMPUTE;
     int64_t n_blocks = kl_alloc_n_blocks(), n_refused = 0;
     KlStatus status = KL_ERROR_MEMORY;
     while (status != KL_OK) {

@@ -34,7 +34,7 @@ class _Life(NamedTuple):
         """Return the instructions at which a policy frees the value, which is kept otherwise."""
         if policy == Policy.OFFLOAD:
             return range(self.made, self.freed + 1)
-        return range(self.read + 1, self.back if policy == Policy.REMAKE else self.freed + 1)
+        return range(self.read + 1, self.back if policy == Policy.RECOMPUTE else self.freed + 1)
 
 
 def _lives(program: Program, schedule: Schedule) -> dict[int, _Life]:
@@ -72,25 +72,27 @@ class _Choice:
         self._ats = sorted(over)
         self.policies: dict[int, Policy] = {}
         self._rerun: set[int] = set()  # bodies that run once more, since their graphs are let go
-        self._remade: set[int] = set()  # bodies that run once more for their results
+        self._recomputed: set[int] = set()  # bodies that run once more for their results
         self._near: set[int] = set()  # values that cheap calls read: these must be in memory
-        self._sources: set[int] = set()  # values of which others are remade: they are not remade
+        self._sources: set[int] = (
+            set()
+        )  # values of which others are recomputed: they are not recomputed
 
     def can_be(self, value: int, policy: Policy) -> bool:
         """Tell whether a value can have a policy beside those that were chosen."""
         if value in self.policies:
             return False
         others = {self.policies.get(one, Policy.KEEP) for one in self._of.inputs_of_maker[value]}
-        if policy == Policy.EMPTY:
+        if policy == Policy.REMATERIALIZE:
             return max(others, default=policy) <= policy
-        # A chain of values that are remade would be in memory again with the first of them.
-        is_chain = policy == Policy.REMAKE and (policy in others or value in self._sources)
+        # A chain of values that are recomputed would be in memory again with the first of them.
+        is_chain = policy == Policy.RECOMPUTE and (policy in others or value in self._sources)
         return value not in self._near and not is_chain
 
     def price(self, value: int, policy: Policy) -> float:
         """Return the time that a policy adds to those that were chosen."""
         of = self._of.policies
-        if policy == Policy.EMPTY:
+        if policy == Policy.REMATERIALIZE:
             chain = {value: self._of.n_bytes[value]}
             todo = [value]
             while todo:
@@ -103,7 +105,7 @@ class _Choice:
         if policy == Policy.OFFLOAD:
             return of.price_of_runs(again) + of.price_of_offload(self._of.n_bytes[value])
         maker = self._of.maker[value]
-        return of.price_of_runs(again + of.made[maker] * (maker not in self._remade))
+        return of.price_of_runs(again + of.made[maker] * (maker not in self._recomputed))
 
     def price_of_byte(self, value: int, policy: Policy, at: int) -> float:
         """Return the time that a policy adds for each byte that is missing at an instruction."""
@@ -111,12 +113,12 @@ class _Choice:
 
     def choose(self, value: int, policy: Policy) -> None:
         self.policies[value] = policy
-        if policy == Policy.EMPTY:
+        if policy == Policy.REMATERIALIZE:
             self._near.update(self._of.inputs_of_maker[value])
         else:
             self._rerun.update(self._of.savers[value])
-        if policy == Policy.REMAKE:
-            self._remade.add(self._of.maker[value])
+        if policy == Policy.RECOMPUTE:
+            self._recomputed.add(self._of.maker[value])
             self._sources.update(self._of.inputs_of_maker[value])
         self._add(value, policy, -self._of.n_bytes[value])
 
@@ -152,8 +154,8 @@ class Missing:
         self._program, self.policies = program, policies
         self.lives = _lives(program, policies.plain)
         options = {
-            Policy.EMPTY: policies.cheap.keys(),
-            Policy.REMAKE: policies.remade,
+            Policy.REMATERIALIZE: policies.cheap.keys(),
+            Policy.RECOMPUTE: policies.recomputed,
             Policy.OFFLOAD: policies.crossing if can_offload else (),
         }
         n_alike = Counter(program.info(value).storage for value in self.lives)
@@ -211,8 +213,8 @@ class Missing:
             if choice is None or not choice.policies:
                 return None
             policies = self._program.policies(choice.policies)
-            emptied = {v for v, policy in choice.policies.items() if policy == Policy.EMPTY}
-            failed = emptied.difference(self.policies.schedule(policies).cheap_values)
+            freed = {v for v, policy in choice.policies.items() if policy == Policy.REMATERIALIZE}
+            failed = freed.difference(self.policies.schedule(policies).cheap_values)
             if not failed:
                 return Chosen(policies, -max(choice.over.values()))
             banned |= failed
@@ -235,7 +237,7 @@ class Missing:
                 policy
                 for policy in policies
                 if at in self.lives[value].gone(policy)
-                and not (policy == Policy.EMPTY and value in banned)
+                and not (policy == Policy.REMATERIALIZE and value in banned)
             ]
             for value, policies in self.options.items()
             if self.n_bytes[value]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Graph, Op, Policy, Schedule, Strategy
 
-# Of the bodies every n-th is kept, or offloaded; chains of emptied values are at most n long.
+# Of the bodies every n-th is kept, or offloaded; a chain of rematerialized values has at most n.
 _KEEP = 2, 3, 4, 6, 8
 _OFFLOAD = 4, 2, 1
 _CHEAP = 1, 2, 4, 8
@@ -26,8 +26,12 @@ _OFFLOADED, _OFFLOADED_FROM_ACCELERATOR = 0.25, 3.0
 class Families(NamedTuple):
     """Policies that are tried, each without those that do nothing else than one before."""
 
-    emptying: list[bytes]  # what cheap calls recompute is emptied, in ever longer chains
-    remaking: list[bytes]  # each n-th body's results are kept; the runs of others recompute theirs
+    rematerializing: list[
+        bytes
+    ]  # what cheap calls recompute is rematerialized, in ever longer chains
+    recomputing: list[
+        bytes
+    ]  # each n-th body's results are kept; the runs of others recompute theirs
     offloading: list[bytes]  # a part of it is offloaded; the last one offloads all
 
 
@@ -45,9 +49,9 @@ class Policies:
         self._is_on_cpu = all(device.type == "cpu" for device in program.devices)
         self.plain = self.schedule(b"")
         self.crossing = program.crossing(is_graph)  # what can be offloaded
-        every = self.schedule(self._program.all_as(Policy.REMAKE))
-        self.remade = every.values_of(Op.REMAKE)  # what the runs of bodies can recompute
-        every = self.schedule(self._program.all_as(Policy.EMPTY))
+        every = self.schedule(self._program.all_as(Policy.RECOMPUTE))
+        self.recomputed = every.values_of(Op.RECOMPUTE)  # what the runs of bodies can recompute
+        every = self.schedule(self._program.all_as(Policy.REMATERIALIZE))
         #: By value that cheap calls recompute: those of them that they read; in order.
         self.cheap = {value: cheap.needs for value, cheap in every.cheap_values.items()}
 
@@ -67,12 +71,12 @@ class Policies:
 
     def families(self) -> Families:
         """Return the policies that are tried."""
-        by_body, remade = self.by_body(self.crossing), self.by_body(self.remade)
-        kept = ([i for i in range(len(remade)) if (i + 1) % n] for n in _KEEP)
+        by_body, recomputed = self.by_body(self.crossing), self.by_body(self.recomputed)
+        kept = ([i for i in range(len(recomputed)) if (i + 1) % n] for n in _KEEP)
         offloaded = (range(n - 1, len(by_body), n) for n in _OFFLOAD)
         return Families(
-            _each_once(self._all(self.in_chains(n), Policy.EMPTY) for n in _CHEAP),
-            _each_once(self._all(_of(remade, some), Policy.REMAKE) for some in kept),
+            _each_once(self._all(self.in_chains(n), Policy.REMATERIALIZE) for n in _CHEAP),
+            _each_once(self._all(_of(recomputed, some), Policy.RECOMPUTE) for some in kept),
             _each_once(self._all(_of(by_body, some), Policy.OFFLOAD) for some in offloaded),
         )
 
@@ -80,8 +84,8 @@ class Policies:
         return self._program.policies(dict.fromkeys(values, policy))
 
     def in_chains(self, longest: int) -> list[int]:
-        """Return the values that are emptied in chains of at most so many: where a chain would be
-        longer, a value is kept."""
+        """Return the values that are rematerialized in chains of at most so many: where a chain
+        would be longer, a value is kept."""
         length: dict[int, int] = {}
         for value, needs in self.cheap.items():
             before = max((length.get(need, 0) for need in needs), default=0)
@@ -97,9 +101,9 @@ class Policies:
             return 0.0
         made, schedule, bytes_of = self.made, self.schedule(policies), self._program.bytes_of
         again = sum(made[i] for i in _runs(schedule)) - sum(made[i] for i in _runs(self.plain))
-        filled = sum(map(bytes_of, _filled(schedule)))
+        rematerialized = sum(map(bytes_of, _rematerialized(schedule)))
         offloaded = sum(map(bytes_of, schedule.values_of(Op.STORE)))
-        others = self.price_of_cheap(filled) + self.price_of_offload(offloaded)
+        others = self.price_of_cheap(rematerialized) + self.price_of_offload(offloaded)
         return self.price_of_runs(again) + others
 
     def price_of_runs(self, n_bytes: int) -> float:
@@ -151,16 +155,16 @@ def _runs(schedule: Schedule) -> list[int]:
     return [step.runs[0].index for step in schedule.steps if step.op == Op.RUN]
 
 
-def _filled(schedule: Schedule) -> list[int]:
+def _rematerialized(schedule: Schedule) -> list[int]:
     """Return the values that cheap calls recompute, each as often as they do."""
     found: list[int] = []
     for step in schedule.steps:
-        filled: set[int] = set()
-        todo = list(step.values) if step.op == Op.FILL else []
+        rematerialized: set[int] = set()
+        todo = list(step.values) if step.op == Op.REMATERIALIZE else []
         while todo:
             value = todo.pop()
-            if value not in filled:
-                filled.add(value)
+            if value not in rematerialized:
+                rematerialized.add(value)
                 todo += schedule.cheap_values[value].needs
-        found += filled
+        found += rematerialized
     return found

@@ -163,15 +163,15 @@ def strategy_in_words(program: Program, strategy: Strategy, schedule: Schedule) 
         )
     elif schedule.head is not None:
         words.append(f"the last layers in {strategy.n_pieces} pieces of each chunk")
-    again, offloaded, emptied = map(schedule.values_of, (Op.REMAKE, Op.STORE, Op.EMPTY))
+    again, offloaded, freed = map(schedule.values_of, (Op.RECOMPUTE, Op.STORE, Op.FREE_STORAGE))
     fates = []
-    if again or offloaded or emptied:
+    if again or offloaded or freed:
         kept = _kept(program, schedule)
         fates += [f"{kept} kept"] if kept else []
     if again:
         fates.append(f"{_n_bytes(program, again)} recomputed (one more forward)")
-    if emptied:
-        fates.append(f"{_n_bytes(program, emptied)} recomputed by cheap calls")
+    if freed:
+        fates.append(f"{_n_bytes(program, freed)} recomputed by cheap calls")
     if offloaded:
         fates.append(f"{_n_bytes(program, offloaded)} offloaded (a copy each way)")
     if fates:
@@ -197,5 +197,5 @@ def kept_in_words(program: Program, schedule: Schedule) -> str:
 
 def _kept(program: Program, schedule: Schedule) -> str:
     is_graph = any(step.op == Op.BACK for step in schedule.steps[schedule.n_forward :])
-    moved = schedule.values_of(Op.REMAKE, Op.EMPTY, Op.STORE)
+    moved = schedule.values_of(Op.RECOMPUTE, Op.FREE_STORAGE, Op.STORE)
     return _n_bytes(program, program.crossing(is_graph) - moved)

@@ -219,8 +219,10 @@ class Strategies:
     def recomputing(self, base: Strategy = AS_IT_IS) -> Iterator[Strategy]:
         """Yield the strategies that free activations which cheap calls can recompute, then those
         that keep a part of the activations between bodies and recompute the others."""
-        emptying, remaking, _ = self._families(base)
-        yield from (base._replace(policies=policies) for policies in (*emptying, *remaking))
+        rematerializing, recomputing, _ = self._families(base)
+        yield from (
+            base._replace(policies=policies) for policies in (*rematerializing, *recomputing)
+        )
 
     def larger_chunks(self) -> tuple[Strategy, ...]:
         """Return the strategies that fit more rows, for a program that fits in chunks as it is."""
@@ -271,7 +273,7 @@ class Strategies:
         if strategy not in known:
             schedule = self._program.cut_for(strategy).schedule(self._is_back, strategy)
             known[strategy] = frozenset(
-                schedule.values_of(Op.STORE, Op.REMAKE) | schedule.cheap_values.keys()
+                schedule.values_of(Op.STORE, Op.RECOMPUTE) | schedule.cheap_values.keys()
             )
         return known[strategy]
 

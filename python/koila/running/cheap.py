@@ -2,7 +2,8 @@
 """Free activations between bodies that cheap calls can recompute (KlCheap).
 
 After the last read in the forward pass the storage of such a value is freed; the tensor stays, in
-the graphs that saved it. Before the backward of a chunk the storage is allocated again and filled.
+the graphs that saved it. Before the backward of a chunk the storage is allocated again and gets
+the recomputed numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def stored_of(program: Program, run: Run) -> list[int]:
     return stored
 
 
-class Filled:
-    """The values whose storage was freed and is now filled for one chunk.
+class Rematerialized:
+    """The values whose storage was freed and is now rematerialized for one chunk.
 
     Args:
         stages: the step.
@@ -40,28 +41,28 @@ class Filled:
         self.cheap_values = cheap_values
         self.values: set[int] = set()
 
-    def fill(self, values: Iterable[int], chunk: int) -> None:
+    def add(self, values: Iterable[int], chunk: int) -> None:
         """Recompute a chunk of these values, and before it of the values that they need. The
         latter are freed again."""
         stages = self.stages
         for value in values:
-            if not stages.cross[value].is_empty(chunk):
+            if not stages.boundary[value].is_storage_freed(chunk):
                 continue
             number, needs = self.cheap_values[value]
             run, before = stages.program.runs[number], set(self.values)
-            self.fill(needs, chunk)
-            stored = {value: stages.cross[value] for value in stored_of(stages.program, run)}
+            self.add(needs, chunk)
+            stored = {value: stages.boundary[value] for value in stored_of(stages.program, run)}
             there = (value for value, of in stored.items() if of.is_near(chunk))
             known = {value: stored[value].of_rows(stages.grid_of(run), chunk) for value in there}
             env = stages.run_nodes(run, chunk, False, again={**known, value: None})
-            stages.cross[value].fill(chunk, env[value])
+            stages.boundary[value].rematerialize(chunk, env[value])
             del env, known
-            self.empty(chunk, before)
+            self.free(chunk, before)
             self.values.add(value)
 
-    def empty(self, chunk: int, but: Iterable[int] = ()) -> None:
-        """Free the storage of all filled values except `but`."""
+    def free(self, chunk: int, but: Iterable[int] = ()) -> None:
+        """Free the storage of all rematerialized values except `but`."""
         for value in self.values.difference(but):
             self.values.discard(value)
-            if chunk in self.stages.cross[value].chunks:
-                self.stages.cross[value].empty(chunk)
+            if chunk in self.stages.boundary[value].chunks:
+                self.stages.boundary[value].free_storage(chunk)

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from koila.planning import second_axis
 from koila.running import cheap, retained, tail, visible, watched
-from koila.running.cross import Awaiting, Cross, add
+from koila.running.boundary import Awaiting, BoundaryValue, add
 from koila.running.sending import edges_of, own, send_back
 from koila.staged import hooks
 from koila.staged.facts import Run
@@ -45,11 +45,11 @@ class Interpreter:
         self.chunk = 0  # of the innermost loop: the current chunk, or piece of a chunk
         self.open: dict[int, Any] = {}  # by run: the chunk's values, with their graph
         self.barriers: dict[int, tuple[dict[int, GradientEdge], Awaiting]] = {}  # graphs, by stage
-        self.pieces: dict[int, Cross] = {}  # by value: the chunk that the inner loop cuts
+        self.pieces: dict[int, BoundaryValue] = {}  # by value: the chunk that the inner loop cuts
         self.parts: dict[int, Any] = {}  # by value: outputs of the first chunk, for `tail.seed`
         self.retained: dict[int, retained.Retained] = {}  # retained graphs of chunks, by run
         self.is_certain = False  # the tail's gradients are known not to depend on values
-        self.filled = cheap.Filled(stages, schedule.cheap_values)
+        self.rematerialized = cheap.Rematerialized(stages, schedule.cheap_values)
         self.leaving = schedule.leaving
         self.is_offloading = Policy.OFFLOAD in stages.planned.strategy.policies
 
@@ -84,10 +84,10 @@ class Interpreter:
             first, stop = (bisect.bisect_left(grid, (row, 0)) for row in bounds)
             for value in step.values:
                 made = self.open[body.index][value]
-                self.pieces[value] = stages.cross[value].of_chunk(made, bounds)
+                self.pieces[value] = stages.boundary[value].of_chunk(made, bounds)
         elif step.graph == Graph.RETAIN:
             for value in step.values:
-                stages.forget(stages.cross[value].settle())
+                stages.forget(stages.boundary[value].settle())
         self.loops.append(_Loop(begin, first, stop))
         self.chunk = first
 
@@ -104,11 +104,11 @@ class Interpreter:
         """Add the gradients of the pieces to the gradient of the chunk that was cut into them."""
         key = "chunk", self.chunk
         while self.pieces:
-            value, cross = self.pieces.popitem()
-            seeds = self.stages.cross[value].seeds
-            seeds[key] = add(seeds.get(key), cross.take_total_gradient())
-            self.stages.forget(cross.aliases.values())
-            del cross
+            value, boundary = self.pieces.popitem()
+            seeds = self.stages.boundary[value].seeds
+            seeds[key] = add(seeds.get(key), boundary.take_total_gradient())
+            self.stages.forget(boundary.aliases.values())
+            del boundary
 
     # -- a chunk goes forward ---------------------------------------------------------------------
 
@@ -116,15 +116,15 @@ class Interpreter:
         stages = self.stages
         for value in (*step.values, *step.others):
             info = stages.program.info(value)
-            cross = Cross(info, stages.program.needs_gradient(value), stages.awaiting)
-            cross.is_offloaded = value in step.values
-            cross.is_put_together = not cross.is_offloaded
-            stages.cross[value] = cross
+            boundary = BoundaryValue(info, stages.program.needs_gradient(value), stages.awaiting)
+            boundary.is_offloaded = value in step.values
+            boundary.is_put_together = not boundary.is_offloaded
+            stages.boundary[value] = boundary
 
     def _sum(self, step: Step) -> None:
         self.stages.begin_outputs(step.values)
         for value in step.values:
-            self.stages.cross[value].is_one_gradient = True
+            self.stages.boundary[value].is_one_gradient = True
 
     def _run(self, step: Step) -> None:
         stages, (run,), chunk = self.stages, step.runs, self.chunk
@@ -194,12 +194,12 @@ class Interpreter:
         if self.is_offloading:
             stages.settle_chunk(run, chunk)
         for value in step.values:
-            stages.cross[value].seeds.pop(("chunk", chunk), None)
+            stages.boundary[value].seeds.pop(("chunk", chunk), None)
 
     def _take(self, step: Step) -> None:
         stages, chunk = self.stages, self.chunk
         for value in step.values:
-            alias = stages.cross[value].aliases.pop(("chunk", chunk), None)
+            alias = stages.boundary[value].aliases.pop(("chunk", chunk), None)
             if alias is not None:
                 stages.forget([alias])
         still_read = self._still_read() if len(self.loops) > 1 else set()
@@ -207,14 +207,14 @@ class Interpreter:
             if stages.taken.get(run.index) != []:  # where gradients of rows may be
                 stages.take_rows_of(run, chunk, self.pieces, still_read)
         for value in step.values:
-            stages.cross[value].seeds.pop(("chunk", chunk), None)
+            stages.boundary[value].seeds.pop(("chunk", chunk), None)
         if len(self.loops) == 1:
             is_last = chunk + 1 == self.loops[-1].stop
             for run in step.runs:
                 for value in run.left:
-                    cross = stages.cross[value]
-                    if is_last or ("chunk", chunk) in cross.seeds or cross.aliases:
-                        stages.forget(cross.drop_gradient(chunk, is_last))
+                    boundary = stages.boundary[value]
+                    if is_last or ("chunk", chunk) in boundary.seeds or boundary.aliases:
+                        stages.forget(boundary.drop_gradient(chunk, is_last))
 
     def _still_read(self) -> set[RowsRead]:
         """In an inner loop, return the rows that the body of the outer one read, whose backward
@@ -225,35 +225,35 @@ class Interpreter:
         reads = (read for body in bodies for read in stages.rows_read_by(body))
         return {(value, place, bounds[chunk]) for value, place, bounds in reads}
 
-    # -- what is freed and filled -----------------------------------------------------------------
+    # -- what is freed and rematerialized ---------------------------------------------------------
 
     def _free(self, step: Step) -> None:
         stages = self.stages
         for value in step.values:
-            cross = stages.cross[value]
+            boundary = stages.boundary[value]
             if self.loops:
-                cross.chunks.pop(self.chunk, None)
+                boundary.chunks.pop(self.chunk, None)
                 key = "chunk", self.chunk
-                if key in cross.aliases:
-                    stages.forget(cross.settle(key))
+                if key in boundary.aliases:
+                    stages.forget(boundary.settle(key))
             elif stages.is_forward:
-                del stages.cross[value]
+                del stages.boundary[value]
             else:
-                dropped = cross.free()
+                dropped = boundary.free()
                 if dropped:
                     stages.forget(dropped)
 
-    def _fill(self, step: Step) -> None:
-        self.filled.fill(step.values, self.chunk)
+    def _rematerialize(self, step: Step) -> None:
+        self.rematerialized.add(step.values, self.chunk)
 
-    def _empty(self, step: Step) -> None:
+    def _free_storage(self, step: Step) -> None:
         if self.loops:
-            self.filled.empty(self.chunk)
+            self.rematerialized.free(self.chunk)
             return
         for value in step.values:
-            cross = self.stages.cross[value]
-            for chunk in cross.chunks:
-                cross.empty(chunk)
+            boundary = self.stages.boundary[value]
+            for chunk in boundary.chunks:
+                boundary.free_storage(chunk)
 
     # -- barriers ---------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class Interpreter:
         stages.resume(given)
         pairs, is_any = [], hooks.is_any()
         for value, edge in graph.items():
-            seed = stages.cross[value].take_total_gradient()
+            seed = stages.boundary[value].take_total_gradient()
             if value in stages.roots:
                 root = stages.roots[value]
                 seed = root if seed is None else add(seed, root)
@@ -283,12 +283,12 @@ class Interpreter:
         stages = self.stages
         for run in step.runs:
             for value in set(run.exports).difference(run.inner):
-                cross = stages.cross[value]
+                boundary = stages.boundary[value]
                 if self.is_certain:
-                    cross.needs_gradient = False  # its gradient was sent back already
+                    boundary.needs_gradient = False  # its gradient was sent back already
                 else:
-                    cross.watch = watched.Watch(cross.seeds, stages.grid_of(run))
-                    stages.watched[value] = cross
+                    boundary.watch = watched.Watch(boundary.seeds, stages.grid_of(run))
+                    stages.watched[value] = boundary
 
     def _check(self, step: Step) -> None:
         tail.check(self.stages, self.stages.roots)
@@ -297,27 +297,27 @@ class Interpreter:
         stages, is_any = self.stages, hooks.is_any()
         for run in step.runs:
             for value in run.exports:
-                cross = stages.cross.get(value)
-                if value in stages.roots and cross is not None:
-                    cross.seeds["whole",] = stages.roots[value]
+                boundary = stages.boundary.get(value)
+                if value in stages.roots and boundary is not None:
+                    boundary.seeds["whole",] = stages.roots[value]
                 if not is_any or not stages.program.is_hooked(value) or value in run.parts:
                     continue
-                assert cross is not None
-                gradient = cross.gather_gradient(stages.grid_of(run))
+                assert boundary is not None
+                gradient = boundary.gather_gradient(stages.grid_of(run))
                 if gradient is not None:
-                    cross.seeds["whole",] = visible.call_hooks(stages, value, gradient)
+                    boundary.seeds["whole",] = visible.call_hooks(stages, value, gradient)
 
     _DO: ClassVar[dict[Op, Callable[[Interpreter, Step], None]]] = {
         Op.BARRIER: _barrier,
         Op.STORE: _store,
         Op.SUM: _sum,
-        Op.FILL: _fill,
+        Op.REMATERIALIZE: _rematerialize,
         Op.RUN: _run,
         Op.TAIL: _tail,
         Op.BACK: _back,
         Op.TAKE: _take,
         Op.FREE: _free,
-        Op.EMPTY: _empty,
+        Op.FREE_STORAGE: _free_storage,
         Op.WATCH: _watch,
         Op.CHECK: _check,
         Op.BARRIER_BACK: _barrier_back,

@@ -14,7 +14,7 @@ from koila.basics import rows
 from koila.basics.rows import as_inference, as_new
 from koila.basics.threads import in_turn
 from koila.running import read_numbers, views
-from koila.running.cross import Cross
+from koila.running.boundary import BoundaryValue
 from koila.running.freed_graphs import of_freed_graph, outdated
 from koila.staged import hooks, layouts, leaves
 from koila.staged.facts import Info
@@ -84,12 +84,12 @@ class Numbers:
     def __init__(
         self,
         program: Program,
-        cross: Mapping[int, Cross],
+        boundary: Mapping[int, BoundaryValue],
         is_graph_freed: bool,
         values: Iterable[int] | None = None,
     ) -> None:
         self.program = program
-        self.cross = cross
+        self.boundary = boundary
         self.made: dict[int, torch.Tensor] = {}
         #: By storage, and whether autograd sees them: views, each of that which it was taken of. A
         #: write with a graph through one gives those the graph that torch would give it.
@@ -188,10 +188,10 @@ class Numbers:
             result = Info.of(value).result  # the user may hold this tensor already
             if result is None:
                 # It may be a view taken without a graph, and torch would refuse a write to that.
-                result = _laid_out(value, as_new(self.cross[value].read_whole(False)))
+                result = _laid_out(value, as_new(self.boundary[value].read_whole(False)))
                 known = self.read.get(self.program.info(value).storage)
                 result = result if known is None else _in_memory_of(known, result)
-                if self.cross[value].is_inference and not result.is_inference():
+                if self.boundary[value].is_inference and not result.is_inference():
                     result = as_inference(result)
             is_graph_freed = value in self.freed
             self.made[value] = (

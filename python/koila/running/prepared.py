@@ -20,7 +20,7 @@ from koila.basics.rows import Bounds, Place, chunk_shape, cut
 from koila.messages.errors import NotInChunksError
 from koila.reductions import batch_softmax, calls, norms
 from koila.running import accrue, derived, saved, views
-from koila.running.cross import Awaiting, Cross
+from koila.running.boundary import Awaiting, BoundaryValue
 from koila.running.store import Reads, Rows, Store, reads_of
 from koila.staged import leaves
 from koila.staged.facts import ROWS, Job, Node, Run
@@ -64,12 +64,12 @@ class Prepared:
 
     def _prepare_inputs(self, reads: Reads) -> None:
         store, is_graph, common = self.store, self.is_graph, self.common
-        known, awaiting = store.cross, store.awaiting
+        known, awaiting = store.boundary, store.awaiting
         store.enter(reads.leaves)
         for import_id, value in reads.once:
-            cross = known[value]
-            whole = None if is_graph else cross.whole
-            tensor = common[import_id] = cross.read_whole(is_graph) if whole is None else whole
+            boundary = known[value]
+            whole = None if is_graph else boundary.whole
+            tensor = common[import_id] = boundary.read_whole(is_graph) if whole is None else whole
             if id(tensor) in awaiting:
                 self.common_awaiting[id(tensor)] = awaiting[id(tensor)]
         for import_id, value, place in reads.cut:
@@ -95,37 +95,37 @@ class Prepared:
             known[import_id, rows] = self.store.zeros(value, shape)
         return known[import_id, rows]
 
-    def inputs(self, chunk: int, stand_ins: Mapping[int, Cross]) -> list[Any]:
+    def inputs(self, chunk: int, stand_ins: Mapping[int, BoundaryValue]) -> list[Any]:
         """Return the inputs on one chunk, by import number; `stand_ins` replace values."""
-        imports, known, is_graph = self.common.copy(), self.store.cross, self.is_graph
+        imports, known, is_graph = self.common.copy(), self.store.boundary, self.is_graph
         for import_id, pieces in self.pieces:
             imports[import_id] = pieces[chunk]
         for import_id, value, rows in self.others:
-            cross = stand_ins.get(value) or known.get(value) or self.store.cross_of(value)
+            boundary = stand_ins.get(value) or known.get(value) or self.store.boundary_of(value)
             if rows is None:
-                imports[import_id] = cross.read_whole(is_graph)
+                imports[import_id] = boundary.read_whole(is_graph)
             else:
-                imports[import_id] = cross.read_rows(*rows, chunk, is_graph)
+                imports[import_id] = boundary.read_rows(*rows, chunk, is_graph)
         for import_id, value, place in self.ranges:
-            cross = stand_ins.get(value) or self.store.cross_of(value)
+            boundary = stand_ins.get(value) or self.store.boundary_of(value)
             (_, _, outer, inner), (start, stop) = place, self.grid[chunk]
-            first = cross.read_whole(False).narrow(0, 0, outer * (stop - start) * inner)
+            first = boundary.read_whole(False).narrow(0, 0, outer * (stop - start) * inner)
             imports[import_id] = first
         for import_id in self.run_.shadows:
             imports[import_id] = self._zeros_for(import_id, chunk)
         return imports
 
-    def _combine(self, env: list[Any], stand_ins: Mapping[int, Cross]) -> None:
+    def _combine(self, env: list[Any], stand_ins: Mapping[int, BoundaryValue]) -> None:
         """Put the results of reductions into the `env` of a run on the whole batch, from partial
         results that chunks of earlier runs left, or that `stand_ins` have in place of them."""
         is_so = torch.is_grad_enabled() == self.is_graph
         with engine.AS_IT_IS if is_so else torch.set_grad_enabled(self.is_graph):
             for node in map(self.program.node, self.run_.combined):
                 value = node.first_out
-                cross = stand_ins.get(value) or self.store.cross[value]
-                combined, dim = cross.results, calls.dim_of_chunks(self.program, node)
+                boundary = stand_ins.get(value) or self.store.boundary[value]
+                combined, dim = boundary.results, calls.dim_of_chunks(self.program, node)
                 if combined is None:
-                    partials = cross.read_parts(self.is_graph)
+                    partials = boundary.read_parts(self.is_graph)
                     combined = calls.combine(self.program, node, partials)
                 for out, tensor in zip(node.outs, combined, strict=True):
                     checked = tensor if dim is None else tensor.narrow(dim, 0, 1)  # of one chunk
@@ -139,7 +139,7 @@ class Prepared:
     def run(
         self,
         chunk: int,
-        stand_ins: Mapping[int, Cross] | None = None,
+        stand_ins: Mapping[int, BoundaryValue] | None = None,
         look: saved.Look | None = None,
         again: Mapping[int, torch.Tensor | None] | None = None,
     ) -> list[Any]:

@@ -81,11 +81,11 @@ class Replay(Stages):
         if len(gradients) == 1:  # torch calls the hooks of an only root, even with no leaf behind
             visible.call_hooks(self, self.program.roots[0], gradients[0])
         found, is_hooked = [], False
-        for value, cross in self.cross.items():
-            info, program = cross.info, self.program
+        for value, boundary in self.boundary.items():
+            info, program = boundary.info, self.program
             if not (program.is_leaf(value) and program.needs_gradient(value)):
                 continue
-            gradient = cross.take_total_gradient()
+            gradient = boundary.take_total_gradient()
             real = info.real if info.real is not None else info.result
             if gradient is not None and real is not None:
                 gradient = gradient if gradient.dtype is real.dtype else gradient.to(real.dtype)
@@ -129,8 +129,8 @@ class Replay(Stages):
         """
         self.tracked.settle()
         self.is_graph_freed = is_graph_freed
-        self.numbers = Numbers(self.program, self.cross, is_graph_freed)
-        self.cross.clear()
+        self.numbers = Numbers(self.program, self.boundary, is_graph_freed)
+        self.boundary.clear()
 
     def commit(self) -> None:
         """Make the results of the step visible: write running statistics, leave the generator in

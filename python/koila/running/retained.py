@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from koila.running import cheap
-from koila.running.cross import Awaiting
+from koila.running.boundary import Awaiting
 from koila.running.saved import Look, Reference, view_of
 from koila.running.sending import Edges, edges_of, send_back
 from koila.staged.facts import Run
@@ -61,8 +61,8 @@ class Retained:
     def run(self, chunk: int) -> None:
         """Run a chunk forward with a graph; keep its outputs and the graph."""
         stages, run = self.stages, self.run_
-        is_emptying = bool(stages.schedule.cheap_values)
-        look = Look(stages.program, self.there, self.again, is_emptying, self.touched)
+        frees_storage = bool(stages.schedule.cheap_values)
+        look = Look(stages.program, self.there, self.again, frees_storage, self.touched)
         try:
             env, given = stages.run_retained(stages.run_nodes, run, chunk, True, look=look)
         finally:
@@ -91,7 +91,7 @@ class Retained:
         known: dict[int, torch.Tensor | None] = {}
         for value in self.stored:
             if again or value in read:
-                known[value] = stages.cross[value].of_rows(grid, chunk)
+                known[value] = stages.boundary[value].of_rows(grid, chunk)
         env: Any = known
         if again:
             env = stages.run_nodes(run, chunk, False, again={**known, **dict.fromkeys(again)})

@@ -50,7 +50,7 @@ _get = operator.itemgetter(0)
 def _get_filled(cell: Cell) -> torch.Tensor:
     (tensor,) = cell
     is_there = bool(tensor.untyped_storage().nbytes()) or not tensor.nbytes
-    assert is_there, "a graph needs what was emptied"
+    assert is_there, "a graph needs a storage that was freed"
     return tensor
 
 
@@ -74,7 +74,7 @@ class Look:
         program: the program.
         values: those that will be available at the chunk's backward: kept outputs, and recomputed.
         cheap: those of them that are recomputed.
-        is_emptying: whether the step frees the storage of values that graphs hold.
+        frees_storage: whether the step frees the storage of values that graphs hold.
         touched: by call, once known: those of `values` that it makes or reads, and the value that
             it writes; other chunks use it too.
     """
@@ -84,7 +84,7 @@ class Look:
         program: Program,
         values: frozenset[int],
         cheap: frozenset[int],
-        is_emptying: bool,
+        frees_storage: bool,
         touched: dict[int, tuple[list[int], int | None]],
     ) -> None:
         self.program = program
@@ -95,7 +95,7 @@ class Look:
         #: What autograd has saved since the last `settle`, and the cell of each.
         self.cells: defaultdict[torch.Tensor, Cell] = defaultdict(list)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(
-            self.cells.__getitem__, _get_filled if is_emptying else _get
+            self.cells.__getitem__, _get_filled if frees_storage else _get
         )
 
     def settle(self, env: Sequence[Any], i: int) -> None:

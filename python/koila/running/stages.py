@@ -17,7 +17,7 @@ from koila.basics.rows import grid
 from koila.planning import plans
 from koila.reductions import calls
 from koila.running import saved
-from koila.running.cross import Awaiting, Cross
+from koila.running.boundary import Awaiting, BoundaryValue
 from koila.running.prepared import Prepared
 from koila.running.sending import edges_at
 from koila.running.store import Store
@@ -107,7 +107,7 @@ class Stages(Store):
         run: Run,
         chunk: int,
         is_graph: bool,
-        stand_ins: Mapping[int, Cross] | None = None,
+        stand_ins: Mapping[int, BoundaryValue] | None = None,
         look: saved.Look | None = None,
         again: Mapping[int, torch.Tensor | None] | None = None,
     ) -> list[Any]:
@@ -144,11 +144,13 @@ class Stages(Store):
         for value in values:
             tensor = env[value]
             info = self.program.info(value)
-            parts = self.cross.get(value)
-            whole = Cross(info, self.program.needs_gradient(value), self.awaiting, tensor.detach())
+            parts = self.boundary.get(value)
+            whole = BoundaryValue(
+                info, self.program.needs_gradient(value), self.awaiting, tensor.detach()
+            )
             if parts is not None:
                 whole.parts, whole.aliases, whole.added = parts.parts, parts.aliases, parts.added
-            self.cross[value] = whole
+            self.boundary[value] = whole
         for value, edge in zip(values, edges, strict=False):
             if edge is not None:
                 graph[value] = edge

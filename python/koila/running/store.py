@@ -13,7 +13,7 @@ from koila.planning import plans
 from koila.random import draws
 from koila.reductions import calls
 from koila.reporting import progress
-from koila.running.cross import Awaiting, Cross
+from koila.running.boundary import Awaiting, BoundaryValue
 from koila.running.tracked import Tracked
 from koila.staged import aliases, hooks
 from koila.staged.facts import Run
@@ -74,8 +74,8 @@ RowsRead = tuple[int, Place, Bounds]
 
 
 class Store:
-    """What a step keeps while it runs: the chunks of each axis, and the `Cross` of each value that
-    one stage makes and others read."""
+    """What a step keeps while it runs: the chunks of each axis, and the `BoundaryValue` of each
+    value that one stage makes and others read."""
 
     def __init__(
         self,
@@ -95,9 +95,11 @@ class Store:
         self.gradients: list[torch.Tensor] = []  # one for each root, as the caller passed them
         self.roots: dict[int, torch.Tensor] = {}  # root value -> its gradient
         self.is_delivering = self.is_graph_freed = False
-        self.cross: dict[int, Cross] = {}  # by value
+        self.boundary: dict[int, BoundaryValue] = {}  # by value
         self.awaiting: Awaiting = {}  # aliases that the next backward gives a first gradient
-        self.watched: dict[int, Cross] = {}  # outputs of the last body, where its tail is linear
+        self.watched: dict[
+            int, BoundaryValue
+        ] = {}  # outputs of the last body, where its tail is linear
         self.zeros_of: dict[tuple[int, int], torch.Tensor] = {}  # by import, and rows of a chunk
         #: By run: the values that chunks read rows of and that get a gradient, with these rows.
         self.taken: dict[int, list[tuple[int, Place, Sequence[Bounds]]]] = {}
@@ -145,23 +147,23 @@ class Store:
                 copies.setdefault(value, (real, real.detach().clone()))
         return copies
 
-    def cross_of(self, value: int) -> Cross:
-        """Return the `Cross` of a value. Make it at the first use if the value is a leaf."""
-        if value not in self.cross:
+    def boundary_of(self, value: int) -> BoundaryValue:
+        """Return the `BoundaryValue` of a value; make it at the first use if it is a leaf."""
+        if value not in self.boundary:
             self.enter((value,))
-        return self.cross[value]
+        return self.boundary[value]
 
     def enter(self, values: Iterable[int]) -> None:
-        """Make the `Cross`es of leaves that have none yet."""
-        program, crosses = self.program, self.cross
-        missing = [value for value in values if value not in crosses]
+        """Make the `BoundaryValue`s of leaves that have none yet."""
+        program, boundaries = self.program, self.boundary
+        missing = [value for value in values if value not in boundaries]
         for value, info in program.infos.of(missing):
             tensor = info.real if info.real is not None else info.result
             assert tensor is not None, f"value {value} has neither a tensor nor a number"
             if value in self.scratch:
                 tensor = self.scratch[value][1]
             needs_gradient = program.needs_gradient(value)
-            crosses[value] = Cross(info, needs_gradient, self.awaiting, tensor)
+            boundaries[value] = BoundaryValue(info, needs_gradient, self.awaiting, tensor)
 
     def rows_of(self, import_id: int, run: Run) -> Rows | None:
         """Return the place and the grid by which chunks read an import; None if each chunk reads
@@ -185,29 +187,31 @@ class Store:
     # -- what a stage leaves -----------------------------------------------------------------------
 
     def begin_outputs(self, values: Iterable[int]) -> None:
-        """Make the `Cross`es of outputs of a body that have none yet."""
+        """Make the `BoundaryValue`s of outputs of a body that have none yet."""
         for value in values:
-            if value not in self.cross:
+            if value not in self.boundary:
                 info, needs_gradient = self.program.info(value), self.program.needs_gradient(value)
                 added = calls.added_by_maker(self.program, value)
-                self.cross[value] = Cross(info, needs_gradient, self.awaiting, added=added)
+                self.boundary[value] = BoundaryValue(
+                    info, needs_gradient, self.awaiting, added=added
+                )
 
     def collect(
         self, run: Run, env: Mapping[int, Any] | Sequence[Any], chunk: int, values: Iterable[int]
     ) -> None:
         """Keep the outputs `values` of a run on a chunk, taken from `env`, for other stages. They
         are detached from its graph."""
-        if not self.cross.keys() >= run.exported:
+        if not self.boundary.keys() >= run.exported:
             self.begin_outputs(run.exports)  # `seeds` looks there, also for what no stage reads
         grid = self.grid_by_run.get(run.index) or self.grid_of(run)
         for value in values:
-            cross, parts = self.cross[value], run.parts.get(value)
+            boundary, parts = self.boundary[value], run.parts.get(value)
             if parts is None:
-                cross.add_chunk(chunk, env[value], grid)
+                boundary.add_chunk(chunk, env[value], grid)
             elif self.is_forward and self.is_plain(value, run):
-                cross.results = env[value]
+                boundary.results = env[value]
             else:
-                cross.add_parts(chunk, parts, env[value])
+                boundary.add_parts(chunk, parts, env[value])
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -222,10 +226,10 @@ class Store:
         pairs: list[tuple[Any, torch.Tensor]] = []
         grid = self.grid_by_run.get(run.index) or self.grid_of(run)
         for value in run.exports:
-            cross, parts, made = self.cross[value], run.parts.get(value), left[value]
+            boundary, parts, made = self.boundary[value], run.parts.get(value), left[value]
             if parts is not None:
-                pairs += cross.part_seeds(chunk, parts, made)
-            elif made is not None and (seed := cross.seed(grid, chunk)) is not None:
+                pairs += boundary.part_seeds(chunk, parts, made)
+            elif made is not None and (seed := boundary.seed(grid, chunk)) is not None:
                 pairs.append((made, seed))
         return pairs
 
@@ -240,17 +244,21 @@ class Store:
         return self.taken[run.index]
 
     def take_rows_of(
-        self, run: Run, chunk: int, stand_ins: Mapping[int, Cross], still_read: set[RowsRead]
+        self,
+        run: Run,
+        chunk: int,
+        stand_ins: Mapping[int, BoundaryValue],
+        still_read: set[RowsRead],
     ) -> None:
         """After a chunk's backward, add the gradients of the rows that it read to the gradients of
         the whole values. Leave those of `still_read`: a run whose graph is still open read the same
         aliases, to which its backward adds."""
         for value, place, bounds in self.taken.get(run.index) or self.rows_read_by(run):
-            cross = stand_ins.get(value) or self.cross.get(value)
-            if cross is None or not cross.aliases:
+            boundary = stand_ins.get(value) or self.boundary.get(value)
+            if boundary is None or not boundary.aliases:
                 continue
             if (value, place, bounds[chunk]) not in still_read:
-                taken = cross.take_rows(place, bounds, chunk)
+                taken = boundary.take_rows(place, bounds, chunk)
                 if taken:
                     self.forget(taken)
 
@@ -258,9 +266,9 @@ class Store:
         """Free the offloaded inputs of a chunk after their last read; keep only the gradient. Only
         a step with such policies has them."""
         for import_id in run.imports:
-            cross = self.cross.get(self.program.imports[import_id].value)
-            if cross is not None and cross.is_offloaded:
-                self.forget(cross.settle(("chunk", chunk)))
+            boundary = self.boundary.get(self.program.imports[import_id].value)
+            if boundary is not None and boundary.is_offloaded:
+                self.forget(boundary.settle(("chunk", chunk)))
 
     def forget(self, aliases: Iterable[torch.Tensor]) -> None:
         """Drop aliases that no graph sends a gradient to any more: `awaiting` would keep their
@@ -272,7 +280,7 @@ class Store:
     def resume(self, given: Awaiting) -> None:
         """Before the backward of a retained graph, await gradients for its aliases again. Their
         stages may have dropped them since."""
-        for i, (cross, key, alias) in given.items():
-            assert cross.aliases.setdefault(key, alias) is alias, f"{key} has two aliases"
+        for i, (boundary, key, alias) in given.items():
+            assert boundary.aliases.setdefault(key, alias) is alias, f"{key} has two aliases"
             if alias.grad is None:
-                self.awaiting[i] = cross, key, alias
+                self.awaiting[i] = boundary, key, alias

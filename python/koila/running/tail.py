@@ -29,7 +29,7 @@ from koila.basics import engine
 from koila.basics.rows import cut, without_memory
 from koila.messages.errors import KoilaError
 from koila.reductions import calls, reduction
-from koila.running.cross import Cross
+from koila.running.boundary import BoundaryValue
 from koila.running.watched import GATHERED, Key
 from koila.staged.facts import REDUCE, Run
 from koila.staged.program import Program
@@ -48,7 +48,9 @@ _FAR = 0.1  # the largest difference in any dtype, as a share of the largest gra
 _FEW = 64
 _CONSTANTS = frozenset((bool, int, float, str, type(None)))
 
-_Found = list[tuple[int, Key, "torch.Tensor | None"]]  # value, key of its `Cross.seeds`, gradient
+_Found = list[
+    tuple[int, Key, "torch.Tensor | None"]
+]  # value, key of its `BoundaryValue.seeds`, gradient
 
 
 class Sent:
@@ -91,7 +93,7 @@ class Sent:
                 for part in left[value] if stages.program.needs_gradient(value) else ():
                     if not part.requires_grad:
                         terms.append(part)
-                for parts in stages.cross[value].parts.values():
+                for parts in stages.boundary[value].parts.values():
                     terms += map(parts.__getitem__, parts.keys() - of_body)
         for term in terms:
             is_plain = type(term) is torch.Tensor and term.layout is torch.strided
@@ -187,7 +189,7 @@ def seed(
         found, is_certain = _differentiate(stages, step, left, gradients)
         sent.keep(of, found, is_certain)
     for value, key, gradient in found:
-        stages.cross[value].seeds[key] = gradient
+        stages.boundary[value].seeds[key] = gradient
     return is_certain
 
 
@@ -196,21 +198,21 @@ def _differentiate(
 ) -> tuple[_Found, bool]:
     """Run the tail on zeros and differentiate it; see `seed`."""
     program = stages.program
-    stand_ins: dict[int, Cross] = {}
+    stand_ins: dict[int, BoundaryValue] = {}
     leaves: list[tuple[int, Any, torch.Tensor]] = []
     parts = {value: (numbers, run) for run in step.runs for value, numbers in run.parts.items()}
     for value in (*step.values, *step.others):
         added = calls.added_by_maker(program, value)
         info, needs_gradient = program.info(value), program.needs_gradient(value)
-        cross = Cross(info, needs_gradient, stages.awaiting, added=added)
+        boundary = BoundaryValue(info, needs_gradient, stages.awaiting, added=added)
         if value in parts:
-            early = stages.cross[value].parts
+            early = stages.boundary[value].parts
             numbers, run = parts[value]
-            made = cross.zero_parts(numbers, left[value], stages.grid_of(run), early)
+            made = boundary.zero_parts(numbers, left[value], stages.grid_of(run), early)
         else:
-            made = cross.zero_whole(value in step.values)
+            made = boundary.zero_whole(value in step.values)
         leaves += ((value, key, leaf) for _, key, leaf in made)
-        stand_ins[value] = cross
+        stand_ins[value] = boundary
     of_body = {value: numbers for value, (numbers, _) in parts.items()}
     with reduction.counting(_counts(program, stand_ins, of_body)) as counts:
         kept = _Kept(lambda: _storages(stages, counts.values()))
@@ -239,23 +241,23 @@ def _tail(program: Program) -> Iterator[Run]:
 
 
 def _counts(
-    program: Program, stand_ins: Mapping[int, Cross], of_body: Mapping[int, Sequence[int]]
+    program: Program, stand_ins: Mapping[int, BoundaryValue], of_body: Mapping[int, Sequence[int]]
 ) -> Iterator[torch.Tensor]:
     """Yield the partials of reductions that are numbers of terms: those that sizes determine, and
     those of labels that were counted before the body, which computes the partials `of_body`."""
-    for value, cross in stand_ins.items():
+    for value, boundary in stand_ins.items():
         node = program.node_of(value)
         if node is None or node.mode != REDUCE:
             continue
         by_sizes = calls.split_of(program, node).reduction.counts
         late = set(of_body[value]) - by_sizes
-        for parts in cross.parts.values():
+        for parts in boundary.parts.values():
             yield from (t for part, t in parts.items() if part not in late)
 
 
 def _storages(stages: Stages, counts: Iterable[torch.Tensor]) -> set[int]:
     """Return the storages of whole values that were there before the tail, and of `counts`."""
-    there = [*[cross.whole for cross in stages.cross.values()], *counts]
+    there = [*[boundary.whole for boundary in stages.boundary.values()], *counts]
     return {
         tensor.untyped_storage()._cdata
         for tensor in there
@@ -264,13 +266,15 @@ def _storages(stages: Stages, counts: Iterable[torch.Tensor]) -> set[int]:
 
 
 def _is_there(stages: Stages, value: int) -> bool:
-    """Return whether a value was computed before the tail. A `Cross` alone does not tell: that of a
-    later reduction may have only counts of labels."""
-    cross = stages.cross.get(value)
-    return cross is not None and cross.is_there
+    """Return whether a value was computed before the tail. A `BoundaryValue` alone does not tell:
+    that of a later reduction may have only counts of labels."""
+    boundary = stages.boundary.get(value)
+    return boundary is not None and boundary.is_there
 
 
-def _run(stages: Stages, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch.Tensor | None]:
+def _run(
+    stages: Stages, stand_ins: dict[int, BoundaryValue], kept: _Kept
+) -> list[torch.Tensor | None]:
     """Run the barriers of the tail on stand-ins. Return the roots; None: made before the tail.
 
     Only the calls that gradients go through run: the tail's other calls read values of the body,
@@ -283,11 +287,15 @@ def _run(stages: Stages, stand_ins: dict[int, Cross], kept: _Kept) -> list[torch
         for value in {program.imports[import_id].value for import_id in part.imports}:
             if not (value in made or _is_there(stages, value) or program.is_leaf(value)):
                 info = program.info(value)
-                made[value] = Cross(info, False, stages.awaiting, stages.zeros(value, info.shape))
+                made[value] = BoundaryValue(
+                    info, False, stages.awaiting, stages.zeros(value, info.shape)
+                )
                 kept.is_from_them = True  # zeros replace it too, which the hooks cannot tell
         env = stages.run_nodes(part, 0, True, made)
         for value in [out for i in part.combined for out in program.node(i).outs] + part.exports:
-            made[value] = Cross(program.info(value), False, stages.awaiting, env[value], True)
+            made[value] = BoundaryValue(
+                program.info(value), False, stages.awaiting, env[value], True
+            )
     return [made[root].read_whole(True) if root in made else None for root in program.roots]
 
 
@@ -296,15 +304,15 @@ def check(stages: Stages, roots: dict[int, torch.Tensor]) -> None:
 
     Call it after the tail was differentiated on the real outputs.
     """
-    for value, cross in stages.watched.items():
-        assert cross.watch is not None
-        found, grid = cross.watch.found, cross.watch.grid
-        place = cross.info.place
+    for value, boundary in stages.watched.items():
+        assert boundary.watch is not None
+        found, grid = boundary.watch.found, boundary.watch.grid
+        place = boundary.info.place
         sent: dict[Key, torch.Tensor | None]
         if stages.program.node(_maker(stages, value)).mode == REDUCE:
-            sent = cross.seeds
+            sent = boundary.seeds
         else:
-            sent = {("chunk", c): cross.seed(grid, c) for c in range(len(grid))}
+            sent = {("chunk", c): boundary.seed(grid, c) for c in range(len(grid))}
             for whole in (found.pop(GATHERED, None), roots.get(value)):
                 if whole is None or place is None:
                     continue

@@ -48,7 +48,7 @@ def call_hooks(stages: Stages, value: int, gradient: torch.Tensor) -> torch.Tens
         return offload.get(made, gradient.device)
     stages.tracked.settle()
     values = list(_computed(stages))
-    show(stages, Numbers(stages.program, stages.cross, False, values))
+    show(stages, Numbers(stages.program, stages.boundary, False, values))
     if stages.leaves is None:
         first = _first_readers(stages.program)
         stages.leaves = [(leaf, reader, _Undelivered(leaf)) for leaf, reader in first]
@@ -92,8 +92,8 @@ def _computed(stages: Stages) -> Iterator[int]:
         info, is_whole = Info.of(value), program.is_kept(value)
         if info.result is not None or info.is_uncertain:
             continue
-        cross = stages.cross.get(value if is_whole else info.base)
-        is_kept = cross is not None and cross.is_whole
+        boundary = stages.boundary.get(value if is_whole else info.base)
+        is_kept = boundary is not None and boundary.is_whole
         if is_kept or (not is_whole and Info.of(info.base).real is not None):
             yield value
 

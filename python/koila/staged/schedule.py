@@ -18,16 +18,16 @@ class Op(enum.IntEnum):
     BARRIER = 0
     STORE = 1
     SUM = 2
-    REMAKE = 3
+    RECOMPUTE = 3
     LOOP = 4
     END = 5
-    FILL = 6
+    REMATERIALIZE = 6
     RUN = 7
     TAIL = 8
     BACK = 9
     TAKE = 10
     FREE = 11
-    EMPTY = 12
+    FREE_STORAGE = 12
     WATCH = 13
     CHECK = 14
     BARRIER_BACK = 15
@@ -49,8 +49,8 @@ class Policy(enum.IntEnum):
     order of KlValuePolicy (retained.h). A value that cannot be stored so is kept."""
 
     KEEP = 0
-    EMPTY = 1  # its storage is freed, and cheap calls recompute it
-    REMAKE = 2  # it is freed, and its run recomputes it
+    REMATERIALIZE = 1  # its storage is freed, and cheap calls recompute it
+    RECOMPUTE = 2  # it is freed, and its run recomputes it
     OFFLOAD = 3  # it is kept in another memory
 
 
@@ -129,7 +129,7 @@ class Schedule:
 
     steps: list[Step]
     n_forward: int  # how many of them are the forward pass; the others are the backward pass
-    cheap_values: dict[int, Cheap]  # by value: how it is recomputed after EMPTY freed its storage
+    cheap_values: dict[int, Cheap]  # by value: how it is recomputed after FREE_STORAGE
     head: Run | None  # the segment that runs in pieces of a chunk
 
     def values_of(self, *ops: Op) -> set[int]:
@@ -138,13 +138,13 @@ class Schedule:
 
     @functools.cached_property
     def executed(self) -> list[Step]:
-        """The instructions that do something: not those of barriers without calls, nor REMAKE,
+        """The instructions that do something: not those of barriers without calls, nor RECOMPUTE,
         after which a loop recomputes chunks."""
         barriers = Op.BARRIER, Op.BARRIER_BACK
         found = []
         for step in self.steps:
             is_empty = not any(run.nodes or run.combined for run in step.runs)
-            if step.op != Op.REMAKE and not (step.op in barriers and is_empty):
+            if step.op != Op.RECOMPUTE and not (step.op in barriers and is_empty):
                 found.append(step)
         return found
 

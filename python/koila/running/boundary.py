@@ -46,7 +46,7 @@ def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor |
     return right + left if is_sparse(left) else left + right
 
 
-class Cross:
+class BoundaryValue:
     """A value that crosses from the stage that made it to other stages, and its gradients.
 
     It is `whole` (a leaf, a result of a barrier), in `chunks` (of a body; they may be views of one
@@ -88,7 +88,7 @@ class Cross:
         self.n_added: dict[int, int] = {}  # the chunks that were added up, by partial
         self.aliases: dict[Key, torch.Tensor] = {}  # leaves that accumulate gradients
         self.seeds: dict[Key, torch.Tensor | None] = {}  # gradients without an alias
-        self.emptied: dict[int, int] = {}  # chunk -> bytes of its storage, which was freed
+        self.freed: dict[int, int] = {}  # chunk -> bytes of its storage, which was freed
 
     @property
     def is_there(self) -> bool:
@@ -98,7 +98,7 @@ class Cross:
     @property
     def is_whole(self) -> bool:
         """Whether all rows are available on its device, where no chunk of it is being made."""
-        return self.is_there and not self.is_offloaded and not self.emptied
+        return self.is_there and not self.is_offloaded and not self.freed
 
     # -- outputs of the stage that makes it -------------------------------------------------------
 
@@ -143,26 +143,26 @@ class Cross:
 
     # -- recomputing chunks -----------------------------------------------------------------------
 
-    def is_empty(self, chunk: int) -> bool:
-        """Return whether the storage of a chunk was freed by `empty`."""
-        return chunk in self.emptied
+    def is_storage_freed(self, chunk: int) -> bool:
+        """Return whether the storage of a chunk was freed by `free_storage`."""
+        return chunk in self.freed
 
     def is_near(self, chunk: int) -> bool:
         """Return whether a chunk is in memory, on its device."""
         is_there = chunk in self.chunks or self.gathered is not None
-        return is_there and not self.is_offloaded and chunk not in self.emptied
+        return is_there and not self.is_offloaded and chunk not in self.freed
 
-    def empty(self, chunk: int) -> None:
+    def free_storage(self, chunk: int) -> None:
         """Free the storage of a chunk, also if graphs refer to it: cheap calls recompute it."""
         storage = self.chunks[chunk].untyped_storage()
-        self.emptied[chunk] = storage.nbytes()
+        self.freed[chunk] = storage.nbytes()
         storage.resize_(0)
 
-    def fill(self, chunk: int, tensor: torch.Tensor) -> None:
+    def rematerialize(self, chunk: int, tensor: torch.Tensor) -> None:
         """Allocate the freed storage of a chunk again and copy `tensor` to it."""
         of = self.chunks[chunk]
         storage = of.untyped_storage()
-        storage.resize_(self.emptied.pop(chunk))
+        storage.resize_(self.freed.pop(chunk))
         # Write through another tensor: a new version would make the graphs that saved it raise.
         again = torch.empty(0, dtype=of.dtype, device=of.device)
         again.set_(storage, 0, of.shape, of.stride()).copy_(tensor.detach())
@@ -258,9 +258,9 @@ class Cross:
         start, stop = grid[chunk]
         return last - first, (start - first, stop - first)
 
-    def of_chunk(self, tensor: torch.Tensor, bounds: Bounds) -> Cross:
-        """Return a chunk as a `Cross` that is whole, to cut it into pieces."""
-        made = Cross(self.info, self.needs_gradient, self.awaiting, tensor.detach())
+    def of_chunk(self, tensor: torch.Tensor, bounds: Bounds) -> BoundaryValue:
+        """Return a chunk as a `BoundaryValue` that is whole, to cut it into pieces."""
+        made = BoundaryValue(self.info, self.needs_gradient, self.awaiting, tensor.detach())
         made.bounds = bounds
         return made
 
@@ -437,7 +437,7 @@ class Cross:
 
     # -- stand-ins for a linear tail --------------------------------------------------------------
 
-    def zero_whole(self, is_read: bool) -> list[tuple[Cross, Key, torch.Tensor]]:
+    def zero_whole(self, is_read: bool) -> list[tuple[BoundaryValue, Key, torch.Tensor]]:
         """Make this the stand-in, all zeros, of a value that a body has not computed yet. Return
         the leaf whose gradient is the seed. Zeros that no call reads take no memory."""
         info = self.info
@@ -455,13 +455,13 @@ class Cross:
         tensors: Sequence[torch.Tensor],
         grid: Sequence[Bounds],
         early: dict[int, dict[int, torch.Tensor]],
-    ) -> list[tuple[Cross, Key, torch.Tensor]]:
+    ) -> list[tuple[BoundaryValue, Key, torch.Tensor]]:
         """Make this the stand-in of a reduction's partials in all chunks, from the first chunk's.
 
         A partial without a gradient is a number of terms: it was computed before the body
         (`early`), or is proportional to the rows of the chunk.
         """
-        leaves: list[tuple[Cross, Key, torch.Tensor]] = []
+        leaves: list[tuple[BoundaryValue, Key, torch.Tensor]] = []
         first = grid[0][1] - grid[0][0]
         for chunk, (start, stop) in enumerate(grid):
             parts = self.parts.setdefault(chunk, {})
@@ -482,5 +482,6 @@ class Cross:
         return leaves
 
 
-#: Aliases that a graph read and that have no gradient so far, by id, with their `Cross` and key.
-Awaiting = dict[int, tuple[Cross, Key, torch.Tensor]]
+#: Aliases that a graph read and that have no gradient so far, by id, each with its
+#: `BoundaryValue` and key.
+Awaiting = dict[int, tuple[BoundaryValue, Key, torch.Tensor]]
