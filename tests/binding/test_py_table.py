@@ -27,8 +27,8 @@ def test_op_table() -> None:
         "held",
     }
     assert all(set(row) == words for row in table.values())
-    assert {row["kind"] for row in table.values()} == {"OP", "VIEW", "INPLACE", "RANDOM"}
-    kinds = {"add": "OP", "view": "VIEW", "add_": "INPLACE", "dropout": "RANDOM"}
+    assert {row["kind"] for row in table.values()} == {"OP", "VIEW", "INPLACE"}
+    kinds = {"add": "OP", "view": "VIEW", "add_": "INPLACE", "dropout": "OP"}
     assert {name: table[name]["kind"] for name in kinds} == kinds
     assert table["mul"]["aliases"] == ["__mul__", "__rmul__", "multiply"]
     assert table["relu"]["call"] == "input"
