@@ -22,7 +22,7 @@ from koila.basics import engine
 
 #: By model and number of chunks. A machine with other limits of memory takes a few more: `SPARE`.
 SPARE = 1.05
-MOST = {"small-1": 66, "small-4": 436, "normalized-1": 344, "normalized-4": 3720}
+MOST = {"small-1": 66, "small-4": 444, "normalized-1": 344, "normalized-4": 3880}
 
 
 @pytest.fixture(scope="module")

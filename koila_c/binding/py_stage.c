@@ -360,8 +360,11 @@ static int
 run_one(Run *run, KlNodeId id, KlContextSwitch *context)
 {
     run->node = &run->tape->core.nodes[id];
-    /* A graph that no gradient flows through would keep its saved tensors until the chunk's backward. */
-    bool is_aside = !context->is_grad_off && run->program != NULL &&
+    /* A graph that no gradient flows through would keep its saved tensors until the chunk's backward. A view saves none,
+     * and torch refuses to write one that was made without a graph where the write has one. */
+    bool is_view = run->node->writes == 0 &&
+                   run->tape->core.values[run->node->first_out].view_of != KL_ID_NONE;
+    bool is_aside = !context->is_grad_off && run->program != NULL && !is_view &&
                     !kl_stage_has_gradient(&run->tape->core, &run->program->stages, run->node);
     context->is_fresh = context->is_fresh || context->is_aside != is_aside;
     context->is_aside = is_aside;

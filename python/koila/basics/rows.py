@@ -15,6 +15,12 @@ import torch
 Place = tuple[int, int, int, int]
 Bounds = tuple[int, int]  # the first row of a chunk, and the first row after it
 
+#: The dtypes of values that can get a gradient.
+CONTINUOUS = frozenset(
+    one
+    for one in vars(torch).values()
+    if isinstance(one, torch.dtype) and (one.is_floating_point or one.is_complex)
+)
 #: The dtypes in which numbers of smaller ones are accumulated.
 WIDENED = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 

@@ -17,7 +17,7 @@ import torch
 
 from koila.basics import rows
 from koila.basics.holders import owned
-from koila.basics.rows import WIDENED, Bounds, Place, alias_of
+from koila.basics.rows import CONTINUOUS, Bounds, Place, alias_of
 from koila.memory import offload
 from koila.running.sparse_gradients import is_sparse
 from koila.running.watched import GATHERED, Key
@@ -183,40 +183,43 @@ class BoundaryValue:
         """
         if not is_graph:
             return found
-        needs, aliases, watch, watched = self.needs_gradient, self.aliases, self.watch, []
+        if self.watch is not None:
+            return self._watch_all(found, self.watch)
+        needs, device, aliases = self.needs_gradient, self.info.device, self.aliases
         for key, tensor in found.items():
-            alias = aliases.get(key) if needs and watch is None else None
+            alias = aliases.get(key) if needs else None
             if alias is None:
-                dtype = tensor.dtype
-                is_continuous = dtype.is_floating_point or dtype.is_complex
                 # A partial on the CPU of a value on a GPU is a number of terms: it gets none.
-                if not (needs and is_continuous and tensor.device == self.info.device):
+                if not (needs and tensor.dtype in CONTINUOUS and tensor.device == device):
                     found[key] = tensor.detach() if tensor.requires_grad else tensor
                     continue
-                if watch is not None:
-                    if watch.is_on(key):
-                        watched.append(key)
-                    continue
-                is_half = dtype in WIDENED
-                alias = alias_of(tensor) if is_half else tensor.detach().requires_grad_()
-                aliases[key] = alias
+                alias = aliases[key] = alias_of(tensor)
                 if self.total is not None and key == self._all_rows:
                     alias.grad, self.total = self.total, None
             if alias.grad is None:
                 self.awaiting[id(alias)] = self, key, alias
             found[key] = alias
-        if watch is not None and watched:
-            seen = watch(watched, [found[key] for key in watched])
-            found.update(zip(watched, seen, strict=True))
         return found
+
+    def _watch_all(self, found: dict[Key, torch.Tensor], watch: Watch) -> dict[Key, torch.Tensor]:
+        """Replace tensors of this value, whose gradient was sent back before it was known, by what
+        compares that with the gradient that arrives."""
+        device = self.info.device
+        keys = [
+            key
+            for key, tensor in found.items()
+            if self.needs_gradient and tensor.dtype in CONTINUOUS and tensor.device == device
+            if watch.is_on(key)
+        ]
+        made = watch(keys, [found[key] for key in keys]) if keys else ()
+        return {**found, **dict(zip(keys, made, strict=True))}
 
     def read_whole(self, is_graph: bool) -> torch.Tensor:
         """Return all rows, as an alias. It accumulates the gradients of all that read it."""
-        whole = self.whole
-        if whole is not None and (self.is_graph or not is_graph):
-            return whole
-        if whole is not None:
-            return self._alias_all({("whole",): whole}, is_graph)["whole",]
+        if self.whole is not None and self.is_graph:
+            return self.whole
+        if self.whole is not None:
+            return self._alias_all({("whole",): self.whole}, is_graph)["whole",]
         if self.gathered is not None:
             return self._alias_all({GATHERED: self.gathered}, is_graph)[GATHERED]
         (chunk,) = self.chunks.values()
