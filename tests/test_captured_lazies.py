@@ -150,6 +150,7 @@ def run(program: str, lazy: Any, chunks: int | None) -> list[Tensor]:
         exec(program, names)
         loss: Any = names["loss"]
         loss.backward()
+    names.clear()  # functions of the program refer to it, and graphs to them: nothing collects that
     grads = [p.grad for p in net.parameters() if p.grad is not None]
     statistics = [norm.running_mean, norm.running_var]
     return [
