@@ -48,12 +48,12 @@ bits_of(PyObject *dtypes)
 KL_DEFINE(set_blocks, args)
 {
     long long width = 0;
-    PyObject *dtypes = NULL, *tiled = NULL;
-    if (!PyArg_ParseTuple(args, "LOO:set_blocks", &width, &dtypes, &tiled)) {
+    PyObject *dtypes = NULL, *tiled = NULL, *emulated = NULL;
+    if (!PyArg_ParseTuple(args, "LOOO:set_blocks", &width, &dtypes, &tiled, &emulated)) {
         return NULL;
     }
     kl_py.blocked_halves = bits_of(dtypes), kl_py.tiled_halves = bits_of(tiled);
-    kl_py.block_width = width;
+    kl_py.emulated_halves = bits_of(emulated), kl_py.block_width = width;
     return Py_NewRef(Py_None);
 }
 

@@ -176,6 +176,7 @@ infer_once(Recording *recording, KlError *error)
                          .default_dtype = kl_meta_default_dtype(),
                          .blocked_halves = kl_py.blocked_halves,
                          .tiled_halves = kl_py.tiled_halves,
+                         .emulated_halves = kl_py.emulated_halves,
                          .block_width = kl_py.block_width,
                          .is_flash_allowed = kl_py.is_flash_allowed,
                          .is_grad_enabled = recording->is_grad_enabled,

@@ -186,9 +186,9 @@ typedef struct KlPyState {
     int64_t n_cut_off;      /* tapes that were cut off and still exist */
     int64_t n_aside;        /* tapes that are set aside */
     uint32_t reductions;    /* bit i: KlReduce i can be split */
-    uint32_t blocked_halves, tiled_halves; /* as KlCall's */
-    int64_t block_width;                   /* as KlCall's */
-    bool is_flash_allowed;                 /* as KlCall's */
+    uint32_t blocked_halves, tiled_halves, emulated_halves; /* as KlCall's */
+    int64_t block_width;                                    /* as KlCall's */
+    bool is_flash_allowed;                                  /* as KlCall's */
     bool is_looking; /* koila reads a tensor's version or address: not its numbers */
 } KlPyState;
 

@@ -190,8 +190,8 @@ typedef struct KlCall {
     const KlMeta *const *inputs; /* [n_inputs] tensor arguments in signature order; NULL: None */
     uint32_t n_inputs;
     KlDtype default_dtype;
-    /* Bit sets of 16-bit dtypes whose convolutions oneDNN runs on this CPU; of those it runs in tiles. */
-    uint32_t blocked_halves, tiled_halves;
+    /* Bit sets of 16-bit dtypes whose convolutions oneDNN runs on this CPU; of those it runs in tiles; in float32. */
+    uint32_t blocked_halves, tiled_halves, emulated_halves;
     int64_t block_width; /* channels per block of oneDNN's blocked layout */
     bool is_grad_enabled;
     bool is_flash_allowed;    /* attention may use its fused kernel on the CPU */

@@ -176,11 +176,12 @@ typedef struct {
     int64_t n_from, n_to;             /* channels */
     int64_t width;                    /* channels that lie side by side */
     bool is_strided, is_back_blocked; /* the gradient has channels last; a blocked layout */
-    bool has_bias;                    /* a transposed convolution adds one, in the blocked layout */
-    bool is_few;    /* so few channels that only the backward may lay them in blocks */
-    bool is_odd;    /* groups that fill no blocks: operands stay as they lie, results are copied */
-    bool is_filled; /* blocks are filled up with channels of zeros */
-    bool is_plain;  /* depthwise, of volumes or dilated: a kernel for any layout */
+    bool has_bias,
+        is_emulated; /* a transposed convolution adds one, in the blocked layout; to a copy */
+    bool is_few;     /* so few channels that only the backward may lay them in blocks */
+    bool is_odd;     /* groups that fill no blocks: operands stay as they lie, results are copied */
+    bool is_filled;  /* blocks are filled up with channels of zeros */
+    bool is_plain;   /* depthwise, of volumes or dilated: a kernel for any layout */
 } Sides;
 
 static int64_t
@@ -236,7 +237,8 @@ pass_back(const Sides *sides)
     } else if (sides->is_odd) {
         return 2 * n;
     }
-    most = sides->has_bias ? kl_larger(most, n_from + n_to + n) : most;
+    int64_t n_added = sides->is_emulated ? 2 * n : n;
+    most = sides->has_bias ? kl_larger(most, n_from + n_to + n_added) : most;
     return sides->is_back_blocked ? kl_larger(most, n_from + kl_larger(n_to, n)) : most;
 }
 
@@ -332,6 +334,7 @@ work_in_blocks(const KlCall *call, const KlMeta *out, const Conv *conv, KlSaves 
     sides.n_from = n_from, sides.n_to = n_to;
     sides.is_plain = is_plain;
     sides.has_bias = is_transposed && !is_plain && kl_rules_is_given(call, 2);
+    sides.is_emulated = (call->emulated_halves >> out->dtype & 1) != 0;
     sides.is_filled = n_groups == 1 || (is_depthwise && !is_plain);
     sides.is_few = n_groups == 1 && !is_one && n_from < width;
     bool is_own = is_depthwise && out->dtype == KL_DTYPE_BFLOAT16; /* a kernel in blocks */

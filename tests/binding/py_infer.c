@@ -200,7 +200,7 @@ set_context(KlCall *call, const MetaReader *reader)
         }
     }
     call->blocked_halves = kl_py.blocked_halves, call->tiled_halves = kl_py.tiled_halves;
-    call->block_width = kl_py.block_width;
+    call->emulated_halves = kl_py.emulated_halves, call->block_width = kl_py.block_width;
     call->is_flash_allowed = kl_py.is_flash_allowed;
     call->is_grad_enabled = grad == Py_True;
     int status = grad == NULL ? -1 : 0;

@@ -140,14 +140,31 @@ def test_patches_come_off_and_on_again() -> None:
     in_a_child(work)
 
 
+def test_a_bias_is_added_to_a_copy_where_bfloat16_is_emulated() -> None:
+    """By a transposed convolution: so it takes its result once more."""
+    half = torch.bfloat16
+    real = tuple(functions._blocked_halves()), tuple(functions._tiled_halves())
+    x, weight = torch.zeros(4, 64, 8, 8, dtype=half), torch.zeros(64, 16, 4, 4, dtype=half)
+    taken = []
+    try:
+        for emulated in ((), (half,)):
+            _core.set_blocks(16, (half,), (), emulated)
+            given = x, weight, torch.zeros(16, dtype=half), 2, 1
+            taken.append(core.infer("conv_transpose2d", given, {})["saves"]["bytes_workspace"])
+    finally:
+        _core.set_blocks(functions._block_width(), *real, functions._emulated_halves())
+    assert taken[1] - taken[0] == 4 * 16 * 16 * 16 * half.itemsize
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_convolutions_go_by_blocks_or_by_patches(dtype: torch.dtype) -> None:
     """What a kernel takes beside its result depends on the CPU; that of patches is float64's."""
     real = tuple(functions._blocked_halves()), tuple(functions._tiled_halves())
+    real = *real, functions._emulated_halves()
 
     def taken(dtype: torch.dtype, *blocked: torch.dtype, is_tiled: bool = False) -> tuple[int, int]:
         """Bytes for all rows, and for one whatever the number of rows."""
-        _core.set_blocks(16, blocked, blocked if is_tiled else ())
+        _core.set_blocks(16, blocked, blocked if is_tiled else (), ())
         x, weight = torch.zeros(4, 8, 16, 16, dtype=dtype), torch.zeros(8, 8, 3, 3, dtype=dtype)
         saves = core.infer("conv2d", (x, weight), {})["saves"]
         return saves["bytes_workspace"], saves["bytes_row"]

@@ -240,6 +240,14 @@ def _tiled_halves() -> Iterator[torch.dtype]:
     return (dtype for dtype in _blocked_halves() if is_tiled[dtype])
 
 
+def _emulated_halves() -> tuple[torch.dtype, ...]:
+    """Return those dtypes whose numbers this CPU computes in float32: bfloat16 with an AVX-512 that
+    is older than it."""
+    has_own = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    is_emulated = torch.cpu._is_avx512_supported() and not has_own
+    return (torch.bfloat16,) if is_emulated else ()
+
+
 def _block_width() -> int:
     """Return the number of channels in a block of oneDNN's layouts on this CPU.
 
@@ -305,7 +313,9 @@ def register_all() -> None:
             "name_of_file": lines.name_of_file,
         },
     )
-    _core.set_blocks(_block_width(), tuple(_blocked_halves()), tuple(_tiled_halves()))
+    _core.set_blocks(
+        _block_width(), tuple(_blocked_halves()), tuple(_tiled_halves()), _emulated_halves()
+    )
     for func, name in _names().items():
         _register(func, name)
     item = torch.ops.aten._local_scalar_dense.default  # torch's argument parser calls it
