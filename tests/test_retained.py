@@ -497,7 +497,7 @@ def peak_of(model: nn.Module, x: Tensor, y: Tensor, chunks: int | None) -> int:
 
 @pytest.mark.parametrize("chunks", [3, 6, 12])
 def test_chunks_that_are_asked_for_take_little(chunks: int) -> None:
-    """Of what is cheap, as much is freed as is needed."""
+    """The plan frees as many results of cheap calls as the missing memory takes."""
     torch.manual_seed(0)
     model = bottlenecks().double()
     x, y = torch.randn(12, 3, 48, 48).double(), torch.randint(0, 5, (12,))

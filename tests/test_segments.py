@@ -219,7 +219,7 @@ def test_made_again(program: Written, keep_every: int, n_segments: int, force: F
     ids=lambda program: program.name,
 )
 def test_emptied(program: Written, n_cheap: int, force: Force) -> None:
-    """What cheap calls make of what crosses may be freed, and rematerialized chunk by chunk."""
+    """Results of cheap calls on boundary values may be freed, and recomputed chunk by chunk."""
     seen = force(rematerializing(n_cheap))
     assert_same(program, program.rows(N_ROWS), chunks=3)
     assert seen.n_freed > 0 or not program.name.startswith("resnet")

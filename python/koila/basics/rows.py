@@ -15,14 +15,11 @@ import torch
 Place = tuple[int, int, int, int]
 Bounds = tuple[int, int]  # the first row of a chunk, and the first row after it
 
+#: By dtype: the one in which its numbers are accumulated.
+WIDENED = {one: one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+WIDENED[torch.float16] = WIDENED[torch.bfloat16] = torch.float32
 #: The dtypes of values that can get a gradient.
-CONTINUOUS = frozenset(
-    one
-    for one in vars(torch).values()
-    if isinstance(one, torch.dtype) and (one.is_floating_point or one.is_complex)
-)
-#: The dtypes in which numbers of smaller ones are accumulated.
-WIDENED = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+CONTINUOUS = frozenset(one for one in WIDENED if one.is_floating_point or one.is_complex)
 
 _data: Any = torch._C.TensorBase.data
 
@@ -258,6 +255,6 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a new leaf with the memory of a tensor; its gradients accumulate in at least
     float32."""
     alias = tensor.detach().requires_grad_()
-    if tensor.dtype in WIDENED and hasattr(alias, "grad_dtype"):
+    if WIDENED[tensor.dtype] is not tensor.dtype and hasattr(alias, "grad_dtype"):
         alias.grad_dtype = WIDENED[tensor.dtype]
     return alias

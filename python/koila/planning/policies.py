@@ -26,13 +26,12 @@ _OFFLOADED, _OFFLOADED_FROM_ACCELERATOR = 0.25, 3.0
 class Families(NamedTuple):
     """Policies that are tried, each without those that do nothing else than one before."""
 
-    rematerializing: list[
-        bytes
-    ]  # what cheap calls recompute is rematerialized, in ever longer chains
-    recomputing: list[
-        bytes
-    ]  # each n-th body's results are kept; the runs of others recompute theirs
-    offloading: list[bytes]  # a part of it is offloaded; the last one offloads all
+    #: Cheap calls rematerialize values, in ever longer chains.
+    rematerializing: list[bytes]
+    #: Each n-th body's results are kept; the runs of the others recompute theirs.
+    recomputing: list[bytes]
+    #: A part of the results is offloaded; the last of these policies offloads all.
+    offloading: list[bytes]
 
 
 class Policies:

@@ -17,8 +17,8 @@ from torch.overrides import handle_torch_function
 
 from koila import _core
 from koila.basics import engine
+from koila.basics.rows import WIDENED
 from koila.reductions import norms, scans
-from koila.reductions.norms import wide
 
 
 class _Sums(engine.Function):
@@ -111,10 +111,10 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     dtype = kwargs.get("dtype", args[2] if len(args) > 2 else None)
     if dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
-        dtype = wide(x.dtype)  # autocast on CUDA runs softmax in float32
+        dtype = WIDENED[x.dtype]  # autocast on CUDA runs softmax in float32
     x = x if dtype is None else x.to(dtype)
     call: Any = handle_torch_function
-    words = {"correction": 0, "keepdim": True, "dtype": wide(x.dtype)}
+    words = {"correction": 0, "keepdim": True, "dtype": WIDENED[x.dtype]}
     logs, most = call(shares, (x,), x, [dim], **words)
     if not _core.set_for_chunks(most):
         return NotImplemented

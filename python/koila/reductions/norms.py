@@ -36,11 +36,6 @@ def _over(x: Tensor) -> list[int]:
     return [dim for dim in range(x.dim()) if dim != 1]
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which statistics are computed."""
-    return WIDENED.get(dtype, dtype)
-
-
 class _Moments(engine.Function):
     """The mean of each channel, and the sum of squared deviations from it; saves only the input.
 
@@ -53,7 +48,7 @@ class _Moments(engine.Function):
         ctx.n = x.numel() // x.shape[1]
         if known is None:
             # The kernel updates running statistics: these are not read.
-            unread = x.new_zeros(x.shape[1], dtype=WIDENED.get(x.dtype, x.dtype))
+            unread = x.new_zeros(x.shape[1], dtype=WIDENED[x.dtype])
             mean, var = torch.batch_norm_update_stats(x, unread, unread, 0.0)
             squares = var * ctx.n
         else:
@@ -180,7 +175,7 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     x = args[0]
     call: Any = handle_torch_function
-    var, mean = call(batch_moments, (x,), x, _over(x), correction=0, dtype=wide(x.dtype))
+    var, mean = call(batch_moments, (x,), x, _over(x), correction=0, dtype=WIDENED[x.dtype])
     if not _core.set_for_chunks(mean):
         return NotImplemented
     return call(batch_norm, (x,), *args, var, mean)

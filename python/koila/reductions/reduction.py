@@ -54,7 +54,7 @@ class Call:
         self.kwargs = kwargs
         self.signature = signature  # the row's, from _core.op_table()
         self.dtype = dtype  # of the first output
-        self.wide = WIDENED.get(dtype, dtype)  # the dtype to accumulate in
+        self.wide = WIDENED[dtype]  # the dtype to accumulate in
         self.start = start  # the first row of the chunk
         self.n_rows = n_rows  # the rows of the batch
         self.shared = {} if shared is None else shared  # results shared by all runs of this chunk
@@ -76,15 +76,11 @@ class Call:
         return result
 
 
-def widened(dtype: torch.dtype) -> torch.dtype:
-    return WIDENED.get(dtype, dtype)
-
-
 def widen(value: Any) -> Any:
     """Convert a tensor of a half dtype, or those in a list, to the dtype they are accumulated
     in."""
     if isinstance(value, torch.Tensor):
-        return value.to(widened(value.dtype))
+        return value.to(WIDENED[value.dtype])
     if isinstance(value, (list, tuple)):
         return type(value)(map(widen, value))
     return value

@@ -20,8 +20,8 @@ from torch.overrides import handle_torch_function
 
 from koila import _core
 from koila.basics import engine
+from koila.basics.rows import WIDENED
 from koila.reductions import products
-from koila.reductions.norms import wide
 
 
 class Scan(NamedTuple):
@@ -187,7 +187,7 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     starts, goes_on = _MADE[func.__name__]
     call: Any = handle_torch_function
-    begun = call(starts, (x,), x, dim, keepdim=True, dtype=wide(_made_in(x, dtype)))
+    begun = call(starts, (x,), x, dim, keepdim=True, dtype=WIDENED[_made_in(x, dtype)])
     if not _core.set_for_chunks(begun):
         return NotImplemented
     own = {} if dtype is None else {"dtype": dtype}

@@ -367,8 +367,8 @@ class BoundaryValue:
         return grad
 
     def settle(self, *keys: Key) -> list[torch.Tensor]:
-        """Drop the aliases of what was read under these keys, or all, when no gradient arrives any
-        more, and keep their gradients. Return the aliases."""
+        """Move the gradients of the aliases under these keys, or of all aliases, into `seeds`, and
+        drop and return the aliases. Call it when no graph sends them a gradient any more."""
         aliases, seeds, dropped = self.aliases, self.seeds, []
         for key in keys or list(aliases):
             alias = aliases.pop(key, None)

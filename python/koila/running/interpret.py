@@ -214,7 +214,9 @@ class Interpreter:
                 for value in run.left:
                     boundary = stages.boundary[value]
                     if is_last or ("chunk", chunk) in boundary.seeds or boundary.aliases:
-                        stages.forget(boundary.drop_gradient(chunk, is_last))
+                        dropped = boundary.drop_gradient(chunk, is_last)
+                        if dropped:
+                            stages.forget(dropped)
 
     def _still_read(self) -> set[RowsRead]:
         """In an inner loop, return the rows that the body of the outer one read, whose backward

@@ -154,7 +154,7 @@ class Replay(Stages):
             _core.forget_left()  # later reads start from what was just delivered, not from these
         if not _core.close():
             self.numbers.leave()
-            _core.close()  # the calls before what left have no readers any more
+            _core.close()  # end the calls whose only readers were values that left the tape
 
 
 @unwritten.reading()

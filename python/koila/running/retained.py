@@ -85,7 +85,7 @@ class Retained:
     def _fill(self, chunk: int, references: list[Reference]) -> None:
         """Fill the cells of a chunk's graph: with outputs, and with recomputed values."""
         stages, run = self.stages, self.run_
-        grid = stages.grid_by_run.get(run.index) or stages.grid_of(run)
+        grid = stages.grid_by_run[run.index]
         read = set(map(_VALUE, references))
         again = self.again & read
         known: dict[int, torch.Tensor | None] = {}

@@ -48,9 +48,8 @@ _FAR = 0.1  # the largest difference in any dtype, as a share of the largest gra
 _FEW = 64
 _CONSTANTS = frozenset((bool, int, float, str, type(None)))
 
-_Found = list[
-    tuple[int, Key, "torch.Tensor | None"]
-]  # value, key of its `BoundaryValue.seeds`, gradient
+#: Values, with a key of their `BoundaryValue.seeds` and its gradient.
+_Found = list[tuple[int, Key, "torch.Tensor | None"]]
 
 
 class Sent:
