@@ -210,7 +210,7 @@ def taken(device: torch.device, held: Iterable[torch.Tensor]) -> int:
     keeps no count."""
     with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
         if device.type == "cpu":
-            return storages.n_bytes([t for t in held if t.is_cpu])
+            return storages.n_bytes(list(held))
         known = _storage_bytes(t for t in held if t.device == device)
     return max(known, taken_on_cuda(device)) if device.type == "cuda" else known
 

@@ -26,7 +26,8 @@ def _tensors_of_step(program: Program) -> list[torch.Tensor]:
         _, frozen = program.by_gradient
         all_grads = [leaf.grad for leaf in (*frozen, *program.parameters)]
         grads = [grad for grad in all_grads if grad is not None]
-    return program.entered + program.parameters + grads + budget.optimizer_state()
+    behind = program.parameters if program.on_graphs else []  # else they are among those that enter
+    return program.entered + behind + grads + budget.optimizer_state()
 
 
 def allowed_for(program: Program, is_alone: bool = False, needed: float = math.inf) -> float:

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
-
-import torch
 
 from koila import _core
 from koila.basics import config, lines
@@ -177,7 +174,6 @@ def _strategy_in(chunks: int, program: Program) -> Strategy | None:
     return strategies_in[key]
 
 
-_GRAD_FN = operator.attrgetter("grad_fn")
 #: A program with a graph behind it runs in one chunk if several would take so many bytes more.
 _MORE_OF_ROWS = 2**16
 
@@ -187,8 +183,7 @@ def _is_graph_behind(program: Program) -> bool:
     those without barriers count."""
     if program.is_part:
         return [run.is_body for run in program.runs if run.nodes or run.combined] == [True]
-    with torch._C.DisableTorchFunctionSubclass():  # of statistics that are still to be written
-        return any(map(_GRAD_FN, program.entered))
+    return bool(program.on_graphs)
 
 
 def _is_less_in_one(chunks: int, program: Program, strategy: Strategy, shared: int) -> bool:

@@ -73,13 +73,11 @@ def key_of(program: Program, is_graph: bool) -> Key | None:
     """
     notes = _core.notes()
     is_alone = program.is_all and not (program.beside or "lengths" in notes or "grids" in notes)
-    if not is_alone or budget.is_bound() or _core.has_numbers():
+    if not is_alone or budget.is_bound() or _core.has_numbers() or program.on_graphs:
         return None
     coming = budget.coming_state(program.parameters) if is_graph else 0
     with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
         needing, others = program.by_gradient
-        if [one for one in needing if one.grad_fn is not None]:
-            return None
         have_gradients = tuple([one.grad is not None for one in needing])
         strides = tuple([_strides_of(one) for one in others])
     noise = estimates.of_nodes(program) if program.is_drawing else None

@@ -159,19 +159,26 @@ class Program:
     @functools.cached_property
     def by_gradient(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors that entered: those that need a gradient, and the others."""
-        found: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
-            for tensor in self.entered:
-                found[not tensor.requires_grad].append(tensor)
-        return found
+            needing = [tensor for tensor in self.entered if tensor.requires_grad]
+            return needing, [tensor for tensor in self.entered if not tensor.requires_grad]
+
+    @functools.cached_property
+    def on_graphs(self) -> list[torch.Tensor]:
+        """The tensors that entered with a graph behind them: results of plain calls."""
+        needing, _ = self.by_gradient
+        with torch._C.DisableTorchFunctionSubclass():
+            return [tensor for tensor in needing if tensor.grad_fn is not None]
 
     @functools.cached_property
     def parameters(self) -> list[torch.Tensor]:
         """The leaves of autograd's graph that it reads, also through plain calls (`weight[:n]`)."""
-        with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
-            entered, _ = self.by_gradient
-            leaves = [tensor for tensor in entered if tensor.is_leaf]
-            return list({id(leaf): leaf for leaf in (*leaves, *leaves_behind(entered))}.values())
+        leaves, _ = self.by_gradient
+        if self.on_graphs:
+            with torch._C.DisableTorchFunctionSubclass():
+                leaves = [leaf for leaf in leaves if leaf.is_leaf]
+            leaves += leaves_behind(self.on_graphs)
+        return list({id(leaf): leaf for leaf in leaves}.values())
 
     def once(self) -> list[Node]:
         """Return the calls that run once, on whole values."""
@@ -312,7 +319,7 @@ class Program:
         be measured, but not run. Call this once it has been measured."""
         _ = self.known, self._however_cut
         bare = copy.copy(self)
-        for of_tensors in ("parameters", "by_gradient"):
+        for of_tensors in ("parameters", "on_graphs", "by_gradient"):
             bare.__dict__.pop(of_tensors, None)
         bare.entered, bare.beside, bare.gets, bare._unwanted = [], (), None, ()
         bare.infos = Infos()
