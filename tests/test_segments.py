@@ -353,3 +353,23 @@ def test_values_that_go_several_ways(
     KEPT.clear()
     for value, right in zip(seen, wanted, strict=True):
         assert_close(value, right, "value")
+
+
+def test_small_body_is_not_cut() -> None:
+    """Only the body that saves most is cut into as many segments as asked: to cut the others too
+    would recompute them and lower no peak."""
+    torch.manual_seed(0)
+    small, norm = torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)
+    deep = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(8))
+    )
+    x = koila.lazy(torch.randn(12, 8), batch=0)
+    loss = deep(norm(torch.tanh(small(x)).exp().sin())).square().sum()
+    program = Program([loss])
+    runs = program.cut_for(Strategy(4)).runs
+    n_segments = [
+        sum(run.stage == stage for run in runs if run.is_body)
+        for stage in sorted({run.stage for run in runs if run.is_body})
+    ]
+    assert n_segments[-1] == 4
+    assert max(n_segments[:-1]) == 1

@@ -2,6 +2,7 @@
 /* program.c - builds the runs of a staged program, one stage after the other. */
 #include "program.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -28,6 +29,8 @@ typedef struct Build {
     uint32_t *taken_in;  /* [n_nodes] serial_of the last run that contains it */
     uint32_t *written_in; /* [n_storages] serial_of the last run that writes it in place */
     KlIds stack;          /* scratch: of nodes, or of values */
+    int64_t *kept;        /* [n_axes] scratch: the bytes that autograd saves for a stage's body */
+    int64_t most_kept;    /* for the calls of one body */
 } Build;
 
 KlStatus
@@ -585,11 +588,40 @@ is_counted_for_head(const Build *build, uint32_t stage, KlAxisId axis)
     return is_so;
 }
 
-/* Cut the first `n` nodes of a body into segments: at the user's checkpoints, or into `n_segments` if that is more. */
+/* Find the most bytes that autograd saves for the calls of one body. */
+static void
+find_most_kept(Build *build)
+{
+    const KlStages *stages = &build->program->stages;
+    for (uint32_t stage = 0; stage < stages->n_stages; stage++) {
+        for (uint32_t i = build->first_at[stage]; i < build->first_at[stage + 1]; i++) {
+            const KlNode *node = &build->tape->nodes[build->at[i]];
+            KlAxisId axis = axis_of(build, build->at[i]);
+            if (node->mode != KL_MODE_ONCE && stages->node_stage[build->at[i]] == stage &&
+                axis != KL_ID_NONE && kl_stage_has_gradient(build->tape, stages, node)) {
+                build->kept[axis] += kl_segment_kept(build->tape, build->at[i]);
+                if (build->kept[axis] > build->most_kept) {
+                    build->most_kept = build->kept[axis];
+                }
+            }
+        }
+        memset(build->kept, 0, build->tape->n_axes * sizeof(int64_t));
+    }
+}
+
+/* Cut the first `n` nodes of a body into segments: at the user's checkpoints, or into `n_segments` if that is more. A
+ * body that saves less than the largest is cut into fewer, of the same bytes: more would recompute it for nothing. */
 static void
 cut_nodes(Build *build, const KlIds *nodes, size_t n, uint32_t n_segments)
 {
     uint32_t *segment = build->program->stages.segment, n_regions = 0;
+    double kept = 0;
+    for (size_t i = 0; i < n; i++) {
+        kept += (double)kl_segment_kept(build->tape, nodes->ids[i]);
+    }
+    if (kept < (double)build->most_kept) {
+        n_segments = (uint32_t)ceil(n_segments * kept / (double)build->most_kept);
+    }
     if (build->program->is_checkpointed) {
         build->status =
             kl_segment_regions(build->tape, nodes->ids, n, segment, &n_regions, build->error);
@@ -715,6 +747,7 @@ allocate(Build *build)
     build->given_in = kl_alloc_scratch(scratch, stages->n_imports, sizeof(uint32_t));
     build->taken_in = kl_alloc_scratch(scratch, tape->n_nodes, sizeof(uint32_t));
     build->written_in = kl_alloc_scratch(scratch, tape->n_storages, sizeof(uint32_t));
+    build->kept = kl_alloc_scratch(scratch, tape->n_axes, sizeof(int64_t));
     build->program->is_kept = kl_alloc_zeroed(2 * tape->n_values, sizeof(bool));
     build->program->is_unread = build->program->is_kept + tape->n_values;
     if (scratch->is_short || build->program->is_kept == NULL) {
@@ -765,6 +798,9 @@ kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program, K
     }
     find_readers(&build);
     find_nodes_of_stages(&build);
+    if (asked->n_segments > 1) {
+        find_most_kept(&build);
+    }
     for (uint32_t stage = 0; stage < program->stages.n_stages; stage++) {
         (kl_stage_is_body(stage) ? build_bodies : build_barrier)(&build, stage);
     }

@@ -65,8 +65,9 @@ typedef struct KlAsked {
         *staged; /* cut this program anew, with its goal and stages: it must live longer;
                                 NULL: stage the goal */
     KlGoal goal;
-    uint32_t n_segments; /* cut bodies with a gradient into at most so many segments, and always at
-                            the user's checkpoints; 0: ignore the checkpoints, too */
+    uint32_t n_segments; /* cut the body that saves most for backward into at most so many segments,
+                            others into segments as large, and all at the user's checkpoints; 0:
+                            ignore the checkpoints, too */
     bool is_headed;      /* cut the last body before its head, the rest of it into n_segments */
     const KlValueId *reached; /* [n_reached] the wanted values that the user's lazy tensors hold */
     size_t n_reached;

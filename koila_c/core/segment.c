@@ -40,6 +40,13 @@ cross(Body *body, size_t from, size_t to, int64_t bytes)
     }
 }
 
+int64_t
+kl_segment_kept(const KlTape *tape, KlNodeId id)
+{
+    const KlNode *node = &tape->nodes[id];
+    return kl_tape_n_bytes(tape, id) + node->saves.bytes_extra + node->saves.bytes_fixed;
+}
+
 /* Compute `kept` and `crosses`. A cut passes on every result that is read after it. Views count too, since a view that
  * is kept alone is copied. A value that is written in place after the cut is copied first, so it counts twice. */
 static void
@@ -49,8 +56,7 @@ weigh(Body *body)
     for (size_t i = 0; i < body->n; i++) {
         const KlNode *node = &tape->nodes[body->nodes[i]];
         body->last_read[i] = (uint32_t)i;
-        body->kept[i + 1] = body->kept[i] + kl_tape_n_bytes(tape, body->nodes[i]) +
-                            node->saves.bytes_extra + node->saves.bytes_fixed;
+        body->kept[i + 1] = body->kept[i] + kl_segment_kept(tape, body->nodes[i]);
         for (uint32_t k = 0; k < node->n_inputs; k++) {
             KlValueId value = tape->inputs[node->first_input + k].value;
             size_t maker = maker_of(body, value);

@@ -9,6 +9,9 @@
 
 #include "stage.h"
 
+/* Return the bytes that autograd saves for a node. */
+int64_t kl_segment_kept(const KlTape *tape, KlNodeId id);
+
 /* Cut the `n` nodes of one body over one axis, in call order, into at most `n_segments` segments, and store the
  * segment of each in `segment`, [n_nodes of the tape]. With few nodes, some segments may be empty. */
 KlStatus kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_segments,
