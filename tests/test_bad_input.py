@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import pickle
 import re
 import threading
 import warnings
@@ -572,6 +573,35 @@ def test_an_illegal_call_shows_the_frames_of_eager(
         call(koila.lazy(x))
     assert paths_of(caught) == paths_of(wanted) == [__file__, __file__]
     assert (caught.type, str(caught.value)) == (wanted.type, str(wanted.value))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.linalg.inv(x.T @ x * 0).tolist(),
+        lambda x: float(torch.linalg.cholesky(-x.T @ x).sum()),
+        lambda x: x.to("nowhere"),
+        lambda x: x.cuda(10**3) if torch.cuda.is_available() else x.cuda(),
+        lambda x: torch.bernoulli(x * 100).sum().item(),
+        lambda x: x[0, 0].item() // torch.zeros(()).int().item(),
+        lambda x: x.new_tensor([[1, 2], [3]]),
+    ],
+)
+def test_an_error_of_what_runs_at_once_shows_the_frames_of_eager(
+    call: Callable[[Tensor], Tensor],
+) -> None:
+    x = torch.ones(N_ROWS, 6)
+    with pytest.raises(Exception) as wanted:
+        call(x)
+    with pytest.raises(wanted.type) as caught:
+        call(koila.lazy(x))
+    assert paths_of(caught) == paths_of(wanted)
+
+
+@pytest.mark.parametrize("error", [koila.KoilaError, koila.StaleError, koila.MemoryLimitError])
+def test_an_error_has_the_name_that_scripts_catch(error: type[BaseException]) -> None:
+    assert f"{error.__module__}.{error.__qualname__}" == f"koila.{error.__name__}"
+    assert type(pickle.loads(pickle.dumps(error("why")))) is error
 
 
 def test_an_error_of_a_hook_keeps_its_frames() -> None:

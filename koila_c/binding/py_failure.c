@@ -46,6 +46,19 @@ kl_failure_set(Tape *tape, KlNodeId id)
     kl_tape_set_failed(&tape->core, id);
 }
 
+void
+kl_failure_hide_frames(void)
+{
+    PyObject *type = NULL, *value = NULL, *traceback = NULL;
+    PyErr_Fetch(&type, &value, &traceback);
+    PyErr_NormalizeException(&type, &value, &traceback);
+    if (traceback != NULL && PyException_SetTraceback(value, traceback) == 0) {
+        (void)kl_py_done(PyObject_CallFunctionObjArgs(kl_py.hide_frames, value, NULL));
+    }
+    PyErr_SetObject(type, value);
+    KL_DROP(type, value, traceback);
+}
+
 KL_DEFINE(failed, error)
 {
     Tape *tape = kl_tape_open_or_null();

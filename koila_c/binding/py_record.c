@@ -548,6 +548,18 @@ record_on(Tape *tape, const Function *function, PyObject *func, PyObject *args, 
     return recorded;
 }
 
+/* Call a handler. NULL with its exception, whose traceback leads from the user's line to torch's. */
+static PyObject *
+call_handler(PyObject *handler, PyObject *func, PyObject *args, PyObject *kwargs)
+{
+    PyObject *words = kwargs != NULL ? kwargs : kl_py.empty_dict;
+    PyObject *result = PyObject_CallFunctionObjArgs(handler, func, args, words, NULL);
+    if (result == NULL) {
+        kl_failure_hide_frames();
+    }
+    return result;
+}
+
 /* Offer a call to a handler. 1: it took the call, `*results` is a new reference; 0: it declined; -1. */
 static int
 offer(PyObject *handler, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **results)
@@ -555,8 +567,7 @@ offer(PyObject *handler, PyObject *func, PyObject *args, PyObject *kwargs, PyObj
     if (handler == NULL) {
         return 0;
     }
-    *results = PyObject_CallFunctionObjArgs(handler, func, args,
-                                            kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+    *results = call_handler(handler, func, args, kwargs);
     if (*results == Py_NotImplemented) {
         Py_CLEAR(*results);
         return 0;
@@ -743,7 +754,7 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
     case KL_CALL_HANDLER:
         return take_up(call_args, kwargs) < 0
                    ? NULL
-                   : PyObject_CallFunctionObjArgs(function->handler, func, call_args, words, NULL);
+                   : call_handler(function->handler, func, call_args, kwargs);
     }
     Py_UNREACHABLE();
 }

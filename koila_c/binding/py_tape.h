@@ -195,6 +195,8 @@ void kl_failure_keep(Tape *tape, KlNodeId id);
 /* Node `id` raised the exception that is set: add a note with the call's line, and fail the node and all nodes that
  * depend on it. */
 void kl_failure_set(Tape *tape, KlNodeId id);
+/* Remove koila's frames from the traceback of the exception that is set (`hide_frames` in errors.py). */
+void kl_failure_hide_frames(void);
 /* Raise a stored exception; NULL: a KoilaError that says no more than that the call failed. */
 void kl_failure_raise(PyObject *error);
 /* Borrowed: the stored exception of a value whose call failed, or NULL. */

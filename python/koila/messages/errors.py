@@ -20,9 +20,13 @@ class KoilaError(RuntimeError):
     """koila cannot run a program with the numbers of eager mode; the text names op, line,
     reason."""
 
+    __module__ = "koila"  # a traceback shows the name that a script catches it by
+
 
 class StaleError(KoilaError):
     """A tensor that a call reads was changed after the call was recorded and before it ran."""
+
+    __module__ = "koila"
 
 
 class NotInChunksError(KoilaError):
@@ -38,6 +42,7 @@ class MemoryLimitError(KoilaError, torch.OutOfMemoryError):
         least_limit: the least memory_limit, in bytes, that works.
     """
 
+    __module__ = "koila"
     plan: MemoryPlan | None = None
     least_limit: float | None = None
 
@@ -79,7 +84,7 @@ def hide_frames(error: BaseException) -> None:
 
 
 class HiddenFrames:
-    """Wraps a block that the user's code, or torch for it, gets to: a KoilaError leaves it without
+    """Wraps a block that the user's code, or torch for it, gets to: an exception leaves it without
     koila's frames."""
 
     def __enter__(self) -> None: ...
@@ -90,7 +95,7 @@ class HiddenFrames:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if isinstance(error, KoilaError):
+        if error is not None:
             hide_frames(error)
 
 

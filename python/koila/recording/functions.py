@@ -24,7 +24,7 @@ from koila.basics import (
     threads,
 )
 from koila.memory import order
-from koila.messages.errors import KoilaError, StaleError, is_out_of_memory
+from koila.messages.errors import KoilaError, StaleError, hide_frames, is_out_of_memory
 from koila.planning import left_plain
 from koila.random import draws, generators, plain
 from koila.recording import (
@@ -301,6 +301,7 @@ def register_all() -> None:
             "record_out": outs.record,
             "settle": numbers.settle_outdated,
             "is_out_of_memory": is_out_of_memory,
+            "hide_frames": hide_frames,
             "note_write": unwritten.watch,
             "note_written": unwritten.note_written,
             "write_elsewhere": unwritten.make_elsewhere,
