@@ -99,6 +99,8 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8, W4 = 16 };
 #define shape_unsafe_split shape_split, .is_untracked = true
 #define shape_upsample(n_) shape_upsample, .n_spatial = n_
 #define dtype_compare_ordered dtype_compare, .kinds = KL_KINDS_ORDERED
+#define dtype_like_float dtype_like, .kinds = KL_KINDS_FLOAT
+#define dtype_like_real dtype_like, .kinds = KL_KINDS_ORDERED
 #define dtype_promote_bits dtype_promote, .kinds = KL_KINDS_BITS
 #define dtype_promote_number dtype_promote, .kinds = KL_KINDS_REAL
 #define dtype_promote_ordered dtype_promote, .kinds = KL_KINDS_ORDERED

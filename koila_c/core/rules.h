@@ -17,10 +17,11 @@
 
 /* Whether an argument is present and not None. */
 bool kl_rules_is_given(const KlCall *call, uint32_t arg);
-/* Decline the call: an argument is not what the rule can describe. */
-void kl_rules_decline(const KlCall *call);
-/* Return where to note why torch refuses the call, for kl_error_set. The first reason counts: later NULL. */
-KlError *kl_rules_refusal(const KlCall *call);
+/* Decline the call unless it is what the rule can describe. The rule goes on, so the rest must be safe for any call. */
+void kl_rules_require(const KlCall *call, bool is_met);
+/* Likewise, refuse a call as torch does, with `status` and the reason why, unless it is legal. The first reason counts. */
+void kl_rules_check(const KlCall *call, bool is_legal, KlStatus status, const char *format, ...)
+    __attribute__((format(printf, 4, 5)));
 
 /* Get an int; `fallback` if it is absent or None. A bool is an int, as in Python. */
 int64_t kl_rules_int(const KlCall *call, uint32_t arg, int64_t fallback);
@@ -45,6 +46,11 @@ kl_rules_input(const KlCall *call, uint32_t arg)
                ? call->inputs[call->args[arg].input]
                : NULL;
 }
+
+/* Return a tensor argument that has `least` to `most` dims. Decline others: the rule goes on with `least` dims of size 1. */
+const KlMeta *kl_rules_tensor(const KlCall *call, uint32_t arg, int32_t least, int32_t most);
+/* Likewise; NULL if it is absent or None. */
+const KlMeta *kl_rules_optional(const KlCall *call, uint32_t arg, int32_t least, int32_t most);
 
 static inline bool
 kl_rules_is_number(const KlArg *arg)
@@ -102,8 +108,8 @@ bool kl_rules_view_strides(const KlMeta *meta, KlMeta *out);
 
 KlDtype kl_rules_promote(KlDtype left, KlDtype right);
 bool kl_rules_is_integral(KlDtype dtype); /* bool counts */
-/* Find torch.result_type of args[first] .. args[first + n - 1]: tensors, 0-dim tensors and numbers. */
-KlStatus kl_rules_result_type(const KlCall *call, uint32_t first, uint32_t n, KlDtype *dtype);
+/* Return torch.result_type of the first n arguments: tensors, 0-dim tensors and numbers. */
+KlDtype kl_rules_result_type(const KlCall *call, uint32_t n);
 bool kl_rules_can_cast(KlDtype from, KlDtype to);
 /* Set the dtype of every output. Return KL_OK. */
 KlStatus kl_rules_set_dtypes(KlInferred *result, KlDtype dtype);

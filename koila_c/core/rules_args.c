@@ -3,6 +3,9 @@
  * declined: it may be legal, but the rule cannot describe it. */
 #include "rules.h"
 
+#include <stdarg.h>
+#include <stdio.h>
+
 bool
 kl_rules_is_given(const KlCall *call, uint32_t arg)
 {
@@ -10,16 +13,44 @@ kl_rules_is_given(const KlCall *call, uint32_t arg)
            call->args[arg].kind != KL_ARG_NONE;
 }
 
-KlError *
-kl_rules_refusal(const KlCall *call)
+void
+kl_rules_check(const KlCall *call, bool is_legal, KlStatus status, const char *format, ...)
 {
-    return call->unread != NULL && call->unread->status == KL_OK ? call->unread : NULL;
+    KlError *reason = call->unread;
+    if (!is_legal && reason != NULL && reason->status == KL_OK) {
+        va_list arguments;
+        va_start(arguments, format);
+        (void)vsnprintf(reason->text, sizeof(reason->text), format, arguments);
+        va_end(arguments);
+        reason->status = status;
+    }
 }
 
 void
-kl_rules_decline(const KlCall *call)
+kl_rules_require(const KlCall *call, bool is_met)
 {
-    (void)kl_error_set(kl_rules_refusal(call), KL_DECLINED, "an argument is of another kind");
+    kl_rules_check(call, is_met, KL_DECLINED, "no rule describes the call");
+}
+
+const KlMeta *
+kl_rules_tensor(const KlCall *call, uint32_t arg, int32_t least, int32_t most)
+{
+    static const KlMeta ones[] = {{.n_dims = 0},
+                                  {.n_dims = 1, .shape = {1}},
+                                  {.n_dims = 2, .shape = {1, 1}},
+                                  {.n_dims = 3, .shape = {1, 1, 1}},
+                                  {.n_dims = 4, .shape = {1, 1, 1, 1}},
+                                  {.n_dims = 5, .shape = {1, 1, 1, 1, 1}}};
+    const KlMeta *meta = kl_rules_input(call, arg);
+    bool is_met = meta != NULL && meta->n_dims >= least && meta->n_dims <= most;
+    kl_rules_require(call, is_met);
+    return is_met ? meta : &ones[least];
+}
+
+const KlMeta *
+kl_rules_optional(const KlCall *call, uint32_t arg, int32_t least, int32_t most)
+{
+    return kl_rules_is_given(call, arg) ? kl_rules_tensor(call, arg, least, most) : NULL;
 }
 
 /* Return an argument of one of these kinds, bits by KlArgKind; NULL if it is absent or None. Decline other kinds. */
@@ -28,9 +59,7 @@ read(const KlCall *call, uint32_t arg, uint32_t kinds)
 {
     const KlArg *given = kl_rules_is_given(call, arg) ? &call->args[arg] : NULL;
     bool is_of_kind = given != NULL && (kinds >> given->kind & 1) != 0;
-    if (given != NULL && !is_of_kind) {
-        kl_rules_decline(call);
-    }
+    kl_rules_require(call, given == NULL || is_of_kind);
     return is_of_kind ? given : NULL;
 }
 
@@ -76,11 +105,8 @@ kl_rules_wrap(const KlCall *call, int64_t dim, int32_t n_dims)
 {
     int64_t n = n_dims == 0 ? 1 : n_dims;
     bool is_legal = dim >= -n && dim < n;
-    if (!is_legal) {
-        (void)kl_error_set(kl_rules_refusal(call), KL_ERROR_ARGUMENT,
-                           "dim %lld is not in the range [%lld, %lld]", (long long)dim,
-                           (long long)-n, (long long)(n - 1));
-    }
+    kl_rules_check(call, is_legal, KL_ERROR_ARGUMENT, "dim %lld is not in the range [%lld, %lld]",
+                   (long long)dim, (long long)-n, (long long)(n - 1));
     return is_legal ? (int32_t)(dim < 0 ? dim + n : dim) : 0;
 }
 
@@ -98,10 +124,8 @@ kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims)
     uint32_t found = n == 0 ? (UINT32_C(1) << n_dims) - 1 : 0;
     for (uint32_t i = 0; i < n; i++) {
         int32_t dim = kl_rules_wrap(call, ints[i], n_dims);
-        if ((found >> dim & 1) != 0) {
-            (void)kl_error_set(kl_rules_refusal(call), KL_ERROR_ARGUMENT, "dim %d appears twice",
-                               (int)dim);
-        }
+        kl_rules_check(call, (found >> dim & 1) == 0, KL_ERROR_ARGUMENT, "dim %d appears twice",
+                       (int)dim);
         found |= UINT32_C(1) << dim;
     }
     return found;

@@ -21,10 +21,8 @@ read_options(const KlCall *call)
     const Options options = {.dropout = kl_rules_float(call, DROPOUT, 0.0),
                              .is_causal = kl_rules_bool(call, CAUSAL, false),
                              .is_grouped = kl_rules_bool(call, GROUPED, false)};
-    if (kl_rules_is_given(call, MASK) &&
-        (kl_rules_input(call, MASK) == NULL || options.is_causal)) {
-        kl_rules_decline(call);
-    }
+    kl_rules_require(call,
+                     kl_rules_optional(call, MASK, 0, KL_DIMS_MAX) == NULL || !options.is_causal);
     return options;
 }
 
@@ -95,10 +93,8 @@ KL_SHAPE(attention)
     }
     const KlMeta *query = call->inputs[QUERY], *key = call->inputs[KEY];
     const KlMeta *value = call->inputs[VALUE];
-    if (query->shape[query->n_dims - 1] != key->shape[key->n_dims - 1] ||
-        key->shape[key->n_dims - 2] != value->shape[value->n_dims - 2]) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, query->shape[query->n_dims - 1] == key->shape[key->n_dims - 1] &&
+                               key->shape[key->n_dims - 2] == value->shape[value->n_dims - 2]);
     out.shape[out.n_dims++] = query->shape[query->n_dims - 2];
     out.shape[out.n_dims++] = value->shape[value->n_dims - 1];
     (void)kl_rules_out(result, &out);

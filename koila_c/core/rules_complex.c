@@ -11,9 +11,7 @@ KL_SHAPE(conj)
 /* A view of every second number of a complex value. */
 KL_SHAPE(imag)
 {
-    if (!kl_meta_dtype_is_complex(call->inputs[0]->dtype)) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, kl_meta_dtype_is_complex(call->inputs[0]->dtype));
     (void)shape_alias(call, result, error);
     for (int32_t dim = 0; dim < result->outs[0].n_dims; dim++) {
         result->outs[0].strides[dim] *= 2;
@@ -29,9 +27,9 @@ KL_SHAPE(real)
 
 KL_SHAPE(view_as_real)
 {
-    KlStatus status = shape_imag(call, result, error);
+    (void)shape_imag(call, result, error);
     KlMeta *out = &result->outs[0];
-    if (status != KL_OK || out->n_dims == KL_DIMS_MAX) {
+    if (out->n_dims == KL_DIMS_MAX) {
         return KL_DECLINED;
     }
     out->shape[out->n_dims] = 2;
@@ -45,9 +43,7 @@ KL_SHAPE(view_as_complex)
 {
     const KlMeta *input = call->inputs[0];
     int32_t last = input->n_dims - 1;
-    if (input->dtype != KL_DTYPE_FLOAT32 && input->dtype != KL_DTYPE_FLOAT64) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, input->dtype == KL_DTYPE_FLOAT32 || input->dtype == KL_DTYPE_FLOAT64);
     bool is_pairs = last >= 0 && input->shape[last] == 2;
     for (int32_t dim = 0; is_pairs && input->is_strided && dim <= last; dim++) {
         is_pairs = dim == last ? input->strides[dim] == 1 : input->strides[dim] % 2 == 0;
@@ -69,9 +65,7 @@ KL_SHAPE(view_as_complex)
 KL_DTYPE(to_complex)
 {
     bool is_double = call->inputs[0]->dtype == KL_DTYPE_FLOAT64;
-    if (dtype_all_same(call, result, error) != KL_OK ||
-        (!is_double && call->inputs[0]->dtype != KL_DTYPE_FLOAT32)) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, is_double || call->inputs[0]->dtype == KL_DTYPE_FLOAT32);
+    (void)dtype_all_same(call, result, error);
     return kl_rules_set_dtypes(result, is_double ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64);
 }

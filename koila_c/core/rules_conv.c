@@ -14,9 +14,7 @@ kl_rules_spatial(const KlCall *call, uint32_t arg, int32_t n, const int64_t *fal
     uint32_t n_given = 0;
     const int64_t *ints = kl_rules_ints(call, arg, &n_given);
     const bool is_each = n_given == (uint32_t)n;
-    if (n_given > 1 && !is_each) {
-        kl_rules_decline(call);
-    }
+    kl_rules_require(call, n_given <= 1 || is_each);
     for (int32_t i = 0; i < n; i++) {
         values[i] = n_given == 0 ? fallback[i] : ints[is_each ? i : 0];
     }
@@ -26,11 +24,9 @@ void
 kl_rules_spatial_each(const KlCall *call, uint32_t arg, int32_t n, int64_t *values)
 {
     const KlArg *given = &call->args[arg];
-    if (!kl_rules_is_given(call, arg) || (given->kind == KL_ARG_INTS && given->n != (uint32_t)n)) {
-        kl_rules_decline(call);
-    } else {
-        kl_rules_spatial(call, arg, n, values, values);
-    }
+    kl_rules_require(call, kl_rules_is_given(call, arg) &&
+                               (given->kind != KL_ARG_INTS || given->n == (uint32_t)n));
+    kl_rules_spatial(call, arg, n, values, values);
 }
 
 /* The parameters of a convolution; arrays have an entry for each spatial dim. */
@@ -51,9 +47,7 @@ read_padding(const KlCall *call, Conv *conv)
         return;
     }
     conv->is_same = strcmp(call->args[4].u.text, "same") == 0;
-    if (!conv->is_same && strcmp(call->args[4].u.text, "valid") != 0) {
-        kl_rules_decline(call);
-    }
+    kl_rules_require(call, conv->is_same || strcmp(call->args[4].u.text, "valid") == 0);
 }
 
 /* conv: input, weight, bias, stride, padding, dilation, groups
@@ -87,11 +81,9 @@ read_conv(const KlCall *call, Conv *conv)
 static KlStatus
 check_operands(const KlCall *call, const Conv *conv, KlError *error)
 {
-    const KlMeta *input = kl_rules_input(call, 0), *weight = kl_rules_input(call, 1);
-    const KlMeta *bias = kl_rules_input(call, 2);
-    if (input == NULL || weight == NULL || (kl_rules_is_given(call, 2) && bias == NULL)) {
-        return KL_DECLINED;
-    }
+    const KlMeta *input = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
+    const KlMeta *weight = kl_rules_tensor(call, 1, 0, KL_DIMS_MAX);
+    const KlMeta *bias = kl_rules_optional(call, 2, 1, 1);
     int32_t n = conv->n;
     if (weight->n_dims != n + 2 || (input->n_dims != n + 1 && input->n_dims != n + 2)) {
         return kl_error_set(error, KL_ERROR_SHAPE, "the input has %d dims, the weight %d",
@@ -99,14 +91,14 @@ check_operands(const KlCall *call, const Conv *conv, KlError *error)
     }
     int64_t channels = input->shape[input->n_dims - n - 1];
     int64_t expected = conv->is_transposed ? weight->shape[0] : weight->shape[1] * conv->groups;
-    if (channels != expected) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "the input has %lld channels, the weight %lld",
-                            (long long)channels, (long long)expected);
-    }
+    kl_rules_check(call, channels == expected, KL_ERROR_SHAPE,
+                   "the input has %lld channels, the weight %lld", (long long)channels,
+                   (long long)expected);
     int64_t channels_out = conv->is_transposed ? weight->shape[1] * conv->groups : weight->shape[0];
-    bool is_declined = weight->shape[0] % conv->groups != 0 || channels == 0 || channels_out == 0 ||
-                       (bias != NULL && (bias->n_dims != 1 || bias->shape[0] != channels_out));
-    return is_declined ? KL_DECLINED : KL_OK;
+    kl_rules_require(call, weight->shape[0] % conv->groups == 0 && channels != 0 &&
+                               channels_out != 0 &&
+                               (bias == NULL || bias->shape[0] == channels_out));
+    return KL_OK;
 }
 
 static int64_t
@@ -136,14 +128,11 @@ KL_SHAPE(conv)
         conv.is_transposed ? weight->shape[1] * conv.groups : weight->shape[0];
     for (int32_t i = 0; i < n; i++) {
         int32_t dim = input->n_dims - n + i;
-        if (input->shape[dim] == 0 || weight->shape[2 + i] == 0) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call, input->shape[dim] != 0 && weight->shape[2 + i] != 0);
         out.shape[dim] = size_out(&conv, i, input->shape[dim], weight->shape[2 + i]);
-        if (out.shape[dim] <= 0) {
-            return kl_error_set(error, KL_ERROR_SHAPE, "a kernel of %lld does not fit into %lld",
-                                (long long)weight->shape[2 + i], (long long)input->shape[dim]);
-        }
+        kl_rules_check(call, out.shape[dim] > 0, KL_ERROR_SHAPE,
+                       "a kernel of %lld does not fit into %lld", (long long)weight->shape[2 + i],
+                       (long long)input->shape[dim]);
     }
     (void)kl_rules_out(result, &out);
     bool is_copied = n == 1 && input->is_strided && !kl_meta_is_contiguous(input);
@@ -443,9 +432,7 @@ KL_SAVES(conv)
     bool is_padded = false;
     kl_rules_save(call, saves, 0);
     kl_rules_save(call, saves, 1);
-    if (read_conv(call, &conv) != KL_OK) {
-        return;
-    }
+    (void)read_conv(call, &conv);
     work(call, result, &conv, saves);
     for (int32_t dim = 0; conv.is_same && dim < input->n_dims; dim++) {
         int32_t i = dim - (input->n_dims - conv.n);

@@ -34,6 +34,14 @@ KL_DTYPE(same)
     return is_among(call->inputs[0]->dtype, call->row->kinds) ? KL_OK : KL_DECLINED;
 }
 
+/* That of the first input, or the one that is given. */
+KL_DTYPE(like)
+{
+    KlDtype dtype = kl_rules_dtype(call, call->inputs[0]->dtype);
+    kl_rules_require(call, is_among(dtype, call->row->kinds));
+    return kl_rules_set_dtypes(result, dtype);
+}
+
 /* Complex gives real. */
 KL_DTYPE(abs)
 {
@@ -56,10 +64,9 @@ KL_DTYPE(to_float)
 static KlStatus
 promote_among(const KlCall *call, KlInferred *result, KlKinds kinds)
 {
-    KlDtype dtype = KL_DTYPE_OTHER;
-    KlStatus status = kl_rules_result_type(call, 0, 2, &dtype);
-    kl_rules_set_dtypes(result, dtype);
-    return status == KL_OK && !is_among(dtype, kinds) ? KL_DECLINED : status;
+    KlDtype dtype = kl_rules_result_type(call, 2);
+    kl_rules_require(call, is_among(dtype, kinds));
+    return kl_rules_set_dtypes(result, dtype);
 }
 
 /* torch's promotion of words 0 and 1. */
@@ -73,9 +80,8 @@ KL_DTYPE(promote_sub)
 {
     for (uint32_t i = 0; i < 2; i++) {
         const KlMeta *input = kl_rules_input(call, i);
-        if (call->args[i].kind == KL_ARG_BOOL || (input != NULL && input->dtype == KL_DTYPE_BOOL)) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call, call->args[i].kind != KL_ARG_BOOL &&
+                                   (input == NULL || input->dtype != KL_DTYPE_BOOL));
     }
     return dtype_promote(call, result, error);
 }
@@ -83,9 +89,7 @@ KL_DTYPE(promote_sub)
 /* Likewise, and ints become the default dtype. */
 KL_DTYPE(promote_float)
 {
-    KlDtype dtype = KL_DTYPE_OTHER;
-    KlStatus status = kl_rules_result_type(call, 0, 2, &dtype);
-    return status == KL_OK ? set_float(call, result, dtype) : status;
+    return set_float(call, result, kl_rules_result_type(call, 2));
 }
 
 KL_DTYPE(div)
@@ -102,17 +106,15 @@ KL_DTYPE(to_bool)
 /* A comparison needs a common dtype, although its result is a bool. */
 KL_DTYPE(compare)
 {
-    KlStatus status = dtype_promote(call, result, error);
-    return status == KL_OK ? dtype_to_bool(call, result, error) : status;
+    (void)dtype_promote(call, result, error);
+    return dtype_to_bool(call, result, error);
 }
 
 /* lerp, addcdiv and similar ops: floats of one dtype */
 KL_DTYPE(all_same)
 {
     for (uint32_t i = 1; i < call->n_inputs; i++) {
-        if (call->inputs[i]->dtype != call->inputs[0]->dtype) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call, call->inputs[i]->dtype == call->inputs[0]->dtype);
     }
     return dtype_same(call, result, error);
 }
@@ -128,18 +130,13 @@ KL_DTYPE(all_float)
 static KlStatus
 promote_beside(const KlCall *call, KlInferred *result, uint32_t input)
 {
-    const KlMeta *condition = kl_rules_input(call, input);
+    const KlMeta *condition = kl_rules_tensor(call, input, 0, KL_DIMS_MAX);
     KlArg args[2] = {call->args[input == 0 ? 1 : 0], call->args[2]};
     KlCall pair = *call;
-    KlDtype dtype = KL_DTYPE_OTHER;
-    if (condition == NULL || condition->dtype != KL_DTYPE_BOOL) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, condition->dtype == KL_DTYPE_BOOL);
     pair.args = args;
     pair.n_args = 2;
-    KlStatus status = kl_rules_result_type(&pair, 0, 2, &dtype);
-    kl_rules_set_dtypes(result, dtype);
-    return status;
+    return kl_rules_set_dtypes(result, kl_rules_result_type(&pair, 2));
 }
 
 KL_DTYPE(where)
@@ -156,11 +153,9 @@ KL_DTYPE(where_method)
 /* clamp(x, min, max): the bounds take part in promotion */
 KL_DTYPE(clamp)
 {
-    KlDtype dtype = KL_DTYPE_OTHER;
-    if ((!kl_rules_is_given(call, 1) && !kl_rules_is_given(call, 2)) ||
-        kl_rules_result_type(call, 0, 3, &dtype) != KL_OK || kl_meta_dtype_is_complex(dtype)) {
-        return KL_DECLINED;
-    }
+    KlDtype dtype = kl_rules_result_type(call, 3);
+    kl_rules_require(call, (kl_rules_is_given(call, 1) || kl_rules_is_given(call, 2)) &&
+                               !kl_meta_dtype_is_complex(dtype));
     return kl_rules_set_dtypes(result, dtype);
 }
 
@@ -175,9 +170,8 @@ KL_DTYPE(to_sum)
 KL_DTYPE(to_mean)
 {
     KlDtype dtype = kl_rules_dtype(call, call->inputs[0]->dtype);
-    if (kl_rules_is_integral(dtype)) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "no mean of %s", kl_meta_dtype_name(dtype));
-    }
+    kl_rules_check(call, !kl_rules_is_integral(dtype), KL_ERROR_ARGUMENT, "no mean of %s",
+                   kl_meta_dtype_name(dtype));
     return kl_rules_set_dtypes(result, dtype);
 }
 
@@ -186,10 +180,8 @@ KL_DTYPE(to_mean)
 KL_DTYPE(to_var)
 {
     KlDtype dtype = kl_rules_dtype(call, call->inputs[0]->dtype);
-    if (kl_rules_is_integral(dtype)) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "no variance of %s",
-                            kl_meta_dtype_name(dtype));
-    }
+    kl_rules_check(call, !kl_rules_is_integral(dtype), KL_ERROR_ARGUMENT, "no variance of %s",
+                   kl_meta_dtype_name(dtype));
     kl_rules_set_dtypes(result, dtype);
     result->outs[0].dtype = real_of(dtype);
     return KL_OK;
@@ -217,9 +209,7 @@ KL_DTYPE(index)
 /* values, and their indices */
 KL_DTYPE(value_index)
 {
-    if (kl_meta_dtype_is_complex(call->inputs[0]->dtype)) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, !kl_meta_dtype_is_complex(call->inputs[0]->dtype));
     kl_rules_set_dtypes(result, call->inputs[0]->dtype);
     if (result->n_outs == 2) {
         result->outs[1].dtype = KL_DTYPE_INT64;

@@ -13,14 +13,11 @@ is_index(const KlMeta *meta)
 /* weight (n, d), indices (*) -> (*, d) */
 KL_SHAPE(embedding)
 {
-    const KlMeta *weight = kl_rules_input(call, 0), *indices = kl_rules_input(call, 1);
-    if (weight == NULL || indices == NULL || !is_index(indices) ||
-        indices->n_dims + 1 > KL_DIMS_MAX) {
-        return KL_DECLINED;
-    }
-    if (weight->n_dims != 2) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "the weight has %d dims", (int)weight->n_dims);
-    }
+    const KlMeta *weight = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
+    const KlMeta *indices = kl_rules_tensor(call, 1, 0, KL_DIMS_MAX - 1);
+    kl_rules_require(call, is_index(indices));
+    kl_rules_check(call, weight->n_dims == 2, KL_ERROR_SHAPE, "the weight has %d dims",
+                   (int)weight->n_dims);
     KlMeta out = *indices;
     out.shape[out.n_dims++] = weight->shape[1];
     return kl_rules_out_contiguous(result, &out);
@@ -43,20 +40,15 @@ KL_PLACE(embedding)
 /* input (n, d), indices, max_norm, norm_type: rescales in place the rows of the table that are looked up */
 KL_SHAPE(embedding_renorm)
 {
-    const KlMeta *weight = kl_rules_input(call, 0), *indices = kl_rules_input(call, 1);
-    (void)kl_rules_out(result, call->inputs[0]);
-    bool is_fit = weight != NULL && indices != NULL && is_index(indices) && weight->n_dims == 2;
-    return is_fit ? KL_OK : KL_DECLINED;
+    (void)kl_rules_out(result, kl_rules_tensor(call, 0, 2, 2));
+    return is_index(kl_rules_tensor(call, 1, 0, KL_DIMS_MAX)) ? KL_OK : KL_DECLINED;
 }
 
 KL_SHAPE(one_hot)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
-    int64_t n_classes = kl_rules_int(call, 1, -1);
-    if (input == NULL || input->dtype != KL_DTYPE_INT64 || n_classes <= 0 ||
-        input->n_dims + 1 > KL_DIMS_MAX) {
-        return KL_DECLINED; /* without num_classes the shape depends on the data */
-    }
+    const KlMeta *input = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX - 1);
+    int64_t n_classes = kl_rules_int(call, 1, -1); /* without it the shape depends on the data */
+    kl_rules_require(call, input->dtype == KL_DTYPE_INT64 && n_classes > 0);
     KlMeta out = *input;
     out.shape[out.n_dims++] = n_classes;
     return kl_rules_out_contiguous(result, &out);
@@ -95,11 +87,9 @@ read_bag(const KlCall *call)
 
 KL_SHAPE(embedding_bag)
 {
-    if (read_bag(call) == 0) {
-        return KL_DECLINED;
-    }
     KlMeta out = *call->inputs[0];
-    out.shape[1] = call->inputs[1]->shape[1];
+    kl_rules_require(call, read_bag(call) != 0);
+    out.shape[1] = kl_rules_tensor(call, 1, 2, 2)->shape[1];
     return kl_rules_out_contiguous(result, &out);
 }
 

@@ -25,16 +25,16 @@ count_made(const KlCall *call)
                                        : -1;
 }
 
-/* Get the dim in args[1]. Return the index in args[2]; NULL: it is none, or the value has no dims. */
+/* Get the dim in args[1]. Return the index in args[2], of `least` to `most` dims. */
 static const KlMeta *
-get_index(const KlCall *call, int32_t *dim)
+get_index(const KlCall *call, int32_t least, int32_t most, int32_t *dim)
 {
-    const KlMeta *index = kl_rules_input(call, 2);
-    bool is_fit = kl_rules_is_given(call, 1) && index != NULL && call->inputs[0]->n_dims > 0 &&
-                  (index->dtype == KL_DTYPE_INT64 || index->dtype == KL_DTYPE_INT32) &&
-                  (call->row->saves != saves_scatter_reduce || count_made(call) >= 0);
+    const KlMeta *index = kl_rules_tensor(call, 2, least, most);
+    kl_rules_require(call, kl_rules_is_given(call, 1) && call->inputs[0]->n_dims > 0 &&
+                               (index->dtype == KL_DTYPE_INT64 || index->dtype == KL_DTYPE_INT32) &&
+                               (call->row->saves != saves_scatter_reduce || count_made(call) >= 0));
     *dim = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims);
-    return is_fit ? index : NULL;
+    return index;
 }
 
 /* Whether `small` is not larger than `large` in any dim except `free_dim` (-1: in any dim). */
@@ -55,14 +55,10 @@ fits(const KlMeta *small, const KlMeta *large, int32_t free_dim)
 KL_SHAPE(gather)
 {
     int32_t dim = 0;
-    const KlMeta *index = get_index(call, &dim);
-    if (index == NULL || index->n_dims == 0 || kl_meta_n_elements(index) == 0 ||
-        kl_rules_is_given(call, 3)) {
-        return KL_DECLINED;
-    }
-    if (!fits(index, call->inputs[0], dim)) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "the index does not fit into the value");
-    }
+    const KlMeta *index = get_index(call, 1, KL_DIMS_MAX, &dim);
+    kl_rules_require(call, kl_meta_n_elements(index) > 0 && !kl_rules_is_given(call, 3));
+    kl_rules_check(call, fits(index, call->inputs[0], dim), KL_ERROR_SHAPE,
+                   "the index does not fit into the value");
     return kl_rules_out_contiguous(result, index);
 }
 
@@ -107,25 +103,19 @@ KL_SHAPE(scatter)
 {
     int32_t dim = 0;
     const KlMeta *input = call->inputs[0], *source = kl_rules_input(call, 3);
-    const KlMeta *index = get_index(call, &dim);
-    if (index == NULL || index->n_dims == 0 || kl_meta_n_elements(index) == 0 ||
-        (source == NULL ? !kl_rules_is_number(&call->args[3]) : source->dtype != input->dtype)) {
-        return KL_DECLINED;
-    }
-    if (!fits(index, input, dim) || (source != NULL && !fits(index, source, -1))) {
-        return kl_error_set(error, KL_ERROR_SHAPE,
-                            "the index does not fit into the value and the source");
-    }
+    const KlMeta *index = get_index(call, 1, KL_DIMS_MAX, &dim);
+    kl_rules_require(call, kl_meta_n_elements(index) > 0 &&
+                               (source == NULL ? kl_rules_is_number(&call->args[3])
+                                               : source->dtype == input->dtype));
+    kl_rules_check(call, fits(index, input, dim) && (source == NULL || fits(index, source, -1)),
+                   KL_ERROR_SHAPE, "the index does not fit into the value and the source");
     return kl_rules_out_contiguous(result, input);
 }
 
 KL_SHAPE(index_select)
 {
     int32_t dim = 0;
-    const KlMeta *index = get_index(call, &dim);
-    if (index == NULL || index->n_dims > 1) {
-        return KL_DECLINED;
-    }
+    const KlMeta *index = get_index(call, 0, 1, &dim);
     KlMeta out = *call->inputs[0];
     out.shape[dim] = kl_meta_n_elements(index);
     return kl_rules_out_contiguous(result, &out);
@@ -149,20 +139,18 @@ KL_PLACE(index_select)
 /* select_masked(x, mask, n_each): x[mask], if the mask selects n_each elements in each entry of dim 0 */
 KL_SHAPE(select_masked)
 {
-    const KlMeta *input = call->inputs[0], *mask = kl_rules_input(call, 1);
+    const KlMeta *input = call->inputs[0], *mask = kl_rules_tensor(call, 1, 1, input->n_dims);
     int64_t n_each = kl_rules_int(call, 2, 0);
-    if (n_each <= 0 || mask == NULL || mask->dtype != KL_DTYPE_BOOL || mask->n_dims == 0 ||
-        mask->n_dims > input->n_dims) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, n_each > 0 && mask->dtype == KL_DTYPE_BOOL);
     KlMeta *out = kl_rules_outs(result, 1);
     out->n_dims = input->n_dims - mask->n_dims + 1;
     out->shape[0] = mask->shape[0] * n_each;
     for (int32_t dim = 0; dim < input->n_dims; dim++) {
         if (dim >= mask->n_dims) {
             out->shape[dim - mask->n_dims + 1] = input->shape[dim];
-        } else if (mask->shape[dim] != input->shape[dim]) {
-            return kl_error_set(error, KL_ERROR_SHAPE, "the mask does not have the value's shape");
+        } else {
+            kl_rules_check(call, mask->shape[dim] == input->shape[dim], KL_ERROR_SHAPE,
+                           "the mask does not have the value's shape");
         }
     }
     if (kl_meta_is_contiguous(input) || mask->n_dims == input->n_dims) {
@@ -202,19 +190,14 @@ KL_SAVES(select_masked)
 KL_SHAPE(index_add)
 {
     int32_t dim = 0;
-    const KlMeta *input = call->inputs[0], *source = kl_rules_input(call, 3);
-    const KlMeta *index = get_index(call, &dim);
-    if (index == NULL || source == NULL || index->n_dims > 1 || source->dtype != input->dtype ||
-        source->n_dims != input->n_dims) {
-        return KL_DECLINED;
-    }
+    const KlMeta *input = call->inputs[0], *source = kl_rules_tensor(call, 3, 0, KL_DIMS_MAX);
+    const KlMeta *index = get_index(call, 0, 1, &dim);
+    kl_rules_require(call, source->dtype == input->dtype && source->n_dims == input->n_dims);
     for (int32_t i = 0; i < input->n_dims; i++) {
         int64_t size = i == dim ? kl_meta_n_elements(index) : input->shape[i];
-        if (source->shape[i] != size) {
-            return kl_error_set(error, KL_ERROR_SHAPE,
-                                "the source has size %lld, not %lld, at dim %d",
-                                (long long)source->shape[i], (long long)size, (int)i);
-        }
+        kl_rules_check(call, source->shape[i] == size, KL_ERROR_SHAPE,
+                       "the source has size %lld, not %lld, at dim %d", (long long)source->shape[i],
+                       (long long)size, (int)i);
     }
     KlMeta *out = kl_rules_out(result, input);
     if (kl_meta_is_contiguous(input)) {
@@ -235,11 +218,9 @@ KL_PLACE(index_add)
 KL_SHAPE(index_fill)
 {
     int32_t dim = 0;
-    const KlMeta *index = get_index(call, &dim), *value = kl_rules_input(call, 3);
-    if (index == NULL || index->n_dims > 1 || (value != NULL && value->n_dims > 0) ||
-        (value == NULL && !kl_rules_is_number(&call->args[3]))) {
-        return KL_DECLINED;
-    }
+    const KlMeta *value = kl_rules_input(call, 3);
+    (void)get_index(call, 0, 1, &dim);
+    kl_rules_require(call, value != NULL ? value->n_dims == 0 : kl_rules_is_number(&call->args[3]));
     kl_rules_preserve(kl_rules_out(result, call->inputs[0]), call->inputs[0]);
     return KL_OK;
 }
@@ -266,11 +247,9 @@ KL_SAVES(scatter_reduce)
 KL_SHAPE(take_along_dim)
 {
     KlMeta value = *call->inputs[0];
-    const KlMeta *index = kl_rules_input(call, 1);
-    if (index == NULL || index->dtype != KL_DTYPE_INT64 || !kl_rules_is_given(call, 2) ||
-        index->n_dims != value.n_dims || index->n_dims == 0) {
-        return KL_DECLINED;
-    }
+    const KlMeta *index = kl_rules_tensor(call, 1, 1, KL_DIMS_MAX);
+    kl_rules_require(call, index->dtype == KL_DTYPE_INT64 && kl_rules_is_given(call, 2) &&
+                               index->n_dims == value.n_dims);
     int32_t dim = kl_rules_dim(call, 2, 0, value.n_dims);
     value.shape[dim] = index->shape[dim];
     result->dim_map[dim] = -1;

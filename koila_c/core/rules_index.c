@@ -228,43 +228,33 @@ is_mask(const KlCall *call)
            call->inputs[index->u.items[0].input]->dtype == KL_DTYPE_BOOL;
 }
 
-static KlStatus
-check_mask(const KlCall *call, KlError *error)
+static void
+check_mask(const KlCall *call)
 {
     const KlMeta *target = call->inputs[0];
     const KlMeta *mask = call->inputs[call->args[1].u.items[0].input];
     const KlMeta *value = kl_rules_input(call, 2);
-    if (mask->n_dims == 0) {
-        return KL_DECLINED;
-    }
-    if (value != NULL && value->n_dims > 0 &&
-        (target->n_dims - value->n_dims < mask->n_dims || value->dtype != target->dtype ||
-         !kl_rules_fits(value, target))) {
-        return KL_DECLINED;
-    }
-    return kl_rules_are_alike(mask, target, mask->n_dims)
-               ? KL_OK
-               : kl_error_set(error, KL_ERROR_SHAPE, "the mask does not have the value's shape");
+    kl_rules_require(call, mask->n_dims > 0 &&
+                               (value == NULL || value->n_dims == 0 ||
+                                (target->n_dims - value->n_dims >= mask->n_dims &&
+                                 value->dtype == target->dtype && kl_rules_fits(value, target))));
+    kl_rules_check(call, kl_rules_are_alike(mask, target, mask->n_dims), KL_ERROR_SHAPE,
+                   "the mask does not have the value's shape");
 }
 
-static KlStatus
-check_value(const KlCall *call, const KlOutline *outline, KlError *error)
+static void
+check_value(const KlCall *call, const KlOutline *outline)
 {
     const KlMeta *value = kl_rules_input(call, 2);
     KlMeta shape = {.n_dims = 0};
-    if (value == NULL) {
-        return kl_rules_is_number(&call->args[2]) ? KL_OK : KL_DECLINED;
-    }
-    if (outline->n_tensors > 0 && value->dtype != call->inputs[0]->dtype) {
-        return KL_DECLINED;
-    }
     kl_outline_result_shape(outline, &shape);
-    if (value->n_dims > shape.n_dims) {
-        return KL_DECLINED; /* torch drops leading dims of 1 */
-    }
-    return kl_rules_fits(value, &shape)
-               ? KL_OK
-               : kl_error_set(error, KL_ERROR_SHAPE, "the value does not fit where it is written");
+    /* torch drops leading dims of 1 */
+    kl_rules_require(call, value == NULL ? kl_rules_is_number(&call->args[2])
+                                         : value->n_dims <= shape.n_dims &&
+                                               (outline->n_tensors == 0 ||
+                                                value->dtype == call->inputs[0]->dtype));
+    kl_rules_check(call, value == NULL || kl_rules_fits(value, &shape), KL_ERROR_SHAPE,
+                   "the value does not fit where it is written");
 }
 
 KL_SHAPE(setitem)
@@ -273,14 +263,16 @@ KL_SHAPE(setitem)
     const KlMeta *input = call->inputs[0], *basic = &outline.basic;
     (void)kl_rules_out(result, input);
     if (is_mask(call)) {
-        return check_mask(call, error);
+        check_mask(call);
+        return KL_OK;
     }
     if (!kl_outline_read(call, &outline)) {
         return KL_DECLINED;
     }
     result->writes_view =
         basic->n_dims != input->n_dims || !kl_rules_are_alike(basic, input, input->n_dims);
-    return check_value(call, &outline, error);
+    check_value(call, &outline);
+    return KL_OK;
 }
 
 /* The call writes through a view: in backward torch copies the view's gradient and then fills it with zeros. */

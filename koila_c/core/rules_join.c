@@ -16,12 +16,12 @@ is_legacy_empty(const KlMeta *meta)
     return meta->n_dims == 1 && meta->shape[0] == 0;
 }
 
-/* Return the first input that cat does not ignore, or n_inputs. */
+/* Return the first input that cat does not ignore, or the last input. */
 static uint32_t
 first_joined(const KlCall *call)
 {
     uint32_t i = 0;
-    while (i < call->n_inputs && is_legacy_empty(call->inputs[i])) {
+    while (i + 1 < call->n_inputs && is_legacy_empty(call->inputs[i])) {
         i++;
     }
     return i;
@@ -50,44 +50,34 @@ set_join_strides(const KlCall *call, KlMeta *out, int32_t n_added)
 }
 
 /* Add an input to the shape of the output, along dim `at`. */
-static KlStatus
-join_shape(KlMeta *out, const KlMeta *input, int32_t at, KlError *error)
+static void
+join_shape(const KlCall *call, KlMeta *out, const KlMeta *input, int32_t at)
 {
-    if (input->n_dims != out->n_dims) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "values of %d and %d dims do not join",
-                            (int)out->n_dims, (int)input->n_dims);
-    }
+    kl_rules_check(call, input->n_dims == out->n_dims, KL_ERROR_SHAPE,
+                   "values of %d and %d dims do not join", (int)out->n_dims, (int)input->n_dims);
     for (int32_t dim = 0; dim < out->n_dims; dim++) {
-        if (dim != at && input->shape[dim] != out->shape[dim]) {
-            return kl_error_set(error, KL_ERROR_SHAPE, "sizes %lld and %lld do not join at dim %d",
-                                (long long)out->shape[dim], (long long)input->shape[dim], (int)dim);
-        }
+        kl_rules_check(call, dim == at || input->shape[dim] == out->shape[dim], KL_ERROR_SHAPE,
+                       "sizes %lld and %lld do not join at dim %d", (long long)out->shape[dim],
+                       (long long)input->shape[dim], (int)dim);
     }
     out->shape[at] += input->shape[at];
-    return KL_OK;
 }
 
 KL_SHAPE(cat)
 {
-    if (call->args[0].kind != KL_ARG_VALUES) {
-        return KL_DECLINED;
-    }
     uint32_t first = first_joined(call);
-    for (uint32_t i = 0; i < call->n_inputs; i++) {
-        if (first == call->n_inputs || call->inputs[i]->n_dims == 0) {
-            return KL_DECLINED;
-        }
-    }
+    kl_rules_require(call,
+                     call->args[0].kind == KL_ARG_VALUES && !is_legacy_empty(call->inputs[first]));
     int32_t at = kl_rules_dim(call, 1, 0, call->inputs[first]->n_dims);
     KlMeta *out = kl_rules_out(result, call->inputs[first]);
-    KlStatus status = KL_OK;
-    for (uint32_t i = first + 1; status == KL_OK && i < call->n_inputs; i++) {
-        if (!is_legacy_empty(call->inputs[i])) {
-            status = join_shape(out, call->inputs[i], at, error);
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        kl_rules_require(call, call->inputs[i]->n_dims > 0);
+        if (i > first && !is_legacy_empty(call->inputs[i])) {
+            join_shape(call, out, call->inputs[i], at);
         }
     }
     set_join_strides(call, out, 0);
-    return status;
+    return KL_OK;
 }
 
 KL_SHAPE(stack)
@@ -99,11 +89,10 @@ KL_SHAPE(stack)
     KlMeta *out = kl_rules_outs(result, 1);
     int32_t at = kl_rules_dim(call, 1, 0, first->n_dims + 1);
     for (uint32_t i = 1; i < call->n_inputs; i++) {
-        if (call->inputs[i]->n_dims != first->n_dims ||
-            !kl_rules_are_alike(call->inputs[i], first, first->n_dims)) {
-            return kl_error_set(error, KL_ERROR_SHAPE,
-                                "value %u does not have the shape of the first", i);
-        }
+        kl_rules_check(call,
+                       call->inputs[i]->n_dims == first->n_dims &&
+                           kl_rules_are_alike(call->inputs[i], first, first->n_dims),
+                       KL_ERROR_SHAPE, "value %u does not have the shape of the first", i);
     }
     for (int32_t dim = 0; dim <= first->n_dims; dim++) {
         if (dim == at) {
@@ -122,9 +111,7 @@ KL_DTYPE(join)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     for (uint32_t i = 1; i < call->n_inputs; i++) {
-        if ((call->inputs[i]->n_dims == 0) != (call->inputs[0]->n_dims == 0)) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call, (call->inputs[i]->n_dims == 0) == (call->inputs[0]->n_dims == 0));
         dtype = kl_rules_promote(dtype, call->inputs[i]->dtype);
     }
     return kl_rules_set_dtypes(result, dtype);
@@ -233,16 +220,13 @@ split_by(const KlCall *call, KlInferred *result, int32_t at, const int64_t *size
 {
     int64_t total = 0;
     for (uint32_t i = 0; i < n; i++) {
-        if (sizes[i] < 0) {
-            return kl_error_set(error, KL_ERROR_ARGUMENT, "a part of size %lld",
-                                (long long)sizes[i]);
-        }
+        kl_rules_check(call, sizes[i] >= 0, KL_ERROR_ARGUMENT, "a part of size %lld",
+                       (long long)sizes[i]);
         total += sizes[i];
     }
-    if (total != call->inputs[0]->shape[at]) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "parts of %lld do not fill size %lld",
-                            (long long)total, (long long)call->inputs[0]->shape[at]);
-    }
+    kl_rules_check(call, total == call->inputs[0]->shape[at], KL_ERROR_SHAPE,
+                   "parts of %lld do not fill size %lld", (long long)total,
+                   (long long)call->inputs[0]->shape[at]);
     KlStatus status = kl_ops_reserve_outs(result, n, error);
     for (uint32_t i = 0; status == KL_OK && i < n; i++) {
         take_part(call, &result->outs[i], at, sizes[i]);
@@ -254,9 +238,7 @@ split_by(const KlCall *call, KlInferred *result, int32_t at, const int64_t *size
 KL_SHAPE(split)
 {
     const KlArg *sizes = &call->args[1];
-    if (call->inputs[0]->n_dims == 0) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, call->inputs[0]->n_dims > 0);
     int32_t at = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims);
     if (sizes->kind == KL_ARG_INTS && sizes->n > 0) {
         return split_by(call, result, at, sizes->u.ints, sizes->n, error);

@@ -8,9 +8,7 @@ get_format(const KlCall *call, uint32_t arg, KlFormat fallback)
 {
     bool is_given = kl_rules_is_given(call, arg);
     bool is_format = is_given && call->args[arg].kind == KL_ARG_FORMAT;
-    if (is_given && !is_format) {
-        kl_rules_decline(call);
-    }
+    kl_rules_require(call, is_format || !is_given);
     return is_format ? (KlFormat)call->args[arg].u.i : fallback;
 }
 
@@ -60,9 +58,7 @@ KL_SHAPE(contiguous)
     KlMeta *out = kl_rules_out(result, input);
     bool is_contiguous = format == KL_FORMAT_CONTIGUOUS && kl_meta_is_contiguous(input);
     bool is_last = format == KL_FORMAT_CHANNELS_LAST && kl_rules_is_channels_last(input);
-    if (format == KL_FORMAT_PRESERVE) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, format != KL_FORMAT_PRESERVE);
     if (is_contiguous || is_last) {
         set_same(call, result);
         return KL_OK;
@@ -99,9 +95,7 @@ find_format(const KlCall *call)
 /* x.float(memory_format=None): a copy, until the dtype rule finds that none is needed */
 KL_SHAPE(cast)
 {
-    if (kl_rules_find(call, KL_ARG_TEXT) != NULL) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, kl_rules_find(call, KL_ARG_TEXT) == NULL);
     KlMeta *out = kl_rules_out(result, call->inputs[0]);
     return set_format(out, call->inputs[0], find_format(call));
 }
@@ -111,14 +105,10 @@ cast_to(const KlCall *call, KlInferred *result, KlDtype dtype, bool is_copied)
 {
     const KlMeta *input = call->inputs[0];
     KlFormat format = find_format(call);
-    if (dtype == KL_DTYPE_OTHER) {
-        return KL_DECLINED;
-    }
     /* torch compares with the format it would suggest, not with the strides */
     bool is_last = format != KL_FORMAT_PRESERVE && kl_rules_is_like_channels_last(input);
-    if (is_last && (!input->is_strided || input->n_dims == 5)) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, dtype != KL_DTYPE_OTHER &&
+                               !(is_last && (!input->is_strided || input->n_dims == 5)));
     bool is_laid_out = format == KL_FORMAT_PRESERVE ||
                        format == (is_last ? KL_FORMAT_CHANNELS_LAST : KL_FORMAT_CONTIGUOUS);
     if (dtype == input->dtype && result->device == input->device && !is_copied && is_laid_out) {
@@ -146,9 +136,7 @@ KL_DTYPE(to)
         (has_device || first == KL_ARG_DTYPE || other != NULL) &&
         (is_shifted || !kl_rules_is_given(call, 2) || (has_device && second == KL_ARG_DTYPE));
     kl_rules_lend(call, result, 1);
-    if (!is_known || (is_shifted && kl_rules_is_given(call, 4))) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, is_known && !(is_shifted && kl_rules_is_given(call, 4)));
     KlDtype dtype = kl_rules_dtype(call, other != NULL ? other->dtype : call->inputs[0]->dtype);
     const KlArg *device = kl_rules_find(call, KL_ARG_DEVICE);
     result->device = device != NULL  ? (uint8_t)device->u.i
@@ -159,10 +147,7 @@ KL_DTYPE(to)
 
 KL_DTYPE(type_as)
 {
-    const KlMeta *other = kl_rules_input(call, 1);
-    if (other == NULL) {
-        return KL_DECLINED;
-    }
+    const KlMeta *other = kl_rules_tensor(call, 1, 0, KL_DIMS_MAX);
     kl_rules_lend(call, result, 1);
     result->device = other->device;
     return cast_to(call, result, other->dtype, false);
@@ -188,9 +173,8 @@ static void
 check_numbers(const KlCall *call, uint32_t first)
 {
     for (uint32_t i = first; i < call->row->first_option; i++) {
-        if (call->args[i].kind != KL_ARG_ABSENT && !kl_rules_is_number(&call->args[i])) {
-            kl_rules_decline(call);
-        }
+        kl_rules_require(call,
+                         call->args[i].kind == KL_ARG_ABSENT || kl_rules_is_number(&call->args[i]));
     }
 }
 
@@ -201,12 +185,12 @@ read_options(const KlCall *call, KlInferred *result)
     const uint32_t first = call->row->first_option;
     const KlArg *dtype = &call->args[first], *device = &call->args[first + 2];
     const bool has_device = kl_rules_is_given(call, first + 2);
-    if (kl_rules_bool(call, first + 3, false) || kl_rules_bool(call, first + 4, false) ||
-        kl_rules_is_given(call, first + 1) || (has_device && device->kind != KL_ARG_DEVICE) ||
-        (kl_rules_is_given(call, first) &&
-         (dtype->kind != KL_ARG_DTYPE || dtype->u.dtype == KL_DTYPE_OTHER))) {
-        kl_rules_decline(call);
-    }
+    kl_rules_require(call, !kl_rules_bool(call, first + 3, false) &&
+                               !kl_rules_bool(call, first + 4, false) &&
+                               !kl_rules_is_given(call, first + 1) &&
+                               (!has_device || device->kind == KL_ARG_DEVICE) &&
+                               (!kl_rules_is_given(call, first) ||
+                                (dtype->kind == KL_ARG_DTYPE && dtype->u.dtype != KL_DTYPE_OTHER)));
     result->device = has_device ? (uint8_t)device->u.i : result->device;
 }
 
@@ -219,24 +203,6 @@ KL_SHAPE(like)
     return set_format(kl_rules_out(result, call->inputs[0]), call->inputs[0], format);
 }
 
-KL_DTYPE(like)
-{
-    return kl_rules_set_dtypes(result, kl_rules_dtype(call, call->inputs[0]->dtype));
-}
-
-KL_DTYPE(like_float)
-{
-    KlStatus status = dtype_like(call, result, error);
-    return status == KL_OK && !kl_meta_dtype_is_float(result->outs[0].dtype) ? KL_DECLINED : status;
-}
-
-KL_DTYPE(like_real)
-{
-    KlStatus status = dtype_like(call, result, error);
-    return status == KL_OK && kl_meta_dtype_is_complex(result->outs[0].dtype) ? KL_DECLINED
-                                                                              : status;
-}
-
 /* input, sizes, numbers, options */
 KL_SHAPE(new)
 {
@@ -246,9 +212,8 @@ KL_SHAPE(new)
     check_numbers(call, 2);
     read_options(call, result);
     for (uint32_t i = 0; i < n; i++) {
-        if (sizes[i] < 0) {
-            return kl_error_set(error, KL_ERROR_ARGUMENT, "a size of %lld", (long long)sizes[i]);
-        }
+        kl_rules_check(call, sizes[i] >= 0, KL_ERROR_ARGUMENT, "a size of %lld",
+                       (long long)sizes[i]);
     }
     if (n > KL_DIMS_MAX) {
         return KL_DECLINED;

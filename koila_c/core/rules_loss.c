@@ -29,9 +29,7 @@ kl_rules_reduction(const KlCall *call)
 {
     /* The schema's default is Mean, but torch's argument parser converts it to 0, "none". */
     int64_t reduction = kl_rules_int(call, reduction_arg(call), REDUCTION_NONE);
-    if (reduction < 0 || reduction > REDUCTION_SUM) {
-        kl_rules_decline(call);
-    }
+    kl_rules_require(call, reduction >= 0 && reduction <= REDUCTION_SUM);
     return reduction != REDUCTION_NONE;
 }
 
@@ -40,9 +38,8 @@ kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms)
 {
     /* Of these torch refuses a gradient, or saves tensors that no rule describes. */
     for (uint32_t arg = 0; call->row->plain >> arg != 0; arg++) {
-        if ((call->row->plain >> arg & 1) != 0 && kl_rules_needs_grad(call, arg)) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call,
+                         (call->row->plain >> arg & 1) == 0 || !kl_rules_needs_grad(call, arg));
     }
     const KlMeta scalar = {.n_dims = 0};
     return kl_rules_reduction(call) ? kl_rules_out_contiguous(result, &scalar)
@@ -71,9 +68,7 @@ wire_loss(const KlCall *call, KlInferred *result, int32_t n_dims, int32_t n_dims
 KL_SHAPE(loss)
 {
     KlMeta terms = {.n_dims = 0};
-    if (kl_rules_input(call, 0) == NULL || kl_rules_input(call, 1) == NULL) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, kl_rules_input(call, 0) != NULL && kl_rules_input(call, 1) != NULL);
     kl_rules_broadcast_all(call, &terms);
     return kl_rules_make_loss(call, result, &terms);
 }
@@ -81,13 +76,14 @@ KL_SHAPE(loss)
 /* input and target have one shape; weights broadcast to it */
 KL_SHAPE(loss_equal)
 {
-    const KlMeta *input = kl_rules_input(call, 0), *target = kl_rules_input(call, 1);
-    bool is_fit = input != NULL && target != NULL && input->n_dims == target->n_dims &&
-                  kl_rules_are_alike(input, target, input->n_dims);
-    for (uint32_t i = 0; is_fit && i < call->n_inputs; i++) {
-        is_fit = kl_rules_fits(call->inputs[i], input);
+    const KlMeta *input = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
+    const KlMeta *target = kl_rules_tensor(call, 1, 0, KL_DIMS_MAX);
+    kl_rules_require(call, target->n_dims == input->n_dims &&
+                               kl_rules_are_alike(input, target, input->n_dims));
+    for (uint32_t i = 0; i < call->n_inputs; i++) {
+        kl_rules_require(call, kl_rules_fits(call->inputs[i], input));
     }
-    return is_fit ? kl_rules_make_loss(call, result, input) : KL_DECLINED;
+    return kl_rules_make_loss(call, result, input);
 }
 
 KL_PLACE(loss)
@@ -197,12 +193,10 @@ KL_SHAPE(loss_triplet)
 static KlStatus
 make_margins(const KlCall *call, int32_t n_dims, KlInferred *result)
 {
-    const KlMeta *input = kl_rules_input(call, 0), *target = kl_rules_input(call, 1);
-    if (input == NULL || target == NULL || input->n_dims != 2 || kl_meta_n_elements(input) == 0 ||
-        target->dtype != KL_DTYPE_INT64 || target->n_dims != n_dims ||
-        !kl_rules_are_alike(input, target, n_dims)) {
-        return KL_DECLINED;
-    }
+    const KlMeta *input = kl_rules_tensor(call, 0, 2, 2);
+    const KlMeta *target = kl_rules_tensor(call, 1, n_dims, n_dims);
+    kl_rules_require(call, kl_meta_n_elements(input) > 0 && target->dtype == KL_DTYPE_INT64 &&
+                               kl_rules_are_alike(input, target, n_dims));
     KlMeta terms = *input;
     terms.n_dims = 1;
     return kl_rules_make_loss(call, result, &terms);
@@ -273,9 +267,7 @@ KL_DTYPE(loss)
     KlDtype dtype = call->inputs[0]->dtype;
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         KlDtype own = call->inputs[i]->dtype;
-        if (own != dtype && own != KL_DTYPE_INT64 && own != KL_DTYPE_INT32) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call, own == dtype || own == KL_DTYPE_INT64 || own == KL_DTYPE_INT32);
     }
     kl_rules_set_dtypes(result, dtype);
     return kl_meta_dtype_is_float(dtype) ? KL_OK : KL_DECLINED;

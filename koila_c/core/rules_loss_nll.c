@@ -13,66 +13,55 @@ enum { INPUT, TARGET, WEIGHT };
 
 /* Whether the target has class numbers, (n, d1, ...), and not probabilities, in the input's shape. */
 static bool
-has_class_numbers(const KlMeta *input, const KlMeta *target)
+has_class_numbers(const KlCall *call)
 {
-    return target->n_dims == input->n_dims - 1;
+    return kl_rules_tensor(call, TARGET, 0, KL_DIMS_MAX)->n_dims ==
+           kl_rules_tensor(call, INPUT, 1, 5)->n_dims - 1;
 }
 
 /* Find the dims of the loss terms: those of the input without the class dim. */
-static KlStatus
-read_terms(const KlCall *call, KlMeta *terms, KlError *error)
+static KlMeta
+read_terms(const KlCall *call)
 {
-    const KlMeta *input = kl_rules_input(call, INPUT), *target = kl_rules_input(call, TARGET);
-    const KlMeta *weight = kl_rules_input(call, WEIGHT);
-    if (input == NULL || target == NULL || input->n_dims < 1 || input->n_dims > 5 ||
-        kl_meta_n_elements(input) == 0 || kl_rules_needs_grad(call, WEIGHT) ||
-        (kl_rules_is_given(call, WEIGHT) && weight == NULL)) {
-        return KL_DECLINED;
-    }
+    const KlMeta *input = kl_rules_tensor(call, INPUT, 1, 5);
+    const KlMeta *target = kl_rules_tensor(call, TARGET, 0, KL_DIMS_MAX);
+    const KlMeta *weight = kl_rules_optional(call, WEIGHT, 1, 1);
+    KlMeta terms = *input;
     int32_t dim_class = input->n_dims == 1 ? 0 : 1;
-    *terms = *input;
-    terms->n_dims--;
-    for (int32_t dim = dim_class; dim < terms->n_dims; dim++) {
-        terms->shape[dim] = input->shape[dim + 1];
+    terms.n_dims--;
+    for (int32_t dim = dim_class; dim < terms.n_dims; dim++) {
+        terms.shape[dim] = input->shape[dim + 1];
     }
-    if (weight != NULL && (weight->n_dims != 1 || weight->shape[0] != input->shape[dim_class] ||
-                           weight->dtype != input->dtype)) {
-        return KL_DECLINED;
-    }
-    const KlMeta *wanted = has_class_numbers(input, target) ? terms : input;
-    bool is_fit =
-        target->n_dims == wanted->n_dims && kl_rules_are_alike(target, wanted, wanted->n_dims);
-    if (is_fit && wanted == terms && target->dtype != KL_DTYPE_INT64 &&
-        target->dtype != KL_DTYPE_UINT8) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "class numbers are int64 or uint8");
-    }
-    bool is_typed = wanted == terms ? target->dtype == KL_DTYPE_INT64 && !target->requires_grad
-                                    : target->dtype == input->dtype;
-    return is_fit && is_typed ? KL_OK : KL_DECLINED;
+    kl_rules_require(call, kl_meta_n_elements(input) > 0 && !kl_rules_needs_grad(call, WEIGHT) &&
+                               (weight == NULL || (weight->shape[0] == input->shape[dim_class] &&
+                                                   weight->dtype == input->dtype)));
+    const bool is_number = has_class_numbers(call);
+    const KlMeta *wanted = is_number ? &terms : input;
+    kl_rules_require(call, target->n_dims == wanted->n_dims &&
+                               kl_rules_are_alike(target, wanted, wanted->n_dims));
+    kl_rules_check(call,
+                   !is_number || target->dtype == KL_DTYPE_INT64 || target->dtype == KL_DTYPE_UINT8,
+                   KL_ERROR_ARGUMENT, "class numbers are int64 or uint8");
+    kl_rules_require(call, is_number ? target->dtype == KL_DTYPE_INT64 && !target->requires_grad
+                                     : target->dtype == input->dtype);
+    return terms;
 }
 
 KL_SHAPE(cross_entropy)
 {
-    KlMeta terms;
     double smoothing = kl_rules_float(call, 5, 0.0);
     int64_t ignored = kl_rules_int(call, 4, -100);
-    KlStatus status = read_terms(call, &terms, error);
-    if (status == KL_OK &&
-        (!(smoothing >= 0.0 && smoothing <= 1.0) ||
-         (ignored >= 0 && !has_class_numbers(call->inputs[INPUT], call->inputs[TARGET])))) {
-        status = KL_DECLINED;
-    }
-    return status == KL_OK ? kl_rules_make_loss(call, result, &terms) : status;
+    const KlMeta terms = read_terms(call);
+    kl_rules_require(call, smoothing >= 0.0 && smoothing <= 1.0 &&
+                               (ignored < 0 || has_class_numbers(call)));
+    return kl_rules_make_loss(call, result, &terms);
 }
 
 KL_SHAPE(nll)
 {
-    KlMeta terms;
-    KlStatus status = read_terms(call, &terms, error);
-    if (status == KL_OK && !has_class_numbers(call->inputs[INPUT], call->inputs[TARGET])) {
-        status = KL_DECLINED;
-    }
-    return status == KL_OK ? kl_rules_make_loss(call, result, &terms) : status;
+    const KlMeta terms = read_terms(call);
+    kl_rules_require(call, has_class_numbers(call));
+    return kl_rules_make_loss(call, result, &terms);
 }
 
 /* nll_loss takes one or two dims, nll_loss2d four; nll_loss_nd reshapes others for one of them */
@@ -102,8 +91,7 @@ place_classes(const KlCall *call, KlInferred *result)
     const KlMeta *weight = kl_rules_input(call, WEIGHT);
     const KlPlace *place = &call->inputs[INPUT]->place;
     double smoothing = call->n_args > 5 ? kl_rules_float(call, 5, 0.0) : 0.0;
-    if (place->outer != 1 || place->inner != 1 ||
-        !has_class_numbers(call->inputs[INPUT], call->inputs[TARGET]) ||
+    if (place->outer != 1 || place->inner != 1 || !has_class_numbers(call) ||
         (smoothing > 0.0 && weight != NULL)) {
         return kl_rules_once(result, "the batch is in classes");
     }
@@ -124,7 +112,7 @@ KL_PLACE(nll)
     }
     KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_CROSS_ENTROPY : KL_REDUCE_NONE,
                        .reason = "the batch is in classes, or their weights"};
-    bool is_numbers = has_class_numbers(input, call->inputs[TARGET]);
+    bool is_numbers = has_class_numbers(call);
     int32_t n = 0;
     for (int32_t dim = 0; dim < input->n_dims && input->n_dims > 1; dim++) {
         uint8_t letter = dim == 1 ? 0 : (uint8_t)(dim + 1);
@@ -166,7 +154,7 @@ KL_SAVES(cross_entropy)
     const bool is_smooth = kl_rules_float(call, 5, 0.0) > 0.0;
     kl_rules_save_new(result, saves, kl_meta_n_elements(input), input->dtype); /* log_softmax */
     kl_rules_save(call, saves, WEIGHT);
-    if (!has_class_numbers(input, target)) {
+    if (!has_class_numbers(call)) {
         if (input->requires_grad && is_smooth) {
             kl_rules_save_new(result, saves, kl_meta_n_elements(target), target->dtype);
         } else if (input->requires_grad) {
@@ -189,11 +177,8 @@ KL_SAVES(cross_entropy)
 
 KL_SHAPE(ctc)
 {
-    const KlMeta *log_probs = kl_rules_input(call, 0);
-    if (log_probs == NULL || log_probs->n_dims != 3 || kl_meta_n_elements(log_probs) == 0 ||
-        kl_rules_input(call, 1) == NULL) {
-        return KL_DECLINED;
-    }
+    const KlMeta *log_probs = kl_rules_tensor(call, 0, 3, 3);
+    kl_rules_require(call, kl_meta_n_elements(log_probs) > 0 && kl_rules_input(call, 1) != NULL);
     const KlMeta terms = {.n_dims = 1, .shape = {log_probs->shape[1]}};
     return kl_rules_make_loss(call, result, &terms);
 }

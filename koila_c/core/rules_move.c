@@ -82,9 +82,7 @@ swap_dims(const KlCall *call, KlInferred *result, int32_t dim0, int32_t dim1)
 KL_SHAPE(transpose)
 {
     const int32_t n_dims = call->inputs[0]->n_dims;
-    if (!kl_rules_is_given(call, 1) || !kl_rules_is_given(call, 2)) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, kl_rules_is_given(call, 1) && kl_rules_is_given(call, 2));
     int32_t dim0 = kl_rules_dim(call, 1, 0, n_dims), dim1 = kl_rules_dim(call, 2, 0, n_dims);
     return swap_dims(call, result, dim0, dim1);
 }
@@ -92,9 +90,7 @@ KL_SHAPE(transpose)
 KL_SHAPE(t)
 {
     int32_t n_dims = call->inputs[0]->n_dims;
-    if (n_dims > 2) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "a value of %d dims has no t()", (int)n_dims);
-    }
+    kl_rules_check(call, n_dims <= 2, KL_ERROR_SHAPE, "a value of %d dims has no t()", (int)n_dims);
     return swap_dims(call, result, 0, n_dims == 2 ? 1 : 0);
 }
 
@@ -187,8 +183,8 @@ kl_rules_expand(const KlCall *call, const KlMeta *input, KlMeta *out, const int6
 {
     int32_t shift = n - input->n_dims;
     if (shift < 0) {
-        (void)kl_error_set(kl_rules_refusal(call), KL_ERROR_SHAPE,
-                           "a value of %d dims does not expand to %d", (int)input->n_dims, (int)n);
+        kl_rules_check(call, false, KL_ERROR_SHAPE, "a value of %d dims does not expand to %d",
+                       (int)input->n_dims, (int)n);
         return;
     }
     out->n_dims = n;
@@ -201,11 +197,9 @@ kl_rules_expand(const KlCall *call, const KlMeta *input, KlMeta *out, const int6
             stride = out->shape[dim + 1] * out->strides[dim + 1];
         }
         int64_t wanted = sizes[dim] == -1 && dim >= shift ? size : sizes[dim];
-        if (wanted < 0 || (size != wanted && size != 1)) {
-            (void)kl_error_set(kl_rules_refusal(call), KL_ERROR_SHAPE,
-                               "size %lld does not expand to %lld at dim %d", (long long)size,
-                               (long long)wanted, (int)dim);
-        }
+        kl_rules_check(call, wanted >= 0 && (size == wanted || size == 1), KL_ERROR_SHAPE,
+                       "size %lld does not expand to %lld at dim %d", (long long)size,
+                       (long long)wanted, (int)dim);
         out->shape[dim] = wanted;
         out->strides[dim] = size == wanted ? stride : 0;
     }
@@ -244,10 +238,7 @@ KL_PLACE(expand)
 
 KL_SHAPE(expand_as)
 {
-    const KlMeta *other = kl_rules_input(call, 1);
-    if (other == NULL) {
-        return KL_DECLINED;
-    }
+    const KlMeta *other = kl_rules_tensor(call, 1, 0, KL_DIMS_MAX);
     kl_rules_lend(call, result, 1);
     kl_rules_expand(call, call->inputs[0], begin_view(call, result), other->shape, other->n_dims);
     return KL_OK;
@@ -259,9 +250,7 @@ KL_SHAPE(diagonal)
     const int64_t offset = kl_rules_int(call, 1, 0);
     int32_t dim1 = kl_rules_dim(call, 2, 0, input->n_dims);
     int32_t dim2 = kl_rules_dim(call, 3, 1, input->n_dims);
-    if (dim1 == dim2) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "the two dims of a diagonal must differ");
-    }
+    kl_rules_check(call, dim1 != dim2, KL_ERROR_ARGUMENT, "the two dims of a diagonal must differ");
     KlMeta *out = view_without(call, result, UINT32_C(1) << dim1 | UINT32_C(1) << dim2);
     int64_t size1 = input->shape[dim1] + (offset < 0 ? offset : 0);
     int64_t size2 = input->shape[dim2] - (offset > 0 ? offset : 0);
@@ -302,13 +291,10 @@ KL_SHAPE(select)
     const KlMeta *input = call->inputs[0];
     int32_t at = kl_rules_dim(call, 1, 0, input->n_dims);
     const int64_t index = kl_rules_int(call, 2, 0);
-    if (input->n_dims == 0) {
-        return KL_DECLINED;
-    }
-    if (index >= input->shape[at] || index < -input->shape[at]) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "index %lld is out of range for size %lld",
-                            (long long)index, (long long)input->shape[at]);
-    }
+    kl_rules_require(call, input->n_dims > 0);
+    kl_rules_check(call, index < input->shape[at] && index >= -input->shape[at], KL_ERROR_ARGUMENT,
+                   "index %lld is out of range for size %lld", (long long)index,
+                   (long long)input->shape[at]);
     (void)view_without(call, result, UINT32_C(1) << at);
     return KL_OK;
 }
@@ -329,16 +315,12 @@ KL_SHAPE(narrow)
     const KlMeta *input = call->inputs[0];
     int32_t at = kl_rules_dim(call, 1, 0, input->n_dims);
     int64_t start = kl_rules_int(call, 2, 0), length = kl_rules_int(call, 3, 0);
-    if (input->n_dims == 0) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, input->n_dims > 0);
     int64_t size = input->shape[at];
     start += start < 0 ? size : 0;
-    if (start < 0 || length < 0 || start > size - length) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT,
-                            "%lld entries from %lld are not within size %lld", (long long)length,
-                            (long long)start, (long long)size);
-    }
+    kl_rules_check(call, start >= 0 && length >= 0 && start <= size - length, KL_ERROR_ARGUMENT,
+                   "%lld entries from %lld are not within size %lld", (long long)length,
+                   (long long)start, (long long)size);
     (void)shape_alias(call, result, error);
     result->outs[0].shape[at] = length;
     return KL_OK;

@@ -19,10 +19,8 @@ KL_DTYPE(norm)
     for (uint32_t i = 0; i < n; i++) {
         KlDtype own = call->inputs[i]->dtype;
         bool is_wide = i > 0 && is_half && own == KL_DTYPE_FLOAT32;
-        if (!kl_meta_dtype_is_float(own) || (own != dtype && !is_wide) ||
-            (i > 1 && own != call->inputs[1]->dtype)) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call, kl_meta_dtype_is_float(own) && (own == dtype || is_wide) &&
+                                   (i <= 1 || own == call->inputs[1]->dtype));
     }
     return kl_rules_set_dtypes(result, dtype);
 }
@@ -45,50 +43,42 @@ is_vector(const KlCall *call, uint32_t arg, int64_t n)
 
 /* --- layer_norm, rms_norm: input, normalized_shape, weight, [bias,] eps ----------------------- */
 
-/* Find the number of last dims that args[1] normalizes; the weights must have their shape. */
-static KlStatus
-read_normalized(const KlCall *call, uint32_t n_weights, int32_t *n, KlError *error)
+/* Check args[1], the sizes of the last dims, which are normalized; the weights must have their shape. */
+static void
+check_normalized(const KlCall *call, uint32_t n_weights)
 {
-    uint32_t n_given = 0;
-    const int64_t *ints = kl_rules_ints(call, 1, &n_given);
-    const KlMeta *input = kl_rules_input(call, 0);
-    if (call->args[1].kind != KL_ARG_INTS || input == NULL || n_given == 0 ||
-        n_given > (uint32_t)input->n_dims || kl_meta_n_elements(input) == 0) {
-        return KL_DECLINED;
-    }
-    *n = (int32_t)n_given;
-    for (int32_t i = 0; i < *n; i++) {
-        if (input->shape[input->n_dims - *n + i] != ints[i]) {
-            return kl_error_set(
-                error, KL_ERROR_SHAPE, "normalized_shape has %lld where the input has %lld",
-                (long long)ints[i], (long long)input->shape[input->n_dims - *n + i]);
-        }
+    uint32_t n = 0;
+    const int64_t *ints = kl_rules_ints(call, 1, &n);
+    const KlMeta *input = kl_rules_tensor(call, 0, 1, KL_DIMS_MAX);
+    const bool is_within = n <= (uint32_t)input->n_dims;
+    kl_rules_require(call, call->args[1].kind == KL_ARG_INTS && n > 0 && is_within &&
+                               kl_meta_n_elements(input) > 0);
+    for (uint32_t i = 0; i < n && is_within; i++) {
+        int64_t size = input->shape[(uint32_t)input->n_dims - n + i];
+        kl_rules_check(call, size == ints[i], KL_ERROR_SHAPE,
+                       "normalized_shape has %lld where the input has %lld", (long long)ints[i],
+                       (long long)size);
     }
     for (uint32_t arg = 2; arg < 2 + n_weights; arg++) {
-        const KlMeta *weight = kl_rules_input(call, arg);
-        bool is_fitting = weight != NULL && weight->n_dims == *n;
-        for (int32_t i = 0; is_fitting && i < *n; i++) {
+        const KlMeta *weight = kl_rules_optional(call, arg, 1, KL_DIMS_MAX);
+        bool is_fitting = weight == NULL || weight->n_dims == (int32_t)n;
+        for (uint32_t i = 0; weight != NULL && is_fitting && i < n; i++) {
             is_fitting = weight->shape[i] == ints[i];
         }
-        if (kl_rules_is_given(call, arg) && !is_fitting) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call, is_fitting);
     }
-    return KL_OK;
 }
 
 KL_SHAPE(layer_norm)
 {
-    int32_t n = 0;
-    KlStatus status = read_normalized(call, 2, &n, error);
-    return status == KL_OK ? kl_rules_out_contiguous(result, call->inputs[0]) : status;
+    check_normalized(call, 2);
+    return kl_rules_out_contiguous(result, call->inputs[0]);
 }
 
 KL_SHAPE(rms_norm)
 {
-    int32_t n = 0;
-    KlStatus status = read_normalized(call, 1, &n, error);
-    return status == KL_OK ? kl_rules_out_plain(call, result, call->inputs[0]) : status;
+    check_normalized(call, 1);
+    return kl_rules_out_plain(call, result, call->inputs[0]);
 }
 
 KL_PLACE(layer_norm)
@@ -159,15 +149,13 @@ make_like(const KlCall *call, KlInferred *result)
 KL_SHAPE(group_norm)
 {
     const int64_t n_groups = kl_rules_int(call, 1, 0);
-    const KlMeta *input = kl_rules_input(call, 0);
-    if (input == NULL || input->n_dims < 2 || n_groups <= 0 || kl_meta_n_elements(input) == 0 ||
-        !is_vector(call, 2, input->shape[1]) || !is_vector(call, 3, input->shape[1])) {
-        return KL_DECLINED;
-    }
-    if (input->shape[1] % n_groups != 0) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "%lld channels do not make %lld groups",
-                            (long long)input->shape[1], (long long)n_groups);
-    }
+    const KlMeta *input = kl_rules_tensor(call, 0, 2, KL_DIMS_MAX);
+    kl_rules_require(call, n_groups > 0 && kl_meta_n_elements(input) > 0 &&
+                               is_vector(call, 2, input->shape[1]) &&
+                               is_vector(call, 3, input->shape[1]));
+    kl_rules_check(call, n_groups <= 0 || input->shape[1] % n_groups == 0, KL_ERROR_SHAPE,
+                   "%lld channels do not make %lld groups", (long long)input->shape[1],
+                   (long long)n_groups);
     return make_like(call, result);
 }
 
@@ -215,26 +203,23 @@ is_training(const KlCall *call)
     return kl_rules_bool(call, 5, false);
 }
 
-/* Whether the arguments fit together. */
-static bool
-is_batch_norm(const KlCall *call)
+/* Decline the call unless its arguments fit together. */
+static void
+check_batch_norm(const KlCall *call)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
+    const KlMeta *input = kl_rules_tensor(call, 0, 2, KL_DIMS_MAX);
     const bool has_stats = kl_rules_is_given(call, 3);
-    bool is_fit = input != NULL && input->n_dims >= 2 && kl_meta_n_elements(input) > 0 &&
-                  (is_training(call) || has_stats) && has_stats == kl_rules_is_given(call, 4);
-    for (uint32_t arg = 1; arg < 5 && is_fit; arg++) {
-        is_fit =
-            is_vector(call, arg, input->shape[1]) && (arg <= 2 || !kl_rules_needs_grad(call, arg));
+    kl_rules_require(call, kl_meta_n_elements(input) > 0 && (is_training(call) || has_stats) &&
+                               has_stats == kl_rules_is_given(call, 4));
+    for (uint32_t arg = 1; arg < 5; arg++) {
+        kl_rules_require(call, is_vector(call, arg, input->shape[1]) &&
+                                   (arg <= 2 || !kl_rules_needs_grad(call, arg)));
     }
-    return is_fit;
 }
 
 KL_SHAPE(batch_norm)
 {
-    if (!is_batch_norm(call)) {
-        return KL_DECLINED;
-    }
+    check_batch_norm(call);
     if (!is_training(call) || !kl_rules_is_given(call, 3)) {
         result->effects = 0;
     }
@@ -279,9 +264,7 @@ KL_SAVES(batch_norm)
  * over the rows' statistics, and written even if they are only read. */
 KL_SHAPE(instance_norm)
 {
-    if (!is_batch_norm(call)) {
-        return KL_DECLINED;
-    }
+    check_batch_norm(call);
     if (!kl_rules_is_given(call, 3)) {
         result->effects = 0;
     }

@@ -44,10 +44,9 @@ count_windows(const Window *window, const int64_t *size)
 /* (n, c, h, w) -> (n, c * kernel, windows), or both without n */
 KL_SHAPE(im2col)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
+    const KlMeta *input = kl_rules_tensor(call, 0, 3, 4);
     Window window;
-    if (!read_window(call, 1, &window) || input == NULL ||
-        (input->n_dims != 3 && input->n_dims != 4) || kl_meta_n_elements(input) == 0) {
+    if (!read_window(call, 1, &window) || kl_meta_n_elements(input) == 0) {
         return KL_DECLINED;
     }
     int32_t channel = input->n_dims - 3;
@@ -55,30 +54,27 @@ KL_SHAPE(im2col)
     out.n_dims = input->n_dims - 1;
     out.shape[channel] *= window.kernel[0] * window.kernel[1];
     out.shape[channel + 1] = count_windows(&window, &input->shape[channel + 1]);
-    if (out.shape[channel + 1] == 0) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "the window does not fit into the input");
-    }
+    kl_rules_check(call, out.shape[channel + 1] > 0, KL_ERROR_SHAPE,
+                   "the window does not fit into the input");
     return kl_rules_out_plain(call, result, &out);
 }
 
 /* (n, c * kernel, windows) -> (n, c, h, w), or both without n */
 KL_SHAPE(col2im)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
+    const KlMeta *input = kl_rules_tensor(call, 0, 2, 3);
     Window window;
     int64_t size[N] = {0};
     kl_rules_spatial_each(call, 1, N, size);
-    if (!read_window(call, 2, &window) || input == NULL ||
-        (input->n_dims != 2 && input->n_dims != 3) || kl_meta_n_elements(input) == 0) {
+    if (!read_window(call, 2, &window) || kl_meta_n_elements(input) == 0) {
         return KL_DECLINED;
     }
     int32_t channel = input->n_dims - 2;
     int64_t kernel = window.kernel[0] * window.kernel[1];
-    if (input->shape[channel] % kernel != 0 ||
-        input->shape[channel + 1] != count_windows(&window, size)) {
-        return kl_error_set(error, KL_ERROR_SHAPE,
-                            "the input does not have the size of the windows");
-    }
+    kl_rules_check(call,
+                   input->shape[channel] % kernel == 0 &&
+                       input->shape[channel + 1] == count_windows(&window, size),
+                   KL_ERROR_SHAPE, "the input does not have the size of the windows");
     KlMeta out = *input;
     out.n_dims = input->n_dims + 1;
     out.shape[channel] /= kernel;
@@ -90,18 +86,14 @@ KL_SHAPE(col2im)
 /* input (n, c, [d,] h, w), grid (n, [d',] h', w', 2 or 3) -> (n, c, [d',] h', w') */
 KL_SHAPE(grid_sampler)
 {
-    const KlMeta *input = kl_rules_input(call, 0), *grid = kl_rules_input(call, 1);
+    const KlMeta *input = kl_rules_tensor(call, 0, 4, 5), *grid = kl_rules_tensor(call, 1, 4, 5);
     enum { BICUBIC = 2 };
-    const int64_t mode = kl_rules_int(call, 2, 0);
-    if (input == NULL || grid == NULL || input->n_dims != grid->n_dims ||
-        (input->n_dims != 4 && input->n_dims != 5) || kl_meta_n_elements(input) == 0 ||
-        (mode == BICUBIC && input->n_dims == 5)) {
-        return KL_DECLINED;
-    }
+    const bool is_bicubic = kl_rules_int(call, 2, 0) == BICUBIC;
     int32_t last = grid->n_dims - 1;
-    if (input->shape[0] != grid->shape[0] || grid->shape[last] != last - 1) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "the grid does not fit the input");
-    }
+    kl_rules_require(call, input->n_dims == grid->n_dims && kl_meta_n_elements(input) > 0 &&
+                               !(is_bicubic && input->n_dims == 5));
+    kl_rules_check(call, input->shape[0] == grid->shape[0] && grid->shape[last] == last - 1,
+                   KL_ERROR_SHAPE, "the grid does not fit the input");
     KlMeta out = *input;
     for (int32_t dim = 2; dim <= last; dim++) {
         out.shape[dim] = grid->shape[dim - 1];
@@ -120,22 +112,20 @@ KL_PLACE(grid_sampler)
 /* theta (n, 2, 3) and size (n, c, h, w) -> (n, h, w, 2); with depth (n, 3, 4) -> (n, d, h, w, 3) */
 KL_SHAPE(affine_grid)
 {
-    const KlMeta *theta = kl_rules_input(call, 0);
+    const KlMeta *theta = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
     uint32_t n = 0;
     const int64_t *size = kl_rules_ints(call, 1, &n);
-    if (theta == NULL || (n != 4 && n != 5)) {
+    if (n != 4 && n != 5) {
         return KL_DECLINED;
     }
     int64_t n_spatial = (int64_t)n - 2;
-    if (theta->n_dims != 3 || theta->shape[0] != size[0] || theta->shape[1] != n_spatial ||
-        theta->shape[2] != n_spatial + 1) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "theta does not fit the size");
-    }
+    kl_rules_check(call,
+                   theta->n_dims == 3 && theta->shape[0] == size[0] &&
+                       theta->shape[1] == n_spatial && theta->shape[2] == n_spatial + 1,
+                   KL_ERROR_SHAPE, "theta does not fit the size");
     KlMeta out = {.n_dims = (int32_t)n, .shape = {size[0]}};
     for (uint32_t i = 2; i < n; i++) {
-        if (size[i] < 1) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call, size[i] >= 1);
         out.shape[i - 1] = size[i];
     }
     out.shape[n - 1] = n_spatial;

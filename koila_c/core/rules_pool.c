@@ -16,7 +16,8 @@ typedef struct {
     bool is_ceil;
 } Pool;
 
-static KlStatus
+/* Read the windows. Return whether they are legal. */
+static bool
 read_pool(const KlCall *call, Pool *pool)
 {
     static const int64_t ones[SPATIAL_MAX] = {1, 1, 1};
@@ -27,12 +28,12 @@ read_pool(const KlCall *call, Pool *pool)
     kl_rules_spatial(call, 3, n, zeros, pool->padding);
     kl_rules_spatial(call, pool->has_dilation ? 4 : KL_ID_NONE, n, ones, pool->dilation);
     pool->is_ceil = kl_rules_bool(call, pool->has_dilation ? 5 : 4, false);
-    bool is_declined = false;
+    bool is_legal = true;
     for (int32_t i = 0; i < n; i++) {
-        is_declined |= pool->kernel[i] <= 0 || pool->stride[i] <= 0 || pool->dilation[i] <= 0 ||
-                       pool->padding[i] < 0 || pool->padding[i] > pool->kernel[i] / 2;
+        is_legal &= pool->kernel[i] > 0 && pool->stride[i] > 0 && pool->dilation[i] > 0 &&
+                    pool->padding[i] >= 0 && pool->padding[i] <= pool->kernel[i] / 2;
     }
-    return is_declined ? KL_DECLINED : KL_OK;
+    return is_legal;
 }
 
 static int64_t
@@ -63,36 +64,33 @@ make_outs(const KlCall *call, KlInferred *result, const KlMeta *like)
     kl_rules_settle_format(call, result, 1);
 }
 
-/* Return the input, whose last dims are spatial; NULL: it is empty, or has another number of dims. */
+/* Return the input, whose last dims are spatial; an empty one is declined. */
 static const KlMeta *
 get_input(const KlCall *call, int32_t n)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
-    bool is_fit = input != NULL && kl_meta_n_elements(input) > 0 &&
-                  (input->n_dims == n + 1 || input->n_dims == n + 2);
-    return is_fit ? input : NULL;
+    const KlMeta *input = kl_rules_tensor(call, 0, n + 1, n + 2);
+    kl_rules_require(call, kl_meta_n_elements(input) > 0);
+    return input;
 }
 
 static KlStatus
-pool_windows(const KlCall *call, bool has_dilation, KlInferred *result, KlError *error)
+pool_windows(const KlCall *call, bool has_dilation, KlInferred *result)
 {
     const int32_t n = call->row->n_spatial;
     const KlMeta *input = get_input(call, n);
     Pool pool = {.n = n, .has_dilation = has_dilation};
-    if (read_pool(call, &pool) != KL_OK || input == NULL) {
+    if (!read_pool(call, &pool)) {
         return KL_DECLINED;
     }
     KlMeta out = *input;
     for (int32_t i = 0; i < n; i++) {
         int32_t dim = input->n_dims - n + i;
         out.shape[dim] = size_out(&pool, i, input->shape[dim]);
-        if (out.shape[dim] <= 0) {
-            return kl_error_set(error, KL_ERROR_SHAPE, "a window of %lld does not fit into %lld",
-                                (long long)pool.kernel[i], (long long)input->shape[dim]);
-        }
-        if (n == 3 && !has_dilation && input->shape[dim] < pool.kernel[i]) {
-            return KL_DECLINED; /* avg_pool3d does not count the padding */
-        }
+        kl_rules_check(call, out.shape[dim] > 0, KL_ERROR_SHAPE,
+                       "a window of %lld does not fit into %lld", (long long)pool.kernel[i],
+                       (long long)input->shape[dim]);
+        /* avg_pool3d does not count the padding */
+        kl_rules_require(call, n != 3 || has_dilation || input->shape[dim] >= pool.kernel[i]);
     }
     make_outs(call, result, &out);
     return KL_OK;
@@ -104,15 +102,10 @@ KL_SHAPE(adaptive_pool)
     const KlMeta *input = get_input(call, n);
     int64_t sizes[SPATIAL_MAX] = {0};
     kl_rules_spatial_each(call, 1, n, sizes);
-    if (input == NULL) {
-        return KL_DECLINED;
-    }
     KlMeta out = *input;
     bool is_mean = true; /* of all positions: computed as a mean, with its strides */
     for (int32_t i = 0; i < n; i++) {
-        if (sizes[i] <= 0) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call, sizes[i] > 0);
         is_mean = is_mean && sizes[i] == 1;
         out.shape[input->n_dims - n + i] = sizes[i];
     }
@@ -127,7 +120,7 @@ KL_SHAPE(adaptive_pool)
 
 KL_SHAPE(avg_pool)
 {
-    return pool_windows(call, false, result, error);
+    return pool_windows(call, false, result);
 }
 
 KL_SHAPE(max_pool)
@@ -135,8 +128,8 @@ KL_SHAPE(max_pool)
     /* With a gradient torch calls another kernel, whose result lies otherwise: it is recorded as that (composed.py). */
     bool is_other = call->row->n_spatial == 1 && call->row->n_outs == 1 && call->is_grad_enabled &&
                     kl_rules_needs_grad(call, 0);
-    KlStatus status = pool_windows(call, true, result, error);
-    return status == KL_OK && is_other ? KL_DECLINED : status;
+    KlStatus status = pool_windows(call, true, result);
+    return is_other ? KL_DECLINED : status;
 }
 
 /* The second output holds positions. */

@@ -65,24 +65,20 @@ combine(KlDtype strong, KlDtype weak)
                                                                   : strong;
 }
 
-KlStatus
-kl_rules_result_type(const KlCall *call, uint32_t first, uint32_t n, KlDtype *dtype)
+KlDtype
+kl_rules_result_type(const KlCall *call, uint32_t n)
 {
     KlDtype by_rank[3] = {KL_DTYPE_OTHER, KL_DTYPE_OTHER,
                           KL_DTYPE_OTHER}; /* tensors, 0-dim, numbers */
-    for (uint32_t i = first; i < first + n && i < call->n_args; i++) {
+    for (uint32_t i = 0; i < n && i < call->n_args; i++) {
         const KlArg *arg = &call->args[i];
         KlDtype found = KL_DTYPE_OTHER;
         int rank = 2;
         if (arg->kind == KL_ARG_VALUE) {
             found = call->inputs[arg->input]->dtype;
             rank = call->inputs[arg->input]->n_dims == 0 ? 1 : 0;
-        } else if (kl_rules_is_number(arg)) {
-            if (!number_dtype(call, arg, &found)) {
-                return KL_DECLINED;
-            }
         } else if (kl_rules_is_given(call, i)) {
-            return KL_DECLINED;
+            kl_rules_require(call, kl_rules_is_number(arg) && number_dtype(call, arg, &found));
         } else {
             continue;
         }
@@ -90,12 +86,11 @@ kl_rules_result_type(const KlCall *call, uint32_t first, uint32_t n, KlDtype *dt
             by_rank[rank] == KL_DTYPE_OTHER ? found : kl_rules_promote(by_rank[rank], found);
     }
     KlDtype weak = combine(by_rank[1], by_rank[2]);
-    if (by_rank[0] != KL_DTYPE_OTHER && kl_meta_dtype_is_complex(weak) &&
-        (by_rank[0] == KL_DTYPE_FLOAT16 || by_rank[0] == KL_DTYPE_BFLOAT16)) {
-        return KL_DECLINED; /* complex32, or torch's own rule for complex bfloat16 */
-    }
-    *dtype = combine(by_rank[0], weak);
-    return *dtype == KL_DTYPE_OTHER ? KL_DECLINED : KL_OK;
+    bool is_half = by_rank[0] == KL_DTYPE_FLOAT16 || by_rank[0] == KL_DTYPE_BFLOAT16;
+    KlDtype type = combine(by_rank[0], weak);
+    /* Half precision: complex32, or torch's own rule for complex bfloat16. */
+    kl_rules_require(call, type != KL_DTYPE_OTHER && !(is_half && kl_meta_dtype_is_complex(weak)));
+    return type;
 }
 
 KlStatus

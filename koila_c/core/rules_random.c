@@ -12,9 +12,7 @@ read_dropout(const KlCall *call, double *p, bool *is_drawn)
 {
     const KlMeta *input = kl_rules_input(call, INPUT);
     *p = kl_rules_float(call, PROBABILITY, 0.0);
-    if (input == NULL || !(*p >= 0.0 && *p <= 1.0)) {
-        kl_rules_decline(call);
-    }
+    kl_rules_require(call, input != NULL && *p >= 0.0 && *p <= 1.0);
     *is_drawn = kl_rules_bool(call, TRAIN, true) && *p > 0.0 && input != NULL &&
                 kl_meta_n_elements(input) > 0;
 }
@@ -42,9 +40,7 @@ KL_SHAPE(dropout)
     read_dropout(call, &p, &is_drawn);
     const KlMeta *input = call->inputs[0];
     KlMeta *out = kl_rules_out(result, input);
-    if (call->row->is_feature && input->n_dims < 2) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, !call->row->is_feature || input->n_dims >= 2);
     result->is_random = is_drawn && p < 1.0;
     if (!is_drawn) {
         *out = *input;
@@ -67,9 +63,8 @@ KL_SHAPE(native_dropout)
     bool is_drawn = false;
     read_dropout(call, &p, &is_drawn);
     const KlMeta *input = call->inputs[0];
-    if (kl_meta_n_elements(input) == 0) {
-        return KL_DECLINED; /* for an empty input torch returns another mask */
-    }
+    /* For an empty input torch returns another mask. */
+    kl_rules_require(call, kl_meta_n_elements(input) > 0);
     KlMeta *outs = kl_rules_outs(result, 2);
     for (uint32_t i = 0; i < 2; i++) {
         outs[i] = *input;
@@ -132,14 +127,12 @@ KL_SHAPE(draw)
 /* input, num_samples, replacement: (n, c) -> (n, num_samples) */
 KL_SHAPE(multinomial)
 {
-    const KlMeta *input = kl_rules_input(call, INPUT);
+    const KlMeta *input = kl_rules_tensor(call, INPUT, 1, 2);
     int64_t n = kl_rules_int(call, 1, 0);
     bool is_replaced = kl_rules_bool(call, 2, false);
-    if (input == NULL || n < 1 || input->n_dims < 1 || input->n_dims > 2 ||
-        !kl_meta_dtype_is_float(input->dtype) || !has_default_generator(call) ||
-        (!is_replaced && n > input->shape[input->n_dims - 1])) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, n >= 1 && kl_meta_dtype_is_float(input->dtype) &&
+                               has_default_generator(call) &&
+                               (is_replaced || n <= input->shape[input->n_dims - 1]));
     KlMeta out = *input;
     out.shape[input->n_dims - 1] = n;
     return kl_rules_out_contiguous(result, &out);

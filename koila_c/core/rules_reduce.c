@@ -55,9 +55,8 @@ KL_SHAPE(vector_norm)
 KL_SHAPE(std)
 {
     bool is_unbiased_alone = call->args[1].kind == KL_ARG_BOOL;
-    if (is_unbiased_alone && (kl_rules_is_given(call, 2) || kl_rules_is_given(call, 3))) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, !is_unbiased_alone ||
+                               !(kl_rules_is_given(call, 2) || kl_rules_is_given(call, 3)));
     uint32_t dims =
         is_unbiased_alone ? UINT32_MAX : kl_rules_dims(call, 1, call->inputs[0]->n_dims);
     bool is_kept = kl_rules_bool(call, 3, false);
@@ -69,13 +68,9 @@ static KlStatus
 reduce_one(const KlCall *call, KlInferred *result, uint32_t n_outs, bool is_index)
 {
     const KlMeta *input = call->inputs[0];
-    if (kl_meta_n_elements(input) == 0 || call->args[1].kind == KL_ARG_INTS) {
-        return KL_DECLINED;
-    }
     bool has_dim = kl_rules_is_given(call, 1), is_kept = kl_rules_bool(call, 2, false);
-    if (!has_dim && is_kept && !is_index) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, kl_meta_n_elements(input) > 0 && call->args[1].kind != KL_ARG_INTS &&
+                               (has_dim || !is_kept || is_index));
     uint32_t dims = has_dim ? UINT32_C(1) << kl_rules_dim(call, 1, 0, input->n_dims) : UINT32_MAX;
     return reduce_dims(call, result, dims, is_kept, n_outs);
 }
@@ -131,9 +126,7 @@ KL_PLACE(max)
 KL_SHAPE(reduce_last)
 {
     const uint32_t arg = call->n_args - 2;
-    if (kl_meta_n_elements(call->inputs[0]) == 0) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, kl_meta_n_elements(call->inputs[0]) > 0);
     int32_t dim = kl_rules_dim(call, arg, -1, call->inputs[0]->n_dims);
     bool is_kept = kl_rules_bool(call, arg + 1, false);
     return reduce_dims(call, result, UINT32_C(1) << dim, is_kept, 2);
@@ -194,10 +187,8 @@ KL_SHAPE(topk)
     int64_t k = kl_rules_int(call, 1, 0);
     int32_t dim = along_dim(call, result, 2, 2);
     int64_t size = input->n_dims == 0 ? 1 : input->shape[dim];
-    if (k < 0 || k > size) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "k = %lld is not within size %lld",
-                            (long long)k, (long long)size);
-    }
+    kl_rules_check(call, k >= 0 && k <= size, KL_ERROR_ARGUMENT, "k = %lld is not within size %lld",
+                   (long long)k, (long long)size);
     for (uint32_t i = 0; i < 2; i++) {
         if (input->n_dims > 0) {
             result->outs[i].shape[dim] = k;

@@ -5,7 +5,7 @@
 
 /* Make the shape of repeat: `repeats` copies along each dim, new dims first. */
 static KlStatus
-repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_t n, KlError *error)
+repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_t n)
 {
     const KlMeta *input = call->inputs[0];
     KlMeta *out = kl_rules_outs(result, 1);
@@ -16,9 +16,8 @@ repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_
         int32_t at = dim - (n_dims - n);
         int64_t size = own >= 0 ? input->shape[own] : 1;
         int64_t times = at >= 0 ? repeats[at] : 1;
-        if (times < 0) {
-            return kl_error_set(error, KL_ERROR_ARGUMENT, "repeated %lld times", (long long)times);
-        }
+        kl_rules_check(call, times >= 0, KL_ERROR_ARGUMENT, "repeated %lld times",
+                       (long long)times);
         out->shape[dim] = size * times;
         if (own >= 0) {
             result->dim_map[own] = (int8_t)dim;
@@ -29,27 +28,26 @@ repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_
 }
 
 static KlStatus
-shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result, KlError *error)
+shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result)
 {
     uint32_t n = 0;
     const int64_t *repeats = kl_rules_ints(call, 1, &n);
     if (n > KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
         return KL_DECLINED;
     }
-    if ((int32_t)n < n_least) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "%u repeats for %d dims", n, (int)n_least);
-    }
-    return repeat_by(call, result, repeats, (int32_t)n, error);
+    kl_rules_check(call, (int32_t)n >= n_least, KL_ERROR_ARGUMENT, "%u repeats for %d dims", n,
+                   (int)n_least);
+    return repeat_by(call, result, repeats, (int32_t)n);
 }
 
 KL_SHAPE(repeat)
 {
-    return shape_repeats(call, call->inputs[0]->n_dims, result, error);
+    return shape_repeats(call, call->inputs[0]->n_dims, result);
 }
 
 KL_SHAPE(tile)
 {
-    return shape_repeats(call, 0, result, error);
+    return shape_repeats(call, 0, result);
 }
 
 /* [b0 b1] repeated is [b0 b1 b0 b1]: `outer` of the row's digit grows. */
@@ -70,20 +68,15 @@ KL_PLACE(repeat)
 KL_SHAPE(repeat_interleave)
 {
     const KlMeta *input = call->inputs[0];
-    int64_t times = call->args[1].kind == KL_ARG_INT ? call->args[1].u.i : 0;
-    if (call->args[1].kind != KL_ARG_INT || kl_rules_is_given(call, 3)) {
-        return KL_DECLINED;
-    }
-    if (times < 0) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "repeated %lld times", (long long)times);
-    }
+    bool is_number = call->args[1].kind == KL_ARG_INT;
+    int64_t times = is_number ? call->args[1].u.i : 0;
+    kl_rules_require(call, is_number && !kl_rules_is_given(call, 3));
+    kl_rules_check(call, times >= 0, KL_ERROR_ARGUMENT, "repeated %lld times", (long long)times);
     if (!kl_rules_is_given(call, 2)) {
         const KlMeta flat = {.n_dims = 1, .shape = {kl_meta_n_elements(input) * times}};
         return kl_rules_out_contiguous(result, &flat);
     }
-    if (input->n_dims == 0) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, input->n_dims > 0);
     KlMeta *out = kl_rules_out(result, input);
     out->shape[kl_rules_dim(call, 2, 0, input->n_dims)] *= times;
     if (kl_meta_is_contiguous(input)) {
@@ -125,18 +118,14 @@ move_within(const KlCall *call, KlInferred *result, uint32_t arg)
     for (uint32_t i = 0; i < n; i++) {
         result->dim_map[kl_rules_wrap(call, dims[i], input->n_dims)] = -1;
     }
-    if (n > 0 && input->n_dims == 0) {
-        kl_rules_decline(call);
-    }
+    kl_rules_require(call, n == 0 || input->n_dims > 0);
     return n;
 }
 
 KL_SHAPE(flip)
 {
     const KlMeta *input = call->inputs[0];
-    if (!kl_rules_is_given(call, 1)) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, kl_rules_is_given(call, 1));
     (void)kl_rules_dims(call, 1, input->n_dims); /* each at most once */
     (void)move_within(call, result, 1);
     kl_rules_preserve(&result->outs[0], input);
@@ -149,9 +138,7 @@ KL_SHAPE(roll)
     const KlMeta *input = call->inputs[0];
     uint32_t n_shifts = 0, n_dims = move_within(call, result, 2);
     (void)kl_rules_ints(call, 1, &n_shifts);
-    if (n_shifts == 0 || (n_dims != 0 && n_dims != n_shifts) || (n_dims == 0 && n_shifts > 1)) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, n_dims == 0 ? n_shifts == 1 : n_dims == n_shifts);
     for (int32_t i = 0; n_dims == 0 && i < input->n_dims; i++) {
         result->dim_map[i] = -1;
     }

@@ -33,18 +33,13 @@ read_sizes(const KlCall *call, int32_t n, const KlMeta *input, int64_t *sizes)
 
 KL_SHAPE(upsample)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
     int64_t sizes[SPATIAL_MAX] = {0};
     const int32_t n = call->row->n_spatial;
-    if (input == NULL || input->n_dims != n + 2 || kl_meta_n_elements(input) == 0 ||
-        !read_sizes(call, n, input, sizes)) {
-        return KL_DECLINED;
-    }
+    const KlMeta *input = kl_rules_tensor(call, 0, n + 2, n + 2);
     KlMeta out = *input;
+    kl_rules_require(call, kl_meta_n_elements(input) > 0 && read_sizes(call, n, input, sizes));
     for (int32_t i = 0; i < n; i++) {
-        if (sizes[i] <= 0) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call, sizes[i] > 0);
         out.shape[2 + i] = sizes[i];
     }
     return kl_rules_out_format(call, result, &out);
@@ -63,9 +58,7 @@ read_mode(const KlCall *call)
     while (mode < 4 && strcmp(text, names[mode]) != 0) {
         mode++;
     }
-    if (mode == 4) {
-        kl_rules_decline(call);
-    }
+    kl_rules_require(call, mode < 4);
     return (PadMode)mode;
 }
 
@@ -106,20 +99,17 @@ static KlStatus
 shape_padded(const KlCall *call, PadMode mode, KlInferred *result)
 {
     int64_t pads[KL_DIMS_MAX][2];
-    const KlMeta *input = kl_rules_input(call, 0);
-    if (input == NULL || !read_pads(call, input, pads) ||
-        (mode != PAD_CONSTANT && !is_border(input, pads, mode, call->args[1].n))) {
-        return KL_DECLINED;
-    }
+    const KlMeta *input = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
+    kl_rules_require(call,
+                     read_pads(call, input, pads) &&
+                         (mode == PAD_CONSTANT || is_border(input, pads, mode, call->args[1].n)));
     KlMeta *out = kl_rules_out(result, input);
     bool is_cut = true; /* no padding is positive: torch clones a slice of the input */
     for (int32_t dim = 0; dim < input->n_dims; dim++) {
         out->shape[dim] += pads[dim][0] + pads[dim][1];
         is_cut = is_cut && pads[dim][0] <= 0 && pads[dim][1] <= 0;
-        if (out->shape[dim] < 0 || -pads[dim][0] > input->shape[dim] ||
-            -pads[dim][1] > input->shape[dim]) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call, out->shape[dim] >= 0 && -pads[dim][0] <= input->shape[dim] &&
+                                   -pads[dim][1] <= input->shape[dim]);
     }
     if (mode == PAD_CIRCULAR) {
         kl_meta_set_contiguous(out);
@@ -172,14 +162,16 @@ KL_SAVES(pad)
 
 /* --- shuffles --------------------------------------------------------------------------------- */
 
-/* Read the factor. Return the input, of 3 dims at least; NULL: it is no such input, or the factor is illegal. */
+/* Read the factor; of an illegal one, 1. Return the input, of 3 dims at least. */
 static const KlMeta *
 read_factor(const KlCall *call, int64_t *factor)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
-    *factor = kl_rules_int(call, 1, 0);
-    bool is_fit = input != NULL && input->n_dims >= 3 && kl_meta_n_elements(input) > 0;
-    return is_fit && *factor >= 1 && *factor <= 1 << 20 ? input : NULL;
+    const KlMeta *input = kl_rules_tensor(call, 0, 3, KL_DIMS_MAX);
+    int64_t given = kl_rules_int(call, 1, 0);
+    bool is_legal = given >= 1 && given <= 1 << 20;
+    kl_rules_require(call, is_legal && kl_meta_n_elements(input) > 0);
+    *factor = is_legal ? given : 1;
+    return input;
 }
 
 /* (*, c * r * r, h, w) -> (*, c, h * r, w * r) */
@@ -187,39 +179,33 @@ KL_SHAPE(pixel_shuffle)
 {
     int64_t factor = 0;
     const KlMeta *input = read_factor(call, &factor);
-    if (input == NULL || input->shape[input->n_dims - 3] % (factor * factor) != 0) {
-        return KL_DECLINED;
-    }
-    KlMeta *out = kl_rules_out(result, input);
-    out->shape[input->n_dims - 3] /= factor * factor;
-    out->shape[input->n_dims - 2] *= factor;
-    out->shape[input->n_dims - 1] *= factor;
-    kl_rules_settle_format(call, result, 1);
-    return KL_OK;
+    KlMeta out = *input;
+    kl_rules_require(call, input->shape[input->n_dims - 3] % (factor * factor) == 0);
+    out.shape[input->n_dims - 3] /= factor * factor;
+    out.shape[input->n_dims - 2] *= factor;
+    out.shape[input->n_dims - 1] *= factor;
+    return kl_rules_out_format(call, result, &out);
 }
 
 KL_SHAPE(pixel_unshuffle)
 {
     int64_t factor = 0;
     const KlMeta *input = read_factor(call, &factor);
-    if (input == NULL || input->shape[input->n_dims - 2] % factor != 0 ||
-        input->shape[input->n_dims - 1] % factor != 0) {
-        return KL_DECLINED;
-    }
-    KlMeta *out = kl_rules_out(result, input);
-    out->shape[input->n_dims - 3] *= factor * factor;
-    out->shape[input->n_dims - 2] /= factor;
-    out->shape[input->n_dims - 1] /= factor;
-    kl_rules_settle_format(call, result, 1);
-    return KL_OK;
+    KlMeta out = *input;
+    kl_rules_require(call, input->shape[input->n_dims - 2] % factor == 0 &&
+                               input->shape[input->n_dims - 1] % factor == 0);
+    out.shape[input->n_dims - 3] *= factor * factor;
+    out.shape[input->n_dims - 2] /= factor;
+    out.shape[input->n_dims - 1] /= factor;
+    return kl_rules_out_format(call, result, &out);
 }
 
 KL_SHAPE(channel_shuffle)
 {
     int64_t groups = 0;
     const KlMeta *input = read_factor(call, &groups);
-    bool is_fit = input != NULL && input->shape[1] % groups == 0;
-    return is_fit ? kl_rules_out_format(call, result, input) : KL_DECLINED;
+    kl_rules_require(call, input->shape[1] % groups == 0);
+    return kl_rules_out_format(call, result, input);
 }
 
 KL_PLACE(channel_shuffle)

@@ -99,14 +99,12 @@ check_layer(const KlCall *call, Layer *layer)
     int64_t n_rows = layer->input->shape[layer->is_batch_first ? 0 : 1];
     int64_t n_cells = layer->n_layers * layer->n_directions;
     const KlMeta *lengths = layer->is_packed ? kl_rules_input(call, 1) : NULL;
-    if (layer->is_packed && (lengths == NULL || !is_shape(lengths, 1, n_rows, 0))) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call,
+                     !layer->is_packed || (lengths != NULL && is_shape(lengths, 1, n_rows, 0)));
     for (uint32_t i = 0; i < layer->n_states; i++) {
         const KlMeta *state = layer->states[i];
-        if (state->n_dims != 3 || state->shape[0] != n_cells || state->shape[1] != n_rows) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call, state->n_dims == 3 && state->shape[0] == n_cells &&
+                                   state->shape[1] == n_rows);
     }
     bool is_projected = layer->n_states == 2 && hidden->shape[2] != last->shape[2];
     layer->n_params += is_projected ? 1 : 0;
@@ -183,7 +181,7 @@ KL_SHAPE(rnn)
 KL_PLACE(rnn)
 {
     Layer layer;
-    KlStatus status = read_layer(call, &layer);
+    (void)read_layer(call, &layer);
     KlWiring wiring = {.reason = "the batch is in a layer's steps or features: is batch= right?"};
     int32_t batch = layer.is_batch_first ? 0 : 1;
     wiring.inputs[0].of[batch] = 1;
@@ -195,7 +193,7 @@ KL_PLACE(rnn)
         wiring.inputs[first + i] = (KlLabels){.of = {0, 1}};
         wiring.outs[1 + i].of[1] = 1;
     }
-    return status == KL_OK ? kl_rules_wire(call, result, &wiring) : status;
+    return kl_rules_wire(call, result, &wiring);
 }
 
 /* Count the workspace that oneDNN's fused kernel (LSTM in float32) saves for backward, with the weights in its own
@@ -223,9 +221,7 @@ save_fused(const Layer *layer, int64_t n_rows, int64_t n_steps, KlSaves *saves)
 KL_SAVES(rnn)
 {
     Layer layer;
-    if (read_layer(call, &layer) != KL_OK) {
-        return;
-    }
+    (void)read_layer(call, &layer);
     KlDtype dtype = layer.input->dtype;
     bool is_lstm = layer.n_states == 2;
     int64_t n_rows = layer.input->shape[layer.is_batch_first ? 0 : 1];
@@ -289,18 +285,14 @@ KL_SHAPE(rnn_cell)
     for (uint32_t arg = 2; arg < 6; arg++) {
         const KlMeta *meta = kl_rules_input(call, arg);
         int64_t n_columns = arg == 2 ? input->shape[1] : n_hidden;
-        if (meta == NULL
-                ? arg < 4
-                : !is_shape(meta, arg < 4 ? 2 : 1, call->row->n_gates * n_hidden, n_columns)) {
-            return KL_DECLINED;
-        }
+        int64_t n_rows = call->row->n_gates * n_hidden;
+        kl_rules_require(call, meta == NULL ? arg >= 4
+                                            : is_shape(meta, arg < 4 ? 2 : 1, n_rows, n_columns));
     }
     (void)kl_rules_outs(result, n_states);
     for (uint32_t i = 0; i < n_states; i++) {
         const KlMeta *meta = call->inputs[state->input + i];
-        if (!is_shape(meta, 2, input->shape[0], n_hidden)) {
-            return KL_DECLINED;
-        }
+        kl_rules_require(call, is_shape(meta, 2, input->shape[0], n_hidden));
         result->outs[i].n_dims = 2;
         memcpy(result->outs[i].shape, meta->shape, sizeof(meta->shape));
     }

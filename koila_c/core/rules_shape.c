@@ -60,10 +60,10 @@ kl_rules_broadcast(const KlCall *call, KlMeta *out, const KlMeta *meta)
         int64_t size = meta->shape[dim - shift];
         if (out->shape[dim] == 1) {
             out->shape[dim] = size;
-        } else if (size != 1 && size != out->shape[dim]) {
-            (void)kl_error_set(kl_rules_refusal(call), KL_ERROR_SHAPE,
-                               "sizes %lld and %lld do not broadcast at dim %d",
-                               (long long)out->shape[dim], (long long)size, (int)dim);
+        } else {
+            kl_rules_check(call, size == 1 || size == out->shape[dim], KL_ERROR_SHAPE,
+                           "sizes %lld and %lld do not broadcast at dim %d",
+                           (long long)out->shape[dim], (long long)size, (int)dim);
         }
     }
 }
@@ -148,9 +148,8 @@ KL_SHAPE(swapped)
 
 KL_SHAPE(where)
 {
-    if (!kl_rules_is_given(call, 1) || !kl_rules_is_given(call, 2)) {
-        return KL_DECLINED; /* where(condition) is nonzero */
-    }
+    /* where(condition) is nonzero */
+    kl_rules_require(call, kl_rules_is_given(call, 1) && kl_rules_is_given(call, 2));
     bool has_number = kl_rules_is_number(&call->args[1]) || kl_rules_is_number(&call->args[2]);
     return iterate_all(call, result, has_number);
 }

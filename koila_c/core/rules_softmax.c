@@ -6,10 +6,8 @@
 
 KL_SHAPE(softmax)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
-    if (input == NULL || !kl_rules_is_given(call, 1)) {
-        return KL_DECLINED;
-    }
+    const KlMeta *input = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
+    kl_rules_require(call, kl_rules_is_given(call, 1));
     (void)kl_rules_dim(call, 1, 0, input->n_dims);
     return kl_rules_out_contiguous(result, input);
 }
@@ -17,9 +15,7 @@ KL_SHAPE(softmax)
 KL_DTYPE(softmax)
 {
     KlDtype dtype = kl_rules_dtype(call, call->inputs[0]->dtype);
-    if (kl_rules_is_given(call, 2) && call->args[2].kind != KL_ARG_DTYPE) {
-        return KL_DECLINED;
-    }
+    kl_rules_require(call, !kl_rules_is_given(call, 2) || call->args[2].kind == KL_ARG_DTYPE);
     kl_rules_set_dtypes(result, dtype);
     return kl_meta_dtype_is_float(dtype) ? KL_OK : KL_DECLINED;
 }
@@ -172,18 +168,13 @@ enum { LETTER_ROW = 20, LETTER_COLUMN = 21 };
 
 KL_SHAPE(cdist)
 {
-    const KlMeta *left = kl_rules_input(call, 0), *right = kl_rules_input(call, 1);
-    if (left == NULL || right == NULL || left->n_dims < 2 || right->n_dims < 2 ||
-        kl_meta_n_elements(left) == 0 || kl_meta_n_elements(right) == 0 ||
-        !(kl_rules_float(call, 2, 2.0) >= 0.0)) {
-        return KL_DECLINED;
-    }
-    if (left->shape[left->n_dims - 1] != right->shape[right->n_dims - 1]) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "the points do not have the same dims");
-    }
-    KlMeta lead = *left;
-    KlMeta other = *right;
-    KlMeta out = {.n_dims = 0};
+    const KlMeta *left = kl_rules_tensor(call, 0, 2, KL_DIMS_MAX);
+    const KlMeta *right = kl_rules_tensor(call, 1, 2, KL_DIMS_MAX);
+    KlMeta lead = *left, other = *right, out = {.n_dims = 0};
+    kl_rules_require(call, kl_meta_n_elements(left) > 0 && kl_meta_n_elements(right) > 0 &&
+                               kl_rules_float(call, 2, 2.0) >= 0.0);
+    kl_rules_check(call, left->shape[left->n_dims - 1] == right->shape[right->n_dims - 1],
+                   KL_ERROR_SHAPE, "the points do not have the same dims");
     lead.n_dims -= 2;
     other.n_dims -= 2;
     kl_rules_broadcast(call, &out, &lead);
@@ -231,15 +222,10 @@ KL_SAVES(cdist)
 
 KL_SHAPE(glu)
 {
-    const KlMeta *input = kl_rules_input(call, 0);
-    if (input == NULL || input->n_dims == 0) {
-        return KL_DECLINED;
-    }
+    const KlMeta *input = kl_rules_tensor(call, 0, 1, KL_DIMS_MAX);
     int32_t dim = kl_rules_dim(call, 1, -1, input->n_dims);
-    if (input->shape[dim] % 2 != 0) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "dim %d of size %lld is not even", (int)dim,
-                            (long long)input->shape[dim]);
-    }
+    kl_rules_check(call, input->shape[dim] % 2 == 0, KL_ERROR_SHAPE,
+                   "dim %d of size %lld is not even", (int)dim, (long long)input->shape[dim]);
     KlMeta half = *input, *out = kl_rules_out(result, input);
     const KlMeta *halves[2] = {&half, &half};
     half.shape[dim] /= 2;
@@ -259,15 +245,10 @@ KL_PLACE(glu)
 
 KL_SHAPE(prelu)
 {
-    const KlMeta *input = kl_rules_input(call, 0), *weight = kl_rules_input(call, 1);
-    if (input == NULL || weight == NULL || weight->n_dims > 1) {
-        return KL_DECLINED;
-    }
-    int64_t n = kl_meta_n_elements(weight);
-    if (n != 1 && (input->n_dims < 2 || input->shape[1] != n)) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "%lld weights do not fit the channels",
-                            (long long)n);
-    }
+    const KlMeta *input = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
+    int64_t n = kl_meta_n_elements(kl_rules_tensor(call, 1, 0, 1));
+    kl_rules_check(call, n == 1 || (input->n_dims >= 2 && input->shape[1] == n), KL_ERROR_SHAPE,
+                   "%lld weights do not fit the channels", (long long)n);
     return kl_rules_out_plain(call, result, input);
 }
 

@@ -61,10 +61,8 @@ settle_view(const KlCall *call, KlInferred *result, bool can_copy, KlError *erro
 
 KL_SHAPE(view)
 {
-    if (!kl_rules_is_given(call, 1)) {
-        return KL_DECLINED;
-    }
     uint32_t n = 0;
+    kl_rules_require(call, kl_rules_is_given(call, 1));
     const int64_t *sizes = kl_rules_ints(call, 1, &n);
     int64_t n_elements = kl_meta_n_elements(call->inputs[0]);
     KlStatus status = resolve_sizes(sizes, n, n_elements, kl_rules_outs(result, 1), error);
@@ -73,16 +71,12 @@ KL_SHAPE(view)
 
 KL_SHAPE(view_as)
 {
-    const KlMeta *other = kl_rules_input(call, 1);
-    if (other == NULL) {
-        return KL_DECLINED;
-    }
+    const KlMeta *other = kl_rules_tensor(call, 1, 0, KL_DIMS_MAX);
+    int64_t n_elements = kl_meta_n_elements(call->inputs[0]), n_other = kl_meta_n_elements(other);
     kl_rules_lend(call, result, 1);
-    if (kl_meta_n_elements(other) != kl_meta_n_elements(call->inputs[0])) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "%lld elements do not fill a shape of %lld",
-                            (long long)kl_meta_n_elements(call->inputs[0]),
-                            (long long)kl_meta_n_elements(other));
-    }
+    kl_rules_check(call, n_elements == n_other, KL_ERROR_SHAPE,
+                   "%lld elements do not fill a shape of %lld", (long long)n_elements,
+                   (long long)n_other);
     (void)kl_rules_out(result, other);
     return settle_view(call, result, call->row->can_copy, error);
 }
@@ -92,10 +86,8 @@ KL_SHAPE(flatten)
     const KlMeta *input = call->inputs[0];
     int32_t first = kl_rules_dim(call, 1, 0, input->n_dims);
     int32_t last = kl_rules_dim(call, 2, -1, input->n_dims);
-    if (first > last) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "start_dim %d comes after end_dim %d",
-                            (int)first, (int)last);
-    }
+    kl_rules_check(call, first <= last, KL_ERROR_ARGUMENT, "start_dim %d comes after end_dim %d",
+                   (int)first, (int)last);
     KlMeta *out = kl_rules_outs(result, 1);
     if (first == last && input->n_dims > 0) {
         *out = *input;
