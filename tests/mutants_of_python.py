@@ -61,9 +61,8 @@ MUTANTS = [
     Mutant(
         "gradient: what barriers send back is lost",
         "python/koila/running/interpret.py",
-        "seed = stages.boundary[value].take_total_gradient()\n"
-        "            if value in stages.roots:",
-        "seed = None\n            if value in stages.roots:",
+        "seeds = take_total_gradients(map(stages.boundary.__getitem__, graph))",
+        "seeds = [None] * len(graph)",
         f"{PROGRAMS} -k standardised",
     ),
     Mutant(
@@ -300,8 +299,8 @@ MUTANTS = [
     Mutant(
         "boundary: gradients of half precision are summed in it",
         "python/koila/basics/rows.py",
-        "alias.grad_dtype = WIDENED[tensor.dtype]",
-        "alias.grad_dtype = tensor.dtype",
+        "leaf.grad_dtype = WIDENED[leaf.dtype]",
+        "leaf.grad_dtype = leaf.dtype",
         "tests/test_precision.py tests/test_boundary.py",
     ),
     Mutant(

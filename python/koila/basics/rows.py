@@ -20,6 +20,8 @@ WIDENED = {one: one for one in vars(torch).values() if isinstance(one, torch.dty
 WIDENED[torch.float16] = WIDENED[torch.bfloat16] = torch.float32
 #: The dtypes of values that can get a gradient.
 CONTINUOUS = frozenset(one for one in WIDENED if one.is_floating_point or one.is_complex)
+#: The dtypes whose numbers are accumulated as they are.
+OWN_WIDTH = frozenset(one for one in WIDENED if WIDENED[one] is one)
 
 _data: Any = torch._C.TensorBase.data
 
@@ -251,10 +253,7 @@ def as_inference(tensor: torch.Tensor) -> torch.Tensor:
         return in_memory(tensor.untyped_storage(), tensor)
 
 
-def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a new leaf with the memory of a tensor; its gradients accumulate in at least
-    float32."""
-    alias = tensor.detach().requires_grad_()
-    if WIDENED[tensor.dtype] is not tensor.dtype and hasattr(alias, "grad_dtype"):
-        alias.grad_dtype = WIDENED[tensor.dtype]
-    return alias
+def widen_gradient(leaf: torch.Tensor) -> None:
+    """Let the gradients of a new leaf accumulate in at least float32."""
+    if hasattr(leaf, "grad_dtype"):
+        leaf.grad_dtype = WIDENED[leaf.dtype]

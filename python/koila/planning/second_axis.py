@@ -17,7 +17,7 @@ import torch
 
 from koila import _core
 from koila.basics import config
-from koila.basics.rows import alias_of, chunk_shape, cut, without_memory
+from koila.basics.rows import chunk_shape, cut, widen_gradient, without_memory
 from koila.memory import estimates
 from koila.reductions import calls
 from koila.reporting import reports
@@ -203,7 +203,9 @@ def _stand_in(program: Program, import_id: int) -> torch.Tensor:
     info = program.info(value)
     shape = info.shape if place is None else chunk_shape(info.shape, place, 1)
     zeros = without_memory(shape, info.dtype, info.device)
-    return alias_of(zeros) if program.needs_gradient(value) else zeros
+    if program.needs_gradient(value):
+        widen_gradient(zeros.requires_grad_())
+    return zeros
 
 
 def _each(make: Callable[[Any], Any], of: Any) -> Any:

@@ -17,7 +17,7 @@ import torch
 
 from koila.basics import rows
 from koila.basics.holders import owned
-from koila.basics.rows import CONTINUOUS, Bounds, Place, alias_of
+from koila.basics.rows import CONTINUOUS, OWN_WIDTH, Bounds, Place, widen_gradient
 from koila.memory import offload
 from koila.running.sparse_gradients import is_sparse
 from koila.running.watched import GATHERED, Key
@@ -119,7 +119,9 @@ class BoundaryValue:
             if rows.is_cut_in_place(self.gathered, place):
                 self.chunks[chunk] = rows.cut(self.gathered, place, n_rows, grid[chunk])
         else:
-            (self.chunks[chunk],) = _to_keep((tensor,))
+            kept = tensor.detach()
+            is_part = kept.untyped_storage().nbytes() > kept.nbytes
+            self.chunks[chunk] = kept.clone() if is_part else kept
 
     def add_parts(
         self, chunk: int, part_ids: Sequence[int], tensors: Sequence[torch.Tensor]
@@ -193,7 +195,9 @@ class BoundaryValue:
                 if not (needs and tensor.dtype in CONTINUOUS and tensor.device == device):
                     found[key] = tensor.detach() if tensor.requires_grad else tensor
                     continue
-                alias = aliases[key] = alias_of(tensor)
+                alias = aliases[key] = tensor.detach().requires_grad_()
+                if tensor.dtype not in OWN_WIDTH:
+                    widen_gradient(alias)
                 if self.total is not None and key == self._all_rows:
                     alias.grad, self.total = self.total, None
             if alias.grad is None:
@@ -308,8 +312,10 @@ class BoundaryValue:
 
     def seed(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor | None:
         """Return the gradient of one chunk of a body's output: the sum over all that read it."""
-        grad = self._gradient_at(("chunk", chunk))
-        gathered = None
+        gathered, key = None, ("chunk", chunk)
+        grad, alias = self.seeds.get(key), self.aliases.get(key)
+        if alias is not None and alias.grad is not None:
+            grad = alias.grad if grad is None else add(grad, alias.grad)
         if GATHERED in self.aliases or GATHERED in self.seeds:
             gathered = self._gradient_at(GATHERED)
         for whole in (self.seeds.get(("whole",)), gathered, self.total):
@@ -417,19 +423,6 @@ class BoundaryValue:
                 pairs.append((of_part, seed))
         return pairs
 
-    def take_total_gradient(self) -> torch.Tensor | None:
-        """Return the gradient of a whole value, which may be freed: the sum over all readers."""
-        total, of_whole = self.seeds.get(("whole",)), self.aliases.get(("whole",))
-        if of_whole is not None and of_whole.grad is not None:
-            total = of_whole.grad if total is None else add(total, of_whole.grad)
-        for key, alias in self.aliases.items():
-            if key[0] == "rows":  # there is one chunk: `take_rows` leaves its alias
-                total = add(total, alias.grad)
-        for key, seed in self.seeds.items():
-            total = add(total, seed) if key[0] == "rows" else total
-        of_rows, self.total = self.total, None
-        return total if of_rows is None else add(total, of_rows)
-
     def _strides(self) -> Sequence[int] | None:
         """Return the strides of the whole value; None if they are not known."""
         whole = self.gathered if self.whole is None else self.whole
@@ -483,6 +476,23 @@ class BoundaryValue:
             ("part", c, p): t for c, parts in self.parts.items() for p, t in parts.items()
         }
         return leaves
+
+
+def take_total_gradients(boundaries: Iterable[BoundaryValue]) -> list[torch.Tensor | None]:
+    """Return the gradients of whole values, which may be freed: each the sum over all readers."""
+    totals = []
+    for of in boundaries:
+        total, of_whole = of.seeds.get(("whole",)), of.aliases.get(("whole",))
+        if of_whole is not None and of_whole.grad is not None:
+            total = of_whole.grad if total is None else add(total, of_whole.grad)
+        for key, alias in of.aliases.items():
+            if key[0] == "rows":  # there is one chunk: `take_rows` leaves its alias
+                total = add(total, alias.grad)
+        for key, seed in of.seeds.items():
+            total = add(total, seed) if key[0] == "rows" else total
+        of_rows, of.total = of.total, None
+        totals.append(total if of_rows is None else add(total, of_rows))
+    return totals
 
 
 #: Aliases that a graph read and that have no gradient so far, by id, each with its

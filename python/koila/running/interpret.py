@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from koila.planning import second_axis
 from koila.running import cheap, retained, tail, visible, watched
-from koila.running.boundary import Awaiting, BoundaryValue, add
+from koila.running.boundary import Awaiting, BoundaryValue, add, take_total_gradients
 from koila.running.sending import edges_of, own, send_back
 from koila.staged import hooks
 from koila.staged.facts import Run
@@ -87,7 +87,9 @@ class Interpreter:
                 self.pieces[value] = stages.boundary[value].of_chunk(made, bounds)
         elif step.graph == Graph.RETAIN:
             for value in step.values:
-                stages.forget(stages.boundary[value].settle())
+                boundary = stages.boundary[value]
+                if boundary.aliases:
+                    stages.forget(boundary.settle())
         self.loops.append(_Loop(begin, first, stop))
         self.chunk = first
 
@@ -106,7 +108,7 @@ class Interpreter:
         while self.pieces:
             value, boundary = self.pieces.popitem()
             seeds = self.stages.boundary[value].seeds
-            seeds[key] = add(seeds.get(key), boundary.take_total_gradient())
+            seeds[key] = add(seeds.get(key), *take_total_gradients([boundary]))
             self.stages.forget(boundary.aliases.values())
             del boundary
 
@@ -270,8 +272,8 @@ class Interpreter:
         graph, given = self.barriers.pop(run.stage)
         stages.resume(given)
         pairs, is_any = [], hooks.is_any()
-        for value, edge in graph.items():
-            seed = stages.boundary[value].take_total_gradient()
+        seeds = take_total_gradients(map(stages.boundary.__getitem__, graph))
+        for (value, edge), seed in zip(graph.items(), seeds, strict=True):
             if value in stages.roots:
                 root = stages.roots[value]
                 seed = root if seed is None else add(seed, root)
@@ -279,6 +281,7 @@ class Interpreter:
                 seed = visible.call_hooks(stages, value, seed)
             if seed is not None:
                 pairs.append((edge, seed))
+        del seeds  # and those that hooks have replaced
         send_back(pairs, stages.awaiting)
 
     def _watch(self, step: Step) -> None:

@@ -8,7 +8,6 @@ that the core leaves to Python.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +18,11 @@ from koila.basics import engine
 from koila.basics.rows import Bounds, Place, chunk_shape, cut
 from koila.messages.errors import NotInChunksError
 from koila.reductions import batch_softmax, calls, norms
-from koila.running import accrue, derived, saved, views
+from koila.running import accrue, views
 from koila.running.boundary import Awaiting, BoundaryValue
 from koila.running.store import Reads, Rows, Store, reads_of
 from koila.staged import leaves
-from koila.staged.facts import ROWS, Job, Node, Run
+from koila.staged.facts import ROWS, Node, Run
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
@@ -44,9 +43,8 @@ class Prepared:
     def __init__(self, store: Store, run: Run, is_graph: bool) -> None:
         self.store, self.program = store, store.program
         self.run_, self.is_graph = run, is_graph
-        self.grid: list[Bounds] = store.grid_of(run) if run.is_body else []
-        self.is_alone = store.is_alone(run)
-        self.cloned = self.program.cloned
+        self.grid: list[Bounds] = store.grid_by_run[run.index] if run.is_body else []
+        self.is_alone = store.is_forward and len(self.grid) == 1  # see `Store.is_alone`
         self.common: list[Any] = [None] * self.program.n_imports  # inputs that all chunks read
         self.common_awaiting: Awaiting = {}  # aliases among these that have no gradient so far
         self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # import, its views by chunk
@@ -55,7 +53,8 @@ class Prepared:
         self.ranges: list[tuple[int, int, Place]] = []  # those of which it reads first entries
         self.runners: dict[int, tuple[_Runner | None, Node]] = {}  # by call; None: as it is
         if run.is_body:
-            self._prepare_inputs(reads_of(self.program, run))
+            known = self.program.known.reads
+            self._prepare_inputs(known.get(run.index) or reads_of(self.program, run))
         else:
             for i in run.imports:
                 self.others.append((i, self.program.imports[i].value, None))
@@ -65,7 +64,8 @@ class Prepared:
     def _prepare_inputs(self, reads: Reads) -> None:
         store, is_graph, common = self.store, self.is_graph, self.common
         known, awaiting = store.boundary, store.awaiting
-        store.enter(reads.leaves)
+        if not known.keys() >= reads.leaves.keys():
+            store.enter_all()
         for import_id, value in reads.once:
             boundary = known[value]
             whole = None if is_graph else boundary.whole
@@ -78,8 +78,11 @@ class Prepared:
                 self.others.append((import_id, value, (place, self.grid)))
             else:
                 self.pieces.append((import_id, views_of_chunks))
-        for import_id, value in reads.others:
-            self.others.append((import_id, value, store.rows_of(import_id, self.run_)))
+        for import_id, value, at in reads.others:
+            rows: Rows | None = None if at is None else (at, self.grid)
+            if value in store.by_chunk:
+                rows = store.rows_of(import_id, self.run_)
+            self.others.append((import_id, value, rows))
         self.ranges += reads.ranges
 
     def _zeros_for(self, import_id: int, chunk: int) -> torch.Tensor:
@@ -115,7 +118,7 @@ class Prepared:
             imports[import_id] = self._zeros_for(import_id, chunk)
         return imports
 
-    def _combine(self, env: list[Any], stand_ins: Mapping[int, BoundaryValue]) -> None:
+    def combine(self, env: list[Any], stand_ins: Mapping[int, BoundaryValue]) -> None:
         """Put the results of reductions into the `env` of a run on the whole batch, from partial
         results that chunks of earlier runs left, or that `stand_ins` have in place of them."""
         is_so = torch.is_grad_enabled() == self.is_graph
@@ -134,59 +137,9 @@ class Prepared:
                 if dim is not None:
                     self.store.by_chunk[value] = dim
 
-    # -- running a chunk --------------------------------------------------------------------------
+    # -- what the core calls back ------------------------------------------------------------------
 
-    def run(
-        self,
-        chunk: int,
-        stand_ins: Mapping[int, BoundaryValue] | None = None,
-        look: saved.Look | None = None,
-        again: Mapping[int, torch.Tensor | None] | None = None,
-    ) -> list[Any]:
-        """Run the calls on one chunk; see `Stages.run_nodes`."""
-        run, stand_ins = self.run_, stand_ins or {}
-        env: list[Any] = [None] * self.program.n_values
-        for value, tensor in (again or {}).items():
-            env[value] = tensor
-        imports = self.inputs(chunk, stand_ins) if run.imports or run.shadows else self.common
-        if look is not None:  # the graph of each chunk is retained with what awaits its gradient
-            for i, entry in self.common_awaiting.items():
-                if entry[2].grad is None:
-                    self.store.awaiting[i] = entry
-        rows, bounds = -1, None
-        if run.is_body:
-            if self.store.bar is not None:
-                self.store.bar.tick()
-            bounds = start, stop = self.grid[chunk]
-            rows = stop - start
-        else:
-            self._combine(env, stand_ins)
-            if not run.nodes:
-                return env
-        job = Job(
-            not self.is_graph,
-            functools.partial(self._run_other, chunk),
-            functools.partial(self._cut_import, bounds),
-            self.cloned,
-            functools.partial(self._clone, rows),
-            None if look is None else look.cells,
-            None if look is None else functools.partial(look.settle, env),
-            None if again is None else tuple(again),
-        )
-        arguments = self.program.handle, run.index, env, imports, rows, job
-        if self.program.is_derived:  # tell derivatives which calls have their graph here
-            nodes = run.nodes if self.is_graph and again is None else ()
-            hooks = contextlib.nullcontext() if look is None else look.hooks
-            with derived.beside(nodes), hooks:
-                _core.run(*arguments)
-        elif look is not None:
-            with look.hooks:
-                _core.run(*arguments)
-        else:
-            _core.run(*arguments)
-        return env
-
-    def _cut_import(
+    def cut_import(
         self, bounds: Bounds | None, tensor: torch.Tensor, import_id: int
     ) -> torch.Tensor:
         """Return the chunk's rows of an input that has all."""
@@ -194,7 +147,7 @@ class Prepared:
         assert bounds is not None and place is not None
         return cut(tensor, place, self.grid[-1][1], bounds)
 
-    def _clone(
+    def clone(
         self, rows: int, value: int, storage: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Clone a storage that a call writes, and take the view there that `value` is of it."""
@@ -206,7 +159,7 @@ class Prepared:
 
     # -- calls that the core leaves to Python -----------------------------------------------------
 
-    def _run_other(
+    def run_other(
         self, chunk: int, i: int, func: Callable[..., Any], args: _Args, kwargs: _Kwargs
     ) -> Any:
         known = self.runners.get(i)
@@ -227,7 +180,7 @@ class Prepared:
         if accrue.is_for(self.program, node):
             return Prepared._accrue
         value = node.first_out
-        if value in self.run_.parts and self.store.is_plain(value, self.run_):
+        if self.is_alone and value in self.run_.parts and self.store.is_plain(value, self.run_):
             return Prepared._reduce_whole
         if func is norms.batch_norm and isinstance(args[6], norms.Again):
             return Prepared._run_again

@@ -33,6 +33,7 @@ from koila.running import (
     visible,
 )
 from koila.running.attempt import attempt
+from koila.running.boundary import take_total_gradients
 from koila.running.numbers import Numbers, settle_outdated
 from koila.running.prepared import outside_inference
 from koila.running.stages import Stages
@@ -80,12 +81,15 @@ class Replay(Stages):
         self._go()
         if len(gradients) == 1:  # torch calls the hooks of an only root, even with no leaf behind
             visible.call_hooks(self, self.program.roots[0], gradients[0])
-        found, is_hooked = [], False
-        for value, boundary in self.boundary.items():
-            info, program = boundary.info, self.program
-            if not (program.is_leaf(value) and program.needs_gradient(value)):
-                continue
-            gradient = boundary.take_total_gradient()
+        found, is_hooked, program = [], False, self.program
+        leaves = [
+            (value, boundary)
+            for value, boundary in self.boundary.items()
+            if program.is_leaf(value) and program.needs_gradient(value)
+        ]
+        totals = take_total_gradients([boundary for _, boundary in leaves])
+        for (value, boundary), gradient in zip(leaves, totals, strict=True):
+            info = boundary.info
             real = info.real if info.real is not None else info.result
             if gradient is not None and real is not None:
                 gradient = gradient if gradient.dtype is real.dtype else gradient.to(real.dtype)

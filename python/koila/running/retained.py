@@ -54,22 +54,23 @@ class Retained:
         self.again = frozenset(again)
         stored = cheap.stored_of(stages.program, run)
         self.stored = [value for value in stored if value not in leaving]
-        self.there = self.again.union(self.stored)
-        self.touched: dict[int, tuple[list[int], int | None]] = {}  # see `Look`
+        frees_storage = bool(stages.schedule.cheap_values)
+        there = self.again.union(self.stored)
+        self.look = Look(stages.program, there, self.again, frees_storage)  # at each chunk
         self.chunks: dict[int, Chunk] = {}
 
     def run(self, chunk: int) -> None:
         """Run a chunk forward with a graph; keep its outputs and the graph."""
-        stages, run = self.stages, self.run_
-        frees_storage = bool(stages.schedule.cheap_values)
-        look = Look(stages.program, self.there, self.again, frees_storage, self.touched)
+        stages, run, look = self.stages, self.run_, self.look
+        references = look.references = []
         try:
             env, given = stages.run_retained(stages.run_nodes, run, chunk, True, look=look)
         finally:
             look.cells.clear()
+            look.references = []  # `send_back` drops them before the graph's backward
         stages.collect(run, env, chunk, run.exports)
         edges = edges_of(env, run.exports)
-        self.chunks[chunk] = Chunk(edges, given, look.references)
+        self.chunks[chunk] = Chunk(edges, given, references)
 
     def send_back(self, chunk: int) -> None:
         """Send the gradients of a chunk's outputs back through its graph, and free the graph."""
@@ -91,7 +92,9 @@ class Retained:
         known: dict[int, torch.Tensor | None] = {}
         for value in self.stored:
             if again or value in read:
-                known[value] = stages.boundary[value].of_rows(grid, chunk)
+                boundary = stages.boundary[value]
+                stored = boundary.chunks.get(chunk)
+                known[value] = boundary.of_rows(grid, chunk) if stored is None else stored
         env: Any = known
         if again:
             env = stages.run_nodes(run, chunk, False, again={**known, **dict.fromkeys(again)})

@@ -68,15 +68,13 @@ def are_hooks_allowed() -> bool:
 
 
 class Look:
-    """Sees the tensors that autograd saves while a chunk goes forward.
+    """Sees the tensors that autograd saves while the chunks of a body go forward, one by one.
 
     Args:
         program: the program.
         values: those that will be available at the chunk's backward: kept outputs, and recomputed.
         cheap: those of them that are recomputed.
         frees_storage: whether the step frees the storage of values that graphs hold.
-        touched: by call, once known: those of `values` that it makes or reads, and the value that
-            it writes; other chunks use it too.
     """
 
     def __init__(
@@ -85,13 +83,15 @@ class Look:
         values: frozenset[int],
         cheap: frozenset[int],
         frees_storage: bool,
-        touched: dict[int, tuple[list[int], int | None]],
     ) -> None:
         self.program = program
         self.values = values
         self.cheap = cheap
-        self.touched = touched
-        self.references: list[Reference] = []
+        #: By call, once it ran: those of `values` that it makes or reads, and what it writes. It is
+        #: the same in each step.
+        self.touched: dict[int, tuple[list[int], int | None]]
+        self.touched = program.known.touched.setdefault(values, {})
+        self.references: list[Reference] = []  # of the chunk
         #: What autograd has saved since the last `settle`, and the cell of each.
         self.cells: defaultdict[torch.Tensor, Cell] = defaultdict(list)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(
@@ -104,15 +104,16 @@ class Look:
         cells, references = self.cells, self.references
         values, written = self.touched.get(i) or self._touched_by(i)
         made: dict[int, list[tuple[int, torch.Tensor]]] = {}  # values and tensors, by storage
+        left = dict(zip(map(id, cells), cells.items(), strict=True))
         for value in values:
             of = env[value]
             if isinstance(of, torch.Tensor):
                 made.setdefault(of.untyped_storage()._cdata, []).append((value, of))
-                cell = cells.pop(of, None)
+                _, cell = left.pop(id(of), (None, None))
                 if cell is not None:
                     references.append(Reference(cell, value, None))
         others: list[tuple[torch.Tensor, Cell]] = []
-        for tensor, cell in cells.items():
+        for tensor, cell in left.values():
             same = made.get(tensor.untyped_storage()._cdata) if made else None
             reference = None if same is None else self._refer_to(same, tensor, cell)
             if reference is None:

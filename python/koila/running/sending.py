@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,15 +15,28 @@ from koila.basics import engine
 from koila.basics.holders import owned
 from koila.running import sparse_gradients
 
+#: Makes an edge of a node and the number of its output, without the frame that the class enters.
+_edge: Callable[[tuple[Any, int]], GradientEdge] = functools.partial(tuple.__new__, GradientEdge)
+
 #: Of an output, or of the partials of a reduction.
 Edges = GradientEdge | None | tuple[GradientEdge | None, ...]
 #: Aliases that a graph read and that have no gradient so far, by id: whose, its key there, it.
 Awaiting = dict[int, tuple[Any, Any, torch.Tensor]]
 
 
-def edges_at(tensors: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
-    """Return the edges at which backward enters the graphs of tensors, without their memory. None:
-    a tensor has none, like a view taken without a graph, though its `requires_grad` is True."""
+def edges_of(env: Sequence[Any], values: Iterable[int]) -> dict[int, Edges]:
+    """Return the edges at which backward enters the graphs of values, outputs or partials of
+    reductions, that a run has made; they do not keep the memory of the values. None: a tensor has
+    no graph, like a view taken without one, though its `requires_grad` is True."""
+    found: dict[int, Edges] = {}
+    tensors: list[torch.Tensor] = []
+    for value in values:
+        made = env[value]
+        if isinstance(made, tuple):
+            tensors += made
+        else:
+            tensors.append(made)
+        found[value] = None
     edges: list[GradientEdge | None] = []
     of_functions = []
     for tensor in tensors:
@@ -30,7 +44,7 @@ def edges_at(tensors: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
         if node is not None:
             if isinstance(node, torch._C._FunctionBase):
                 of_functions.append(len(edges))
-            edges.append(GradientEdge(node, tensor.output_nr))
+            edges.append(_edge((node, tensor.output_nr)))
         else:
             is_leaf = tensor.requires_grad and not tensor._is_view()
             edges.append(get_gradient_edge(tensor) if is_leaf else None)
@@ -39,27 +53,13 @@ def edges_at(tensors: Sequence[torch.Tensor]) -> list[GradientEdge | None]:
             for i in of_functions:  # a reference to such a node does not keep its graph,
                 view = tensors[i].view_as(tensors[i])  # but one to the node of a view does
                 node = view.grad_fn
-                edges[i] = GradientEdge(node, view.output_nr)
-    return edges
-
-
-def edges_of(env: Sequence[Any], values: Iterable[int]) -> dict[int, Edges]:
-    """Return the edges of the values, outputs or partials of reductions, that a run has made."""
-    values = list(values)
-    tensors: list[torch.Tensor] = []
-    for value in values:
-        made = env[value]
-        if isinstance(made, tuple):
-            tensors += made
-        else:
-            tensors.append(made)
-    found = iter(edges_at(tensors))
-    edges: dict[int, Edges] = {}
-    for value in values:
+                edges[i] = _edge((node, view.output_nr))
+    ordered = iter(edges)
+    for value in found:
         made = env[value]
         is_many = isinstance(made, tuple)
-        edges[value] = tuple(itertools.islice(found, len(made))) if is_many else next(found)
-    return edges
+        found[value] = tuple(itertools.islice(ordered, len(made))) if is_many else next(ordered)
+    return found
 
 
 def send_back(pairs: Sequence[tuple[GradientEdge, torch.Tensor]], awaiting: Awaiting) -> None:

@@ -7,22 +7,25 @@ The order of these operations is not decided here: `interpret.py` executes a sch
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge
 
+from koila import _core
+from koila.basics import engine
 from koila.basics.rows import grid
 from koila.planning import plans
 from koila.reductions import calls
-from koila.running import saved
+from koila.running import derived, saved
 from koila.running.boundary import Awaiting, BoundaryValue
 from koila.running.prepared import Prepared
-from koila.running.sending import edges_at
+from koila.running.sending import edges_of
 from koila.running.store import Store
 from koila.staged import hooks
-from koila.staged.facts import Run
+from koila.staged.facts import Run, make_job
 from koila.staged.program import Program
 from koila.staged.schedule import DATA, Schedule
 
@@ -126,7 +129,51 @@ class Stages(Store):
             The values that the nodes computed, by value number.
         """
         prepared = self.ready.get((run.index, is_graph)) or self.prepared(run, is_graph)
-        return prepared.run(chunk, stand_ins, look, again)
+        stand_ins = stand_ins or {}
+        env: list[Any] = [None] * self.program.n_values
+        if again is not None:
+            for value, tensor in again.items():
+                env[value] = tensor
+        is_reading = run.imports or run.shadows
+        imports = prepared.inputs(chunk, stand_ins) if is_reading else prepared.common
+        if look is not None:  # the graph of each chunk is retained with what awaits its gradient
+            for i, entry in prepared.common_awaiting.items():
+                if entry[2].grad is None:
+                    self.awaiting[i] = entry
+        rows, bounds = -1, None
+        if run.is_body:
+            if self.bar is not None:
+                self.bar.tick()
+            bounds = start, stop = prepared.grid[chunk]
+            rows = stop - start
+        else:
+            prepared.combine(env, stand_ins)
+            if not run.nodes:
+                return env
+        job = make_job(
+            (
+                not is_graph,
+                functools.partial(prepared.run_other, chunk),
+                functools.partial(prepared.cut_import, bounds),
+                self.program.cloned,
+                functools.partial(prepared.clone, rows),
+                None if look is None else look.cells,
+                None if look is None else functools.partial(look.settle, env),
+                None if again is None else tuple(again),
+                None,
+            )
+        )
+        arguments = self.program.handle, run.index, env, imports, rows, job
+        if self.program.is_derived:  # tell derivatives which calls have their graph here
+            nodes = run.nodes if is_graph and again is None else ()
+            with derived.beside(nodes), look.hooks if look is not None else engine.AS_IT_IS:
+                _core.run(*arguments)
+        elif look is not None:
+            with look.hooks:
+                _core.run(*arguments)
+        else:
+            _core.run(*arguments)
+        return env
 
     def run_barrier(self, run: Run, is_graph: bool) -> dict[int, GradientEdge]:
         """Run a barrier and keep its outputs.
@@ -135,26 +182,17 @@ class Stages(Store):
         outputs, do not keep memory that backward does not need.
         """
         env = self.run_nodes(run, 0, is_graph)
-        graph: dict[int, GradientEdge] = {}
-        values: list[int] = []
-        for i in run.combined:
-            values += self.program.node(i).outs
-        values += run.exports
-        edges = edges_at(list(map(env.__getitem__, values))) if is_graph else []
-        for value in values:
-            tensor = env[value]
-            info = self.program.info(value)
+        outs = [self.program.node(i).outs for i in run.combined]
+        values = list(dict.fromkeys(itertools.chain(*outs, run.exports)))
+        edges: dict[int, Any] = edges_of(env, values) if is_graph else {}
+        for value, info in self.program.infos.of(values):
+            needs_gradient = self.program.needs_gradient(value)
+            whole = BoundaryValue(info, needs_gradient, self.awaiting, env[value].detach())
             parts = self.boundary.get(value)
-            whole = BoundaryValue(
-                info, self.program.needs_gradient(value), self.awaiting, tensor.detach()
-            )
             if parts is not None:
                 whole.parts, whole.aliases, whole.added = parts.parts, parts.aliases, parts.added
             self.boundary[value] = whole
-        for value, edge in zip(values, edges, strict=False):
-            if edge is not None:
-                graph[value] = edge
-        return graph
+        return {value: edge for value, edge in edges.items() if edge is not None}
 
     def run_retained(
         self, run: Callable[..., _T], *args: Any, **kwargs: Any

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class Reads(NamedTuple):
         once: all chunks read the same tensor, which exists before the loop over them.
         cut: leaves whose rows the chunks read, and where these are.
         ranges: chunks read their first entries, as many as they have rows, and these are there.
-        others: they are read for each chunk.
+        others: they are read for each chunk, and where their rows are.
         taken: those of which chunks read rows and that get a gradient.
         leaves: the values of `once` and `cut` that are leaves.
     """
@@ -38,9 +39,9 @@ class Reads(NamedTuple):
     once: list[tuple[int, int]]
     cut: list[tuple[int, int, Place]]
     ranges: list[tuple[int, int, Place]]
-    others: list[tuple[int, int]]
+    others: list[tuple[int, int, Place | None]]
     taken: list[tuple[int, int]]
-    leaves: list[int]
+    leaves: dict[int, None]
 
 
 def reads_of(program: Program, run: Run) -> Reads:
@@ -48,7 +49,7 @@ def reads_of(program: Program, run: Run) -> Reads:
     known: dict[int, Reads] = program.known.reads
     if run.index in known:
         return known[run.index]
-    reads = Reads([], [], [], [], [], [])
+    reads = Reads([], [], [], [], [], {})
     for import_id in run.imports:
         value, place, is_range = program.imports[import_id]
         node, is_by_chunk = program.node_of(value), calls.is_by_chunk(program, value)
@@ -60,9 +61,9 @@ def reads_of(program: Program, run: Run) -> Reads:
         elif program.is_leaf(value) and place is not None:
             reads.cut.append((import_id, value, place))
         else:
-            reads.others.append((import_id, value))
+            reads.others.append((import_id, value, place))
         if node is None and not is_range:
-            reads.leaves.append(value)
+            reads.leaves[value] = None
         if program.needs_gradient(value) and (place is not None or is_by_chunk):
             reads.taken.append((import_id, value))
     known[run.index] = reads  # once it is complete: other threads may run this program
@@ -140,12 +141,12 @@ class Store:
 
     def is_alone(self, run: Run) -> bool:
         """Return whether a run goes over the only chunk of all rows, without a gradient."""
-        return self.is_forward and run.is_body and len(self.grid_of(run)) == 1
+        return self.is_forward and run.is_body and len(self.grid_by_run[run.index]) == 1
 
     def is_plain(self, value: int, run: Run) -> bool:
         """Return whether the reduction that makes a value runs as torch's own call: with one chunk
         and no gradient. Combined partials could differ from it in the last bit."""
-        node = self.program.node_of(value) if self.is_alone(run) else None
+        node = self.program.node_of(value) if self.is_forward and self.is_alone(run) else None
         if node is None or node.stage != run.stage:
             return False
         return not calls.split_of(self.program, node).is_of_chunks
@@ -155,11 +156,12 @@ class Store:
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return, by value, the leaves that nodes write on the side, each with a copy to write."""
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for node in self.program.moving:
-            for value in self.program.moved_by(node):
-                real = self.program.info(value).real
-                assert real is not None
-                copies.setdefault(value, (real, real.detach().clone()))
+        moving = self.program.moving
+        moved = list(dict.fromkeys(itertools.chain(*map(self.program.moved_by, moving))))
+        with torch._C.DisableTorchFunctionSubclass():  # they are watched (`unwritten.py`)
+            for value, info in self.program.infos.of(moved):
+                assert info.real is not None
+                copies[value] = info.real, info.real.detach().clone()
         return copies
 
     def boundary_of(self, value: int) -> BoundaryValue:
@@ -179,6 +181,14 @@ class Store:
                 tensor = self.scratch[value][1]
             needs_gradient = program.needs_gradient(value)
             boundaries[value] = BoundaryValue(info, needs_gradient, self.awaiting, tensor)
+
+    def enter_all(self) -> None:
+        """Do so for all leaves that the chunks of bodies read, in the order of their first runs."""
+        known, leaves = self.program.known.reads, dict[int, None]()
+        for run in self.program.runs:
+            if run.is_body:
+                leaves |= (known.get(run.index) or reads_of(self.program, run)).leaves
+        self.enter(leaves)
 
     def rows_of(self, import_id: int, run: Run) -> Rows | None:
         """Return the place and the grid by which chunks read an import; None if each chunk reads
@@ -202,13 +212,13 @@ class Store:
 
     def begin_outputs(self, values: Iterable[int]) -> None:
         """Make the `BoundaryValue`s of outputs of a body that have none yet."""
-        for value in values:
-            if value not in self.boundary:
-                info, needs_gradient = self.program.info(value), self.program.needs_gradient(value)
-                added = calls.added_by_maker(self.program, value)
-                self.boundary[value] = BoundaryValue(
-                    info, needs_gradient, self.awaiting, added=added
-                )
+        program = self.program
+        missing = [value for value in values if value not in self.boundary]
+        for value, info in program.infos.of(missing):
+            added = calls.added_by_maker(program, value)
+            self.boundary[value] = BoundaryValue(
+                info, program.needs_gradient(value), self.awaiting, added=added
+            )
 
     def collect(
         self, run: Run, env: Mapping[int, Any] | Sequence[Any], chunk: int, values: Iterable[int]
@@ -252,7 +262,8 @@ class Store:
         of its rows and their bounds by chunk."""
         if run.index not in self.taken:
             taken = self.taken[run.index] = []
-            for import_id, value in reads_of(self.program, run).taken:
+            known = self.program.known.reads
+            for import_id, value in (known.get(run.index) or reads_of(self.program, run)).taken:
                 if (rows := self.rows_of(import_id, run)) is not None:
                     taken.append((value, *rows))
         return self.taken[run.index]

@@ -179,3 +179,7 @@ class Job(NamedTuple):
     settle: Callable[[int], None] | None = None
     again: tuple[int, ...] | None = None  # only these values are computed again
     aside: object = None  # the tape on which the calls are recorded instead of run
+
+
+#: Makes a job from all its fields, as a tuple, without the frame that `Job(...)` enters.
+make_job: Callable[[tuple[Any, ...]], Job] = functools.partial(tuple.__new__, Job)
