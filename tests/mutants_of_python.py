@@ -40,7 +40,7 @@ MUTANTS = [
     Mutant(
         "batch_norm: no gradient goes through the mean of the batch",
         "python/koila/reductions/norms.py",
-        "of_mean = factor * of_bias",
+        "of_mean = (factor * of_bias).neg_()",
         "of_mean = 0 * factor * of_bias",
         "tests/test_batch_norm.py -k test_models",
     ),

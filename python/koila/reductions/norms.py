@@ -24,7 +24,7 @@ from torch.overrides import handle_torch_function
 
 from koila import _core
 from koila.basics import engine
-from koila.basics.rows import WIDENED
+from koila.basics.rows import OWN_WIDTH, WIDENED
 
 Pair = tuple[Tensor, Tensor]
 # Taken at import: while a checkpoint's body is recorded, koila replaces torch.batch_norm.
@@ -47,10 +47,13 @@ class _Moments(engine.Function):
     def forward(ctx: Any, x: Tensor, known: Pair | None) -> Pair:
         ctx.n = x.numel() // x.shape[1]
         if known is None:
-            # The kernel updates running statistics: these are not read.
-            unread = x.new_zeros(x.shape[1], dtype=WIDENED[x.dtype])
+            # The kernel updates running statistics: these are not read. Of halves, they say that
+            # it returns float32.
+            unread = None
+            if x.dtype not in OWN_WIDTH:
+                unread = x.new_zeros(x.shape[1], dtype=WIDENED[x.dtype])
             mean, var = torch.batch_norm_update_stats(x, unread, unread, 0.0)
-            squares = var * ctx.n
+            squares = var.mul_(ctx.n)
         else:
             mean, squares = (part.detach() for part in known)
         ctx.save_for_backward(x, mean)
@@ -60,13 +63,15 @@ class _Moments(engine.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         x, mean = ctx.saved_tensors
         of_mean, of_squares = gradients
-        # 2 (x - mean) of_squares + of_mean / n, computed by a batch_norm with variance 1; a product
-        # and a sum are faster if x is channels_last.
-        scale, shift = 2 * of_squares, of_mean / ctx.n
+        # 2 (x - mean) of_squares + of_mean / n, computed by a batch_norm with variance 1/4; a
+        # product and a sum are faster if x is channels_last.
+        shift = of_mean / ctx.n
         if x.is_contiguous():
-            ones = torch.ones_like(mean)
-            return torch.native_batch_norm(x, scale, shift, mean, ones, False, 0.0, 0.0)[0], None
-        shape = [1, -1] + [1] * (x.dim() - 2)
+            var = torch.full_like(mean, 0.25)
+            return torch.native_batch_norm(x, of_squares, shift, mean, var, False, 0.0, 0.0)[
+                0
+            ], None
+        shape, scale = [1, -1] + [1] * (x.dim() - 2), 2 * of_squares
         shift = (shift - scale * mean).view(shape)
         return torch.addcmul(shift, x, scale.view(shape)).to(x.dtype), None
 
@@ -114,14 +119,14 @@ class _Normalized(engine.Function):
         needs = ctx.needs_input_grad
         if gradient.stride() != x.stride():  # torch's CPU kernels assume equal strides
             gradient = torch.empty_like(x).copy_(gradient)
-        unsaved = mean.new_empty(0)  # not read in evaluation; CUDA kernels require a tensor
+        # What training would have saved is not read in evaluation; CUDA kernels require a tensor.
         of_x, of_weight, of_bias = _backward(
-            gradient, x, scale, mean, var, unsaved, unsaved, False, ctx.eps, [needs[0], True, True]
+            gradient, x, scale, mean, var, mean, mean, False, ctx.eps, [needs[0], True, True]
         )
         inverse = torch.rsqrt(var + ctx.eps)
-        factor = -scale * inverse
-        of_mean = factor * of_bias
-        of_var = factor * of_weight * inverse / 2
+        factor = scale * inverse
+        of_mean = (factor * of_bias).neg_()
+        of_var = (factor * of_weight).mul_(inverse).mul_(-0.5)
         return (
             of_x if needs[0] else None,
             of_weight if needs[1] else None,

@@ -24,7 +24,7 @@ import torch
 from koila.basics.rows import WIDENED
 from koila.basics.table import bind, parse
 
-_tensor = torch.tensor  # taken at import: koila's patch of it looks for lazies
+_full = torch.full  # taken at import: koila's patch of it looks for lazies
 
 
 class Call:
@@ -97,7 +97,7 @@ def total(parts: Iterable[torch.Tensor]) -> torch.Tensor:
 def count(n: int) -> torch.Tensor:
     """Return a number of terms as a part: without dims and on the CPU, it combines with tensors of
     any device."""
-    return _tensor(n, dtype=torch.float64, device="cpu")
+    return _full((), n, dtype=torch.float64, device="cpu")
 
 
 class _Counted(threading.local):

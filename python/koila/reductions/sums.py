@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -229,34 +230,50 @@ def _running_mean(ns: Sequence[float], means: Sequence[torch.Tensor]) -> torch.T
     return mean
 
 
+def _pooled(
+    ns: Sequence[float], means: Sequence[torch.Tensor], squares: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sum of squared deviations and the mean of all terms, in float64, from the chunks'
+    numbers of terms, means and sums of squared deviations.
+
+    A product with a number takes as long as two with a tensor, so the numbers are factors of sums.
+    """
+    mean, n = means[0].to(torch.float64, copy=True), ns[0]
+    for one, m in zip(ns[1:], means[1:], strict=True):  # as `_running_mean`
+        n += one
+        mean.add_(m - mean, alpha=one / n)
+    total = torch.zeros_like(mean)
+    for one, m, s in zip(ns, means, squares, strict=True):
+        deviation = m - mean
+        total.addcmul_(deviation, deviation, value=one).add_(s)
+    return total, mean
+
+
 class _OfChunks(engine.Function):
-    """The variance and the mean of all terms, in float64, from the chunks' means and sums of
-    squared deviations, which are finite."""
+    """The variance and the mean of all terms, from what `_pooled` made of the chunks' means and
+    sums of squared deviations, which are finite."""
 
     @staticmethod
     def forward(
-        ctx: Any, ns: tuple[float, ...], mean: torch.Tensor, *parts: torch.Tensor
+        ctx: Any, ns: tuple[float, ...], pooled: tuple[torch.Tensor, ...], *parts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.ns, ctx.n = ns, sum(ns)
-        means, squares = parts[: len(ns)], parts[len(ns) :]
-        var = torch.zeros_like(mean)
-        for n, m, s in zip(ns, means, squares, strict=True):
-            deviation = m.double() - mean
-            var += deviation * deviation * n + s
-        ctx.save_for_backward(mean, *means)
-        ctx.dtype = squares[0].dtype
-        return var / ctx.n, mean.clone()
+        ctx.ns, ctx.n, ctx.dtype = ns, sum(ns), parts[-1].dtype
+        squares, mean = pooled
+        ctx.save_for_backward(mean, *parts[: len(ns)])
+        return squares / ctx.n, mean.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         mean, *means = ctx.saved_tensors
-        of_squares, of_mean = gradients[0] / ctx.n, gradients[1]
+        of_squares, of_mean = gradients[0] / ctx.n, gradients[1] / ctx.n
         # The mean of all terms is the number at which their squared deviations are minimal, so its
         # change changes the variance by nothing.
-        sent = [
-            ((m.double() - mean) * (of_squares * (2 * n)) + of_mean * (n / ctx.n)).to(m.dtype)
-            for n, m in zip(ctx.ns, means, strict=True)
-        ]
+        sent, factors = [], dict[float, tuple[torch.Tensor, torch.Tensor]]()
+        for n, m in zip(ctx.ns, means, strict=True):
+            if n not in factors:  # most chunks have the same
+                factors[n] = of_mean * n, of_squares * (2 * n)
+            shift, slope = factors[n]
+            sent.append(torch.addcmul(shift, m - mean, slope).to(m.dtype))
         return None, None, *sent, *[of_squares.to(ctx.dtype)] * len(sent)
 
 
@@ -273,13 +290,11 @@ class Moments(Var):
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
         ns = tuple(map(torch.Tensor.item, parts[0]))
         if sum(ns) and parts[1][0].device.type == "cpu":
-            means, squares = [], []
-            for of_chunk, squares_of_chunk in zip(parts[1], parts[2], strict=True):
-                means.append(of_chunk.detach().double())
-                squares.append(squares_of_chunk.detach().double())
-            mean = _running_mean(ns, means)
-            if _is_known_finite([mean, *squares]):
-                var, mean = _OfChunks.apply(ns, mean, *parts[1], *parts[2])
+            with torch.no_grad():
+                pooled = _pooled(ns, parts[1], parts[2])
+                is_finite = math.isfinite(torch.add(*pooled).sum())
+            if is_finite:
+                var, mean = _OfChunks.apply(ns, pooled, *parts[1], *parts[2])
                 return var.to(call.dtype), mean.to(call.dtype)
         return super().combine([[part.double() for part in of] for of in parts], call)
 
