@@ -3,11 +3,8 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -349,55 +346,6 @@ def test_limit_less_what_is_held(system: Path) -> None:
     assert budget.free_bytes(CPU, held) == 8 * GIB
 
 
-@pytest.mark.parametrize(
-    ("make", "n_kept"),
-    [
-        (lambda ps: torch.optim.AdamW(ps), 2),
-        (lambda ps: torch.optim.Adam(ps, amsgrad=True), 3),
-        (lambda ps: torch.optim.NAdam(ps), 2),
-        (lambda ps: torch.optim.RAdam(ps), 2),
-        (lambda ps: torch.optim.Adamax(ps), 2),
-        (lambda ps: torch.optim.Adadelta(ps), 2),
-        (lambda ps: torch.optim.Rprop(ps), 2),
-        (lambda ps: torch.optim.ASGD(ps), 1),
-        (lambda ps: torch.optim.SGD(ps), 0),
-        (lambda ps: torch.optim.SGD(ps, momentum=0.9), 1),
-        (lambda ps: torch.optim.RMSprop(ps), 1),
-        (lambda ps: torch.optim.RMSprop(ps, momentum=0.9, centered=True), 3),
-    ],
-)
-def test_what_an_optimizer_will_keep(
-    make: Callable[[Any], torch.optim.Optimizer], n_kept: int
-) -> None:
-    """It is known before the first step, and equals what is there after it."""
-    model = torch.nn.Linear(300, 200)
-    optimizer = make(model.parameters())
-    size = sum(p.nbytes for p in model.parameters())
-    assert budget.coming_state(model.parameters()) == n_kept * size
-    model(torch.ones(1, 300)).sum().backward()
-    optimizer.step()
-    state = [t for kept in optimizer.state.values() for t in kept.values()]
-    kept = sum(t.nbytes for t in state if isinstance(t, torch.Tensor) and t.numel() > 1)
-    assert kept == n_kept * size
-    assert budget.coming_state(model.parameters()) == 0
-
-
-def test_optimizers_are_known_however_they_were_made() -> None:
-    """Before koila was imported, afterwards, and as a copy; and forgotten when they are gone."""
-    model = torch.nn.Linear(30, 20)
-    size = 2 * sum(p.nbytes for p in model.parameters())
-    budget.look_for_optimizers()  # as when koila is imported
-    first = torch.optim.Adam(model.parameters())
-    assert budget.coming_state(model.parameters()) == size
-    second = torch.optim.Adam(model.parameters())
-    assert budget.coming_state(model.parameters()) == 2 * size
-    both = copy.deepcopy((model, second))
-    assert budget.coming_state(both[0].parameters()) == size
-    del first, second
-    gc.collect()
-    assert budget.coming_state(model.parameters()) == 0
-
-
 def test_limit_is_never_more_than_is_free(system: Path) -> None:
     with koila.config(memory_limit="1TiB"):
         assert budget.free_bytes(CPU, []) == 8 * GIB
@@ -406,15 +354,6 @@ def test_limit_is_never_more_than_is_free(system: Path) -> None:
 def test_limit_that_is_taken_up_already(system: Path) -> None:
     with koila.config(memory_limit="1MiB"):
         assert budget.free_bytes(CPU, [torch.zeros(MIB)]) == 0
-
-
-def test_optimizer_state_is_held() -> None:
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    found = {id(t) for t in budget.optimizer_state()}
-    assert {id(optimizer.state[p]["exp_avg"]) for p in model.parameters()} <= found
 
 
 # A GPU that is not there --------------------------------------------------------------------------

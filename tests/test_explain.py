@@ -371,7 +371,7 @@ def test_the_limit_for_at_most_16_chunks_gives_no_more() -> None:
         koila.config(memory_limit=there() + 2**16),
         pytest.raises(koila.MemoryLimitError) as raised,
     ):
-        optimizer = torch.optim.AdamW(model.parameters())
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         model(koila.lazy(x)).pow(2).mean().backward()
     few, least, n_chunks = limits_in(str(raised.value))
     del raised

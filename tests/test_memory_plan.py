@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
-from koila.memory import estimates, plan_program
+from koila.memory import estimates, optimizers, plan_program
 from koila.messages.words import size
 from koila.planning.explain import plan_of
 from limits import there
@@ -164,11 +164,12 @@ def test_outputs_and_optimizer_state() -> None:
     plan = koila.plan(F.cross_entropy(scores, lazies[1]))
     assert plan.moments[-1].outputs == scores.nbytes + 4
     parameters = sum(p.nbytes for p in model.parameters())
-    assert plan.phases["optimizer's step"] == 3 * parameters
+    allocated = optimizers.temporaries(model.parameters())
+    assert plan.phases["optimizer's step"] == 3 * parameters + allocated
     F.cross_entropy(scores, lazies[1]).backward()
     optimizer.step()
     plan = koila.plan(loss_of(model, *koila.lazy(x, y)))
-    assert plan.phases["optimizer's step"] == 0
+    assert plan.phases["optimizer's step"] == allocated > 0
     assert plan.there["optimizer state"] >= 2 * parameters
 
 

@@ -22,7 +22,7 @@ import koila
 from allocations import Allocations
 from collector import collector_off
 from koila import _core
-from koila.memory import budget, storages
+from koila.memory import budget, optimizers, storages
 from koila.messages import words
 from limits import there
 from oracle import Lazy, assert_close, eager
@@ -238,7 +238,7 @@ def test_a_refusal_names_what_is_held_outside() -> None:
     found = re.search(r"  other tensors hold ([\d.]+) MiB", str(caught.value))
     assert found is not None, str(caught.value)
     own = sum(t.nbytes for t in (*step.model.parameters(), step.x, step.y))
-    own += sum(t.nbytes for t in budget.optimizer_state())  # of tests before
+    own += sum(t.nbytes for t in optimizers.state())  # of tests before
     assert float(found[1]) == pytest.approx((there() - own) / MIB, abs=0.2)
     del held
 
@@ -353,7 +353,7 @@ def test_a_refusal_says_what_counts() -> None:
     data = np.ones((2048, 256), dtype=np.float32)
     held = torch.ones(2**20)
     before = there()
-    state = sum(t.nbytes for t in budget.optimizer_state())  # of tests before, too
+    state = sum(t.nbytes for t in optimizers.state())  # of tests before, too
     x = torch.from_numpy(data)
     with koila.config(memory_limit=before + data.nbytes + 2**10):
         loss = model(koila.lazy(x)).pow(2).mean()

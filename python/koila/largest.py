@@ -15,9 +15,8 @@ from torch import Tensor
 from koila import _core
 from koila.basics.config import config, settings
 from koila.lazy import lazy, map_tensors, map_with_dims
-from koila.memory import budget
 from koila.messages.words import count, size, sizes
-from koila.planning import fitting, limits
+from koila.planning import fitting, limits, refusals
 from koila.recording.backwards import refused
 from koila.staged.program import Program
 from koila.verify import restored_buffers
@@ -220,8 +219,10 @@ def _try(step: Callable[..., Tensor], inputs: tuple[Any, ...], batch: Any, n_row
             what = "has run" if is_run else f"is of type {type(loss).__name__}"
             raise ValueError(f"{_MUST}: what it returned {what}")
         program = Program([loss])
-        coming = budget.coming_state(program.parameters)
+        _, coming, stepping = refusals.before(program)
         left = max(0.0, limits.left_for(program) - coming)
+        if stepping > left - n_bytes:
+            return _Tried(False, math.inf, left, stepping + n_bytes)
         made = fitting.Trial(program, True).fit(left - n_bytes)
         if isinstance(made, limits.Needs):
             return _Tried(False, math.inf, left, made.n_bytes + n_bytes)

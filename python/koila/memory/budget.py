@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import resource
 import time
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from koila import _core
 from koila.basics import config, machine
-from koila.memory import heap, resident, storages
+from koila.memory import heap, optimizers, resident, storages
 
 # Kept back of a limit of the process, for what the interpreter and torch's threads take.
 SLACK = 16 * 2**20
@@ -254,7 +251,7 @@ def _counted(
     kinds = (
         ("parameters", leaves),
         (GRADIENTS, [t.grad for t in leaves if t.grad is not None]),
-        ("optimizer state", [t for t in optimizer_state() if t.device == device]),
+        ("optimizer state", [t for t in optimizers.state() if t.device == device]),
         ("tensors in NumPy's or shared memory", foreign),
         ("the batch and other inputs", here),
     )
@@ -331,80 +328,3 @@ def _is_plenty(n_bytes: float) -> bool:
 def is_ample(n_bytes: int) -> bool:
     """Tell whether a program with values of `n_bytes` certainly fits, with its gradients."""
     return _is_plenty(n_bytes) or 4 * n_bytes <= _quick[0]
-
-
-_optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-
-def note_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Remember an optimizer that made a step: `optimizer_state` includes its state."""
-    _optimizers.add(optimizer)
-    if _to_step is not None:
-        _to_step.discard(optimizer)
-
-
-#: By optimizer, from the options of a parameter group: how many tensors of a parameter's size the
-#: optimizer keeps for each parameter, from its first step on.
-_N_KEPT: dict[type[torch.optim.Optimizer], Callable[[dict[str, Any]], int]] = {
-    torch.optim.Adam: lambda group: 2 + bool(group["amsgrad"]),
-    torch.optim.NAdam: lambda group: 2,
-    torch.optim.RAdam: lambda group: 2,
-    torch.optim.Adamax: lambda group: 2,
-    torch.optim.Adadelta: lambda group: 2,
-    torch.optim.Rprop: lambda group: 2,
-    torch.optim.ASGD: lambda group: 1,
-    torch.optim.SGD: lambda group: int(group["momentum"] != 0),
-    torch.optim.RMSprop: lambda group: 1 + (group["momentum"] > 0) + bool(group["centered"]),
-}
-#: The optimizers that have made no step; None: those of the time before koila's patches are to be
-#: found.
-_to_step: weakref.WeakSet[torch.optim.Optimizer] | None = None
-
-
-def look_for_optimizers() -> None:
-    """From now on `note_made` is called for each new optimizer; look for the older ones."""
-    global _to_step
-    _to_step = None
-
-
-def note_made(optimizer: torch.optim.Optimizer) -> None:
-    """Remember an optimizer that was just made: `coming_state` includes its state to come."""
-    if _to_step is not None:
-        _to_step.add(optimizer)
-
-
-def _optimizers_to_step() -> list[torch.optim.Optimizer]:
-    """Return the optimizers that have made no step. The first time it takes long, since it goes
-    through all objects."""
-    global _to_step
-    if _to_step is None:
-        kind = torch.optim.Optimizer
-        found = (o for o in gc.get_objects() if issubclass(type(o), kind))
-        _to_step = weakref.WeakSet(o for o in found if o not in _optimizers)
-    return list(_to_step) if len(_to_step) else []
-
-
-def coming_state(parameters: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of state that optimizers will make for parameters in their first step."""
-    found = _optimizers_to_step()
-    wanted = {id(parameter) for parameter in parameters} if found else set()
-    n_bytes = 0
-    for optimizer in found:
-        kinds = [kind for kind in type(optimizer).__mro__ if kind in _N_KEPT]
-        if not kinds:
-            continue
-        for group in optimizer.param_groups:
-            size = sum(p.nbytes for p in group["params"] if id(p) in wanted and p.requires_grad)
-            n_bytes += _N_KEPT[kinds[0]](group) * size
-    return n_bytes
-
-
-def optimizer_state() -> list[torch.Tensor]:
-    """Return the tensors that optimizers keep between steps."""
-    return [
-        tensor
-        for optimizer in (list(_optimizers) if len(_optimizers) else ())
-        for state in optimizer.state.values()
-        for tensor in state.values()
-        if isinstance(tensor, torch.Tensor)
-    ]

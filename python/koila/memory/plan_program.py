@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from koila.basics.rows import largest
-from koila.memory import budget, estimates
+from koila.memory import budget, estimates, optimizers
 from koila.messages.memory_plan import MemoryPlan
 from koila.messages.moments import BACKWARD, FORWARD, OPTIMIZER, Moment, Value
 from koila.staged import layers
@@ -129,8 +129,11 @@ def of(
     }
     parameters = program.parameters
     if is_graph:
-        coming = budget.coming_state(parameters)
-        phases[OPTIMIZER] = sum(p.nbytes for p in parameters if p.grad is None) + coming
+        phases[OPTIMIZER] = (
+            optimizers.gradients_to_come(parameters)
+            + optimizers.coming_state(parameters)
+            + optimizers.temporaries(parameters)
+        )
     else:
         del phases[BACKWARD]
     devices = sorted(program.devices, key=lambda device: device.type == "cpu")

@@ -118,7 +118,7 @@ def svg(plan: Plan) -> str:
         made.append(
             f"<rect x='{_WIDTH - 10 - _BAR}' y='{y(update):.1f}' width='{_BAR}' "
             f"height='{y(0) - y(update):.1f}' fill='currentColor' opacity='.35'>"
-            f"<title>{OPTIMIZER}: gradients and new state, {size(update)}</title></rect>"
+            f"<title>{OPTIMIZER}: gradients, state, temporaries, {size(update)}</title></rect>"
         )
         made.append(text(_WIDTH - 12, _HEIGHT - _BOTTOM + 16, OPTIMIZER, "end"))
     shown = [kind for kind in KINDS if any(getattr(one, kind) for one in columns)]

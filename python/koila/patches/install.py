@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
 
 from koila import _core
 from koila.basics import engine, lines, surroundings, switches
-from koila.memory import budget, order
+from koila.memory import optimizers, order
 from koila.messages.errors import HiddenFrames
 from koila.patches import (
     attributes,
@@ -31,7 +31,7 @@ from koila.patches import (
     transforms,
     writes,
 )
-from koila.planning import left_plain
+from koila.planning import left_plain, optimizer_steps
 from koila.random import generators, plain
 from koila.recording import bridge, flush, handed_out, handlers, replicated, sharded
 from koila.reporting import reports
@@ -318,7 +318,7 @@ def _patch_unwritten() -> None:
 
 def _patch_optimizers() -> None:
     """Note each optimizer when it is made or copied: its first step will make state."""
-    budget.look_for_optimizers()
+    optimizers.look_for_all()
     for name in ("__init__", "__setstate__"):
         original = getattr(torch.optim.Optimizer, name)
         patching.replace(torch.optim.Optimizer, name, _noting_optimizer(original))
@@ -328,7 +328,7 @@ def _noting_optimizer(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def patched(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        budget.note_made(self)
+        optimizers.note_made(self)
 
     return patched
 
@@ -336,8 +336,9 @@ def _noting_optimizer(original: Callable[..., None]) -> Callable[..., None]:
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Let pending calls read the parameters that an optimizer changes."""
     kept_casts.forget(bridge.written_by(optimizer))
-    budget.note_optimizer(optimizer)
     bridge.before_step(optimizer)
+    optimizer_steps.report_over_limit(optimizer)
+    optimizers.note_step(optimizer)
     reports.note_step(optimizer)
 
 

@@ -240,8 +240,11 @@ def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
     found += expected.text.splitlines()
     if expected.fits:
         least, asked_limit = refusals.limits_of(program, is_graph), config.get("memory_limit")
-        is_short = asked_limit is not None and least.coming and least.least > asked_limit
-        short = ": this limit is enough only until the optimizer has made it" if is_short else ""
+        is_short, short = asked_limit is not None and least.least > asked_limit, ""
+        if is_short and least.coming:
+            short = ": this limit is enough only until the optimizer has made it"
+        elif is_short and least.is_of_step:
+            short = ": this limit is enough for the gradients, but not for the optimizer's step"
         found.append(f"least limit that works: {least}{short}")
     return found
 

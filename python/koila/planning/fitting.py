@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from koila import _core
 from koila.basics.rows import UNIT, Bounds, largest
-from koila.memory import budget, estimates
+from koila.memory import budget, estimates, optimizers
 from koila.planning import left_graphs, limits, strategies
 from koila.planning.limits import Needs
 from koila.planning.plans import Lasting, Plan, Shape, is_measured, lasting, remember
@@ -154,7 +154,7 @@ def fit(
             rows = size
         return _in_chunks(case._replace(allowed=allowed), Fitting(option, rows))
     is_limited = last is None and is_graph and budget.is_limited()
-    coming = budget.coming_state(program.parameters) if is_limited else 0
+    coming = optimizers.coming_state(program.parameters) if is_limited else 0
     if coming > 0:
         # Later steps have less, by the state that optimizers make. The first step already uses the
         # chunks that will fit then, so that all steps have the same ones.

@@ -23,11 +23,12 @@ _N_KEPT = 3
 class _Asking:
     """What a report holds: called, it returns the least limit, in bytes."""
 
-    def __init__(self, before: float, needed: Needed) -> None:
+    def __init__(self, before: limits.Before, needed: Needed) -> None:
         self._before, self._needed = before, needed
 
     def __call__(self) -> float:
-        return limits.in_tenths(self._before + self._needed.n_bytes())
+        limit, _, stepping = self._before
+        return limits.in_tenths(limit + max(stepping, self._needed.n_bytes()))
 
 
 class Needed:
@@ -74,8 +75,8 @@ class Needed:
             self.n_bytes()  # a report that may be read holds it
         self._kept = None
 
-    def asked(self, before: float) -> _Asking:
-        """Return what a report holds, if a limit of `before` bytes leaves a program nothing."""
+    def asked(self, before: limits.Before) -> _Asking:
+        """Return what a report holds, given what a limit is for beside the program."""
         asking = _Asking(before, self)
         self._asking.add(asking)
         return asking
@@ -90,7 +91,7 @@ class LeastLimit(NamedTuple):
 
     whole: float  # the bytes that the program took whole
     taken: float  # the bytes that other tensors took, and those of state that optimizers will make
-    before: float  # the limit, in bytes, that would have left it nothing
+    before: limits.Before  # what the limit is for beside it
     needed: Needed
 
     def for_report(self) -> _Asking:

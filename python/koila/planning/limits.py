@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from koila.basics import config
-from koila.memory import budget, estimates, storages
+from koila.memory import budget, estimates, optimizers, storages
 from koila.messages.words import size
 from koila.planning.strategies import devices_of
 from koila.staged.program import Program
@@ -27,7 +28,7 @@ def _tensors_of_step(program: Program) -> list[torch.Tensor]:
         all_grads = [leaf.grad for leaf in (*frozen, *program.parameters)]
         grads = [grad for grad in all_grads if grad is not None]
     behind = program.parameters if program.on_graphs else []  # else they are among those that enter
-    return program.entered + behind + grads + budget.optimizer_state()
+    return program.entered + behind + grads + optimizers.state()
 
 
 def allowed_for(program: Program, is_alone: bool = False, needed: float = math.inf) -> float:
@@ -92,6 +93,14 @@ def as_limit(program: Program, needed: float) -> float:
     with storages.for_once():
         taken = max(budget.taken(device, held) for device in devices_of(program))
     return taken + needed
+
+
+class Before(NamedTuple):
+    """What a memory_limit is for beside a program, in bytes."""
+
+    limit: float  # it leaves nothing for the program
+    coming: float  # the part of it for state that optimizers have not made yet
+    stepping: float  # what the step of an optimizer takes beyond it
 
 
 def in_tenths(n_bytes: float) -> float:

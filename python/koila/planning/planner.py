@@ -9,7 +9,7 @@ import dataclasses
 from koila import _core
 from koila.basics import config, lines
 from koila.basics.rows import largest
-from koila.memory import budget, estimates, storages
+from koila.memory import budget, estimates, optimizers, storages
 from koila.messages.errors import MemoryLimitError
 from koila.planning import fitting, left_graphs, limits, plans, refusals, seen, steps
 from koila.planning.least_limits import LeastLimit, Needed
@@ -129,12 +129,13 @@ def _least_limit(
         return None
     counts = program.n_nodes, program.n_values, program.n_imports, program.n_stages
     key = lines.user_line(), *counts
-    coming = budget.coming_state(program.parameters) if program.roots else 0
+    coming = optimizers.coming_state(program.parameters) if program.roots else 0
     known, taken = _least_limits.get(key), limit - made.allowed + coming
     if known is None or made.whole > (1 + _GROWN) * known.whole:
-        known = LeastLimit(made.whole, taken, refusals.before(program)[0], Needed(_least_of))
+        known = LeastLimit(made.whole, taken, refusals.before(program), Needed(_least_of))
     elif taken > known.taken:  # for instance by a replay buffer that grew
-        known = known._replace(taken=taken, before=known.before + taken - known.taken)
+        before = known.before._replace(limit=known.before.limit + taken - known.taken)
+        known = known._replace(taken=taken, before=before)
     known.needed.keep(program, is_graph, is_printed)
     remember(_least_limits, key, known)
     return known

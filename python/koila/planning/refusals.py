@@ -10,11 +10,11 @@ import torch
 
 from koila import _core
 from koila.basics import config
-from koila.memory import budget, plan_program
+from koila.memory import optimizers, plan_program
 from koila.messages.errors import MemoryLimitError
 from koila.messages.words import count, size, sizes
 from koila.planning import fitting, limits, seen, whole_calls
-from koila.planning.limits import FEW_CHUNKS, Needs, as_limit, in_tenths, limit_in_words
+from koila.planning.limits import FEW_CHUNKS, Before, Needs, as_limit, in_tenths, limit_in_words
 from koila.planning.plans import remember
 from koila.planning.strategies import Strategies
 from koila.reporting import reports
@@ -35,6 +35,7 @@ class Limits(NamedTuple):
     n_chunks: int  # the number of chunks under the least limit
     best: float  # the least limit for at most FEW_CHUNKS chunks
     coming: float = 0.0  # the part of them that is for state which optimizers have not made yet
+    is_of_step: bool = False  # the optimizer's step needs the least limit, the program needs less
 
     def __str__(self) -> str:
         coming = f", with {self.to_come()}" if self.coming else ""
@@ -67,11 +68,12 @@ class Limits(NamedTuple):
         return f"set {now.assigned(best)} for {few}, or {now.value(least)} for {many}"
 
 
-def before(program: Program) -> tuple[float, float]:
-    """Return the memory_limit, in bytes, that leaves nothing for a program, and the part of it for
-    state that optimizers have not made yet."""
-    coming = budget.coming_state(program.parameters) if program.roots else 0
-    return as_limit(program, coming), coming
+def before(program: Program) -> Before:
+    """Return what a memory_limit is for beside a program."""
+    parameters = program.parameters if program.roots else []
+    coming = optimizers.coming_state(parameters)
+    stepping = optimizers.gradients_to_come(parameters) + optimizers.temporaries(parameters)
+    return Before(as_limit(program, coming), coming, stepping)
 
 
 def limits_of(program: Program, is_graph: bool) -> Limits:
@@ -81,24 +83,24 @@ def limits_of(program: Program, is_graph: bool) -> Limits:
         program: what is to run.
         is_graph: whether it is differentiated.
     """
-    (empty, coming), key = before(program), seen.key_of(program, is_graph)
-    found: Limits | None = program.known.limits.get((key, empty)) if key is not None else None
+    beside, key = before(program), seen.key_of(program, is_graph)
+    found: Limits | None = program.known.limits.get((key, beside)) if key is not None else None
     if found is None:
-        found = _find_limits(program, is_graph, empty, coming)
+        found = _find_limits(program, is_graph, beside)
         if key is not None:
-            remember(program.known.limits, (key, empty), found)
+            remember(program.known.limits, (key, beside), found)
     return found
 
 
-def _find_limits(program: Program, is_graph: bool, empty: float, coming: float) -> Limits:
-    """Do the work of `limits_of`, where a limit of `empty` bytes leaves the program nothing."""
-    trial = fitting.Trial(program, is_graph)
-    least = empty + trial.least
+def _find_limits(program: Program, is_graph: bool, beside: Before) -> Limits:
+    """Do the work of `limits_of`, given what a limit is for beside the program."""
+    trial, (empty, coming, stepping) = fitting.Trial(program, is_graph), beside
+    least = empty + max(trial.least, stepping)
     n_chunks = trial.n_chunks(in_tenths(least) - empty)  # a limit is set in tenths of a MiB
     best = least
     if n_chunks > FEW_CHUNKS:
         best = max(least, empty + trial.least_for(FEW_CHUNKS, empty))
-    return Limits(least, n_chunks, best, coming)
+    return Limits(least, n_chunks, best, coming, stepping > trial.least)
 
 
 def refusal(needs: Needs, program: Program, said: str = "") -> MemoryLimitError:
@@ -289,7 +291,7 @@ def _large(program: Program, names: layers.Names, fixed: float) -> str:
         found.append((n_bytes, f"{says} one pass over the chunks for the next"))
     if program.parameters and program.roots:
         found.append(_parameters(program.parameters, names))
-    state = sum(tensor.nbytes for tensor in budget.optimizer_state())
+    state = sum(tensor.nbytes for tensor in optimizers.state())
     found.append((state, f"the optimizer's state takes {size(state)}"))
     most, words = max(found)
     return words if most >= _CONSIDERABLE * fixed else ""

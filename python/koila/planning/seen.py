@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from koila import _core
-from koila.memory import budget, estimates
+from koila.memory import budget, estimates, optimizers
 from koila.planning import limits, strategies
 from koila.planning.plans import Plan, remember
 from koila.random import draws
@@ -75,7 +75,7 @@ def key_of(program: Program, is_graph: bool) -> Key | None:
     is_alone = program.is_all and not (program.beside or "lengths" in notes or "grids" in notes)
     if not is_alone or budget.is_bound() or _core.has_numbers() or program.on_graphs:
         return None
-    coming = budget.coming_state(program.parameters) if is_graph else 0
+    coming = optimizers.coming_state(program.parameters) if is_graph else 0
     with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
         needing, others = program.by_gradient
         have_gradients = tuple([one.grad is not None for one in needing])
