@@ -3,8 +3,8 @@
 #
 #   make test        lint, build with warnings as errors, the suite, in which the core's C tests run
 #                    under sanitizers; what matters most of the rest, again under sanitizers; and
-#                    a part of the zoo. Of the tests that take long a quarter runs each day:
-#                    `make suite` runs all of them
+#                    a part of the zoo. Of the tests that take long a seventh runs each day, and of
+#                    the numbers of chunks that a case is tried in one: `make suite` runs all
 #   make lint        ruff and clang-format; make format mends what they can mend
 #   make build       the extension, in place: python/koila/_core*.so
 #   make core-test   the C tests of the core, under sanitizers, with leak detection
@@ -24,7 +24,7 @@
 
 PYTHON3 ?= python3
 JOBS ?= 2
-# Which of the tests marked `rotated` run: all, or the quarter of a day (tests/conftest.py).
+# Which of the tests marked `rotated` run: all, or the share of a day (tests/conftest.py).
 ROTATED ?= all
 
 VENV := .venv
@@ -54,14 +54,19 @@ SOURCES := $(wildcard $(C_DIRS) $(C_DIRS:=/*.[ch]) $(C_DIRS:=/*.def) tests/bindi
 # file makes once it makes for one of them.
 PYTEST := $(PYTHON) -m pytest -n $(JOBS) --dist worksteal
 
+ifndef BOTH
 .NOTPARALLEL:
+endif
 .DELETE_ON_ERROR:
-.PHONY: test lint format build suite other-torch core-test sanitize zoo zoo-sample mutants demo wheel docs clean
+.PHONY: test lint format build builds suite other-torch core-test sanitize zoo zoo-sample mutants demo wheel docs clean
 
 # core-test is part of the suite, where it does not keep a core waiting.
 test: ROTATED = today
-test: lint build suite sanitize zoo-sample
+test: lint builds suite sanitize zoo-sample
 	@echo "make test: lint, build, suite, sanitize and zoo-sample all passed"
+
+# Hundreds of processes import koila and the tests: they are compiled once, whatever was set.
+export PYTHONDONTWRITEBYTECODE =
 
 # One thread for each pytest process, or the processes fight for the cores.
 suite sanitize core-test zoo zoo-sample: export OMP_NUM_THREADS = 1
@@ -88,6 +93,10 @@ build: $(BUILT)
 $(BUILT): $(SOURCES) $(READY)
 	KOILA_DEV=1 $(PYTHON) setup.py --quiet build_ext --inplace --force --build-temp build/dev
 	touch $@
+
+# The extension with and without sanitizers, at once: setuptools compiles one file at a time.
+builds: $(READY)
+	$(MAKE) --jobs=$(JOBS) BOTH=1 $(BUILT) $(SANITIZED)
 
 suite: build
 	$(PYTEST) --rotated=$(ROTATED)
@@ -130,8 +139,8 @@ zoo: build $(ZOO_READY)
 	$(ZOO) $(ARGS)
 
 zoo-sample: build $(ZOO_READY)
-	PYTHONPATH=python:tests $(ZOO_VENV)/bin/python -m pytest -q -p no:cacheprovider \
-	    tests/zoo/test_integrations.py tests/zoo/test_guides.py tests/zoo/test_examples.py \
+	PYTHONPATH=python:tests $(ZOO_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal \
+	    -p no:cacheprovider tests/zoo/test_integrations.py tests/zoo/test_guides.py tests/zoo/test_examples.py \
 	    tests/zoo/test_processes.py tests/zoo/test_resident.py
 	$(ZOO) --date "$$(date +%F)" --results build/zoo-sample.jsonl --again
 
