@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import types
-import zlib
 from collections.abc import Iterator
 
 import hypothesis
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 import koila
+import rotation
 import sanitizers
 from koila.planning.logs import logged
 
@@ -30,16 +30,12 @@ hypothesis.settings.register_profile("koila", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("koila")
 
 
-#: `make test` runs one of so many shares of the tests that are marked `rotated`.
-N_SHARES = 4
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rotated",
         default="all",
         metavar="all|today|DATE",
-        help=f"of the tests marked `rotated`, run all, or the share of a day: one in {N_SHARES}",
+        help="of the tests marked `rotated`, run all, or those of a day (tests/rotation.py)",
     )
     parser.addoption(
         "--threads", type=int, default=1, metavar="N", help="threads of torch within one call"
@@ -62,15 +58,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = sanitizers.without_further_counts(items)
     if config.option.rotated != "all":
         day = datetime.date.fromisoformat(config.option.rotated).toordinal()
-        others = [item for item in items if not runs_on(day, item)]
-        items[:] = [item for item in items if runs_on(day, item)]
-        config.hook.pytest_deselected(items=others)
-
-
-def runs_on(day: int, item: pytest.Item) -> bool:
-    """Whether a test runs on a day: a rotated one does so every fourth."""
-    is_rotated = item.get_closest_marker("rotated") is not None
-    return not is_rotated or (zlib.crc32(item.nodeid.encode()) + day) % N_SHARES == 0
+        others = rotation.not_of(day, items)
+        items[:] = [item for item in items if item not in others]
+        config.hook.pytest_deselected(items=list(others))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -114,6 +114,7 @@ def n_accrued(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return seen
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("step", STEPS)
 def test_same_numbers(step: str, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,6 +144,7 @@ def seen(model: nn.Module) -> Any:
     return gradients(model), dict(model.named_buffers())
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.sanitize
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("name", MODELS)
@@ -305,6 +306,7 @@ STORIES += [of_instances(2), of_instances(2, momentum=None), of_instances(2, is_
 STORIES += [instances_under_no_grad]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_stories(story: Callable[[Lazy], Any], chunks: int | None) -> None:
@@ -526,6 +528,7 @@ CHECKPOINTED = [
 ]
 
 
+@pytest.mark.rotated("chunks")
 @UNUSED
 @pytest.mark.parametrize("is_reentrant", [False, True])
 @pytest.mark.parametrize("chunks", CHUNKS)

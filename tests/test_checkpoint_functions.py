@@ -393,6 +393,7 @@ def what_is_not_asked_for_beside(lazy: Lazy, is_reentrant: bool) -> Any:
     return torch.autograd.grad(loss, other), net.told(), beside.detach() + 0, first.detach() + 0
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @KINDS
 @pytest.mark.parametrize("chunks", [None, 1, 2, 3, N_ROWS])

@@ -181,6 +181,7 @@ def story(
     return h, found, list(model.buffers())
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("is_reentrant", [False, True])
 @pytest.mark.parametrize("name", BODIES)

@@ -88,6 +88,7 @@ def outcome(
     return [graphs, w.grad, plain(s), plain(z), [p.grad for p in layer.parameters()]]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("is_read", [False, True], ids=["", "read"])
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("alias", ALIASES)

@@ -324,6 +324,7 @@ def story_of(model: Model) -> Callable[[Lazy], Any]:
 ALL = {**LAYOUTS, **FILLED, **OTHERS, **LAYERS}
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("name", ALL)
 def test_draws_are_eagers(name: str, chunks: int) -> None:

@@ -201,6 +201,7 @@ def read_in_the_middle(x: Tensor, z: Tensor, w: Tensor) -> Any:
     return s.mean() * n, s @ w
 
 
+@pytest.mark.rotated("chunks")
 @each_count
 @pytest.mark.parametrize("is_read_first", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -87,6 +87,7 @@ def there_and_back_beside_a_cut(
     return made
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("is_watched", [False, True])
 @pytest.mark.parametrize("is_alone", [False, True])
 @pytest.mark.parametrize("is_part", [False, True])

@@ -307,6 +307,7 @@ def not_kept(v: Tensor, y: Tensor) -> Tensor:
     return v.cumsum(1).mean() + (v * 2).sum()
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("create_graph", [False, True])
 @pytest.mark.parametrize("is_written", [False, True])
 @pytest.mark.parametrize("which", ["both", "before", "after"])

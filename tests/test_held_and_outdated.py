@@ -111,6 +111,7 @@ def two_heads(nets: Nets, z: Tensor, write: Callable[[Nets], None]) -> Any:
 PROGRAMS = [retained, gan, held_first, held_by_many, two_heads]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -110,6 +110,7 @@ def build(dtype: torch.dtype) -> list[nn.Sequential]:
     return [layers(2), layers(2), layers(6)]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, 11])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_same_numbers(step: Step, chunks: int) -> None:

@@ -164,6 +164,7 @@ def step(program: Any, lazy: Lazy, n_times: int) -> list[Any]:
     return [*[p.grad for p in net.parameters()], *seen, *kept]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("n_times", [1, 2])
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -86,6 +86,7 @@ def outcome(
     return [called, seen, kept, [p.grad for p in net.parameters() if p.grad is not None]]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("is_first", [False, True], ids=["hook after", "hook before"])

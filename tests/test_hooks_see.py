@@ -204,6 +204,7 @@ def check(got: list[Any], want: list[Any]) -> None:
         torch.testing.assert_close(torch.add(one, 0).detach(), wanted, rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("n_times", [1, 2])
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -132,6 +132,7 @@ def step(text: str, lazy: Any) -> dict[str, Any]:
     return {**found, "seen": seen, "weight": lin.weight.grad, "bias": lin.bias.grad}
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("name", [*PROGRAMS, *TURNED, *BEHIND, *WITHOUT_A_GRAPH, *WEIGHTS])

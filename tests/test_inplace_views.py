@@ -148,6 +148,7 @@ def detached(x: Tensor, w: Tensor) -> Any:
     return r, d, d.squeeze_(1)
 
 
+@pytest.mark.rotated("chunks")
 @each_count
 @pytest.mark.parametrize("is_read_first", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -99,6 +99,7 @@ def test_steps_do_not_grow(metric: Callable[..., None], loop: str, when: str) ->
     assert n_late <= n_early
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("loop", ["optimizer", "by hand"])
 @pytest.mark.parametrize("when", WHEN)

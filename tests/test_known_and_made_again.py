@@ -61,6 +61,7 @@ def outcome(
     return seen + [gradient for gradient in gradients if gradient is not None]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("has_read", [False, True], ids=["pending", "read"])
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("view", VIEWS)

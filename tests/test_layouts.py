@@ -103,6 +103,7 @@ def story_of(make: Make, draw: Callable[[Tensor], Tensor]) -> Callable[[Lazy], A
     return story
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("draw", DRAWS)
 @pytest.mark.parametrize("make", MAKES)
@@ -119,6 +120,7 @@ DERIVED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("loss", DERIVED)
 @pytest.mark.parametrize("is_read", [False, True])

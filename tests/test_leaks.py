@@ -214,6 +214,7 @@ def only_new_objects() -> None:
     gc.freeze()
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="asks glibc 2.33")
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("name", STEPS)

@@ -437,6 +437,7 @@ _NODES = "a node of autograd's graph is of the whole batch"
 PARTLY = {node_hook: _NODES, the_leafs_node: _NODES}
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_leaf(step: Step, chunks: int) -> None:

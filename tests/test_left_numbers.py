@@ -100,6 +100,7 @@ def step(text: str, lazy: Any) -> dict[str, Any]:
     return {"seen": seen, "out": out, "kept": kept, "weights": weights}
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -38,6 +38,7 @@ def train(make: Make, lazy: Lazy) -> list[Tensor]:
     return losses + [seen.clone() for seen in seen_of(loop)]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("chunks", [None, 1, 2, 3, 7, N_ROWS])
 @each_loop

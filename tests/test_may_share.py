@@ -53,6 +53,7 @@ def check(lines: str, chunks: int) -> None:
         torch.testing.assert_close(value, wanted, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.rotated("chunks")
 @each_count
 @pytest.mark.parametrize("written", ["h[:2].mul_(3)", "g.mul_(3)", "g.data.mul_(3)"])
 @pytest.mark.parametrize("read", ["", "h.sum().item()", "g.sum().item()"])
@@ -64,6 +65,7 @@ def test_a_write_shows_where_it_does(
     check(f"h = {SOURCES[source]}; g = {give}; {read}\n{written}", chunks)
 
 
+@pytest.mark.rotated("chunks")
 @each_count
 @pytest.mark.parametrize("give", GIVERS)
 @pytest.mark.parametrize("source", SOURCES)

@@ -432,6 +432,7 @@ def test_convolutions_in_patches(
     assert 0.95 <= backward <= 1.05
 
 
+@pytest.mark.rotated
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["plain", "transposed"])
 @pytest.mark.parametrize("n_channels", [(16, 16), (32, 16), (16, 32), (48, 48), (64, 64)])

@@ -206,6 +206,7 @@ def told(op: Op, lazy: Any, x: Tensor) -> list[Tensor | None]:
     return [number + 0, x.grad]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.filterwarnings("ignore:reduction. 'mean' divides:UserWarning")
 @pytest.mark.parametrize("chunks", [3, ROWS])
 @pytest.mark.parametrize("name", OPS)

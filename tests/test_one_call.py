@@ -125,6 +125,7 @@ def step(call: Callable[[Tensor], Any], lazy: Callable[..., Any]) -> tuple[list[
     return [loss.detach(), first.grad, second.grad], n_flops
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("name", CASES)
 def test_is_recorded(name: str, chunks: int) -> None:

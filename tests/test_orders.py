@@ -280,6 +280,7 @@ dropout""".split()
 OTHERS = ["a plain tensor", "meets rows", "sorted again"]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("chunks", [1, 2, 3, ROWS])
 @pytest.mark.parametrize("look", [*LOOKS, *OTHERS])
@@ -526,6 +527,7 @@ class Segmented(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, 2 * ROWS])
 @pytest.mark.parametrize("is_cheap", [False, True])
 @pytest.mark.parametrize("put", PUTS)

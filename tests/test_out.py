@@ -134,6 +134,7 @@ def draws(x: Tensor, w: Tensor) -> Any:
     return r, torch.normal(x, 1.0, out=torch.empty_like(x)), x @ w
 
 
+@pytest.mark.rotated("chunks")
 @each_count
 @pytest.mark.parametrize("is_read_first", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -432,6 +432,7 @@ WRITES_OF_A_BATCH = (
 )
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("has_saved", [False, True])
 @pytest.mark.parametrize("read", ["", "h.detach().norm().item()", "k.sum().item()"])
 @pytest.mark.parametrize("view", [*VIEWS_OF_A_BATCH, "x * 2", "(x * 2)[:]", "(x * 2).t().t()"])

@@ -76,6 +76,7 @@ def compare(net: nn.Module, lazy: Callable[[], tuple[Any, ...]], wanted: list[Te
     return report
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
 @pytest.mark.parametrize("lengths", [SORTED, UNSORTED, EVEN], ids=["sorted", "unsorted", "even"])
 @pytest.mark.parametrize("is_batch_first", [True, False], ids=["rows-first", "steps-first"])

@@ -281,6 +281,7 @@ def assert_by_rows(loss: Loss, chunks: int, barriers: list[str]) -> None:
     assert not barriers
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
 def test_by_rows(loss: Loss, chunks: int, barriers: list[str]) -> None:

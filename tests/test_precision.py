@@ -38,6 +38,7 @@ def flat(outcome: Outcome) -> torch.Tensor:
     return torch.cat([g.double().flatten() for g in outcome.gradients.values() if g is not None])
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def has_bits(program: Program, chunks: int | None) -> bool:
     return is_whole(chunks) and program.name != OTHER_ORDER
 
 
+@pytest.mark.rotated("chunks")
 @each_split
 @each_program
 def test_same_as_eager(program: Program, chunks: int) -> None:
@@ -48,6 +49,7 @@ def test_same_as_eager_without_being_told(program: Program) -> None:
 
 
 # Three rows, not two: the statistics of two rows have gradients that are nothing but rounding.
+@pytest.mark.rotated("n_rows")
 @pytest.mark.parametrize("n_rows", [3, 23])
 @each_program
 def test_same_as_eager_at_other_sizes(program: Program, n_rows: int) -> None:
@@ -83,6 +85,7 @@ def test_two_forwards_at_most(program: Program, chunks: int) -> None:
     assert_passes(program, program.rows(N_ROWS), chunks=chunks)
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [2, 3, N_ROWS])
 @pytest.mark.parametrize(
     "program", [p for p in PROGRAMS if p.draws], ids=lambda program: program.name

@@ -57,6 +57,7 @@ class Forced:
         return dataclasses.replace(planned, strategy=made)
 
 
+@pytest.mark.rotated
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(0, fewer(18, 6), 6))
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.sanitize
 KNOWN: dict[int, str] = {}
 
 
+@pytest.mark.rotated
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(0, fewer(100, 10), 10))
 def test_scripts(first: int) -> None:

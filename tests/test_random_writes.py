@@ -303,6 +303,7 @@ def test_once_wrong(name: str, chunks: int) -> None:
 KNOWN = {224}
 
 
+@pytest.mark.rotated
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("first", range(0, fewer(300, 60), 20))
 def test_programs(first: int) -> None:

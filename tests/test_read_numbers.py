@@ -55,6 +55,7 @@ def outcome(lazy: Any, given: str, call: str, read: str, write: str) -> Tensor |
     return w.grad
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [None, 1, 2, 3, 6])
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("read", READS)

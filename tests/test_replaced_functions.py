@@ -73,6 +73,7 @@ def replacing(name: str, seen: list[str]) -> Any:
     return unittest.mock.patch.object(owner, attribute, mine)
 
 
+@pytest.mark.rotated("chunks")
 @each_split_further
 @pytest.mark.parametrize("name", sorted(REPLACED))
 def test_equals_eager(name: str, chunks: int | None) -> None:

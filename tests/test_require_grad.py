@@ -193,6 +193,7 @@ STEPS: list[Step] = [
 ]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("has_dropout", [False, True], ids=["", "dropout"])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)

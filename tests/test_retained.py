@@ -460,6 +460,7 @@ def forced(monkeypatch: pytest.MonkeyPatch, make: Make) -> list[tuple[float, int
     return seen
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [2, 5, 12])
 @pytest.mark.parametrize("make", MOVED.values(), ids=list(MOVED))
 @pytest.mark.parametrize("name", CHEAP)

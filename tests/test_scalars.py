@@ -111,6 +111,7 @@ def step(call: Call, lazy: Callable[..., Any]) -> tuple[list[Tensor], bool]:
     return [plain(value) for value in (loss, weight.grad, *parts)], is_run
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("name", CASES)
 def test_is_read(name: str, chunks: int) -> None:

@@ -47,6 +47,7 @@ CASES = [
 ]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, ROWS])
 @pytest.mark.parametrize("name, given, made", CASES)
 def test_dtypes(name: str, given: torch.dtype, made: torch.dtype | None, chunks: int) -> None:

@@ -33,6 +33,7 @@ def pooled(op: str, name: str, begin: Tensor, groups: Tensor, h: Tensor, **optio
     return getattr(begin, op)(0, index, h, name, **options)
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("includes_begin", [True, False])
 @pytest.mark.parametrize("begin", ["torch.ones", "h.new_ones", "a name"])

@@ -116,6 +116,7 @@ def outcome(
     return second(nets, v.sum() * 2 + h.pow(3).mean(), h).detach() + 0
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("taken", [itself, view])
 @pytest.mark.parametrize("second", SECONDS)

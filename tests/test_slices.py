@@ -306,6 +306,7 @@ def told(step: Step, has_norm: bool, has_dropout: bool, requires_grad: bool) -> 
     return story
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_slices(step: Step, chunks: int) -> None:

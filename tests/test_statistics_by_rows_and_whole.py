@@ -98,6 +98,7 @@ def outcome(lazy: Lazy, uses: tuple[Use, ...], ends: str) -> list[Any]:
     return [*seen, norm.running_mean.clone(), norm.running_var.clone()]  # type: ignore[union-attr]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("ends", ["read", "statistics", "backward"])
 @pytest.mark.parametrize(
     "uses", [*itertools.product(USES, USES)], ids=lambda p: "-".join(u.__name__ for u in p)

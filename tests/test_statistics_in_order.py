@@ -86,6 +86,7 @@ def in_inference_mode(norm: nn.Module, h: Tensor, x: Tensor, lazy: Lazy) -> Any:
         return norm(lazy(rows(4))).sum().item()
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("is_stepped", [False, True])
 @pytest.mark.parametrize("name", BETWEEN)
 @pytest.mark.parametrize("kind", NORMS)

@@ -182,6 +182,7 @@ STORIES: dict[Callable[..., Any], str] = {
 }
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("story", STORIES)

@@ -364,6 +364,7 @@ def narrow() -> tuple[nn.Module, Tensor, Tensor, Loss]:
     return model.double(), torch.randn(8192, 8).double(), torch.arange(8192) % 5, F.cross_entropy
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [2, 3, 7, 12])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("make", [resnet, narrow])

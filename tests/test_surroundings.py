@@ -594,6 +594,7 @@ def hooks_of_several_tensors_that_are_read_already(model: Model, x: Tensor, y: T
     return loss, seen
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [None, 1, 2, 3, N_ROWS])
 @pytest.mark.parametrize("name", STORIES)
 def test_equals_eager(name: str, chunks: int | None) -> None:

@@ -171,6 +171,7 @@ class Tagged(Layer):
         return super().forward(self.words(x))
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_both", [False, True])
 @pytest.mark.parametrize("chunks", [2, 3])

@@ -336,6 +336,7 @@ def told(value: Any) -> list[Any]:
     return [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # in eager too
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("name", ASK)
@@ -380,6 +381,7 @@ class Same(torch.autograd.Function):
         return gradient
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("how", ["pending", "read", "behind a cut", "detached"])
 @pytest.mark.parametrize("name", WRITES)

@@ -222,6 +222,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("is_local", [False, True])
 @pytest.mark.parametrize("text", PLAIN)
