@@ -8,12 +8,14 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import koila
+from koila.__main__ import main
 from koila.reporting.report_types import ProgramReport, Stage
 from koila.summary import Summary
 
@@ -65,12 +67,38 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_script_is_the_same(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the script prints without koila, with the arguments `--lr 3`."""
+    folder = tmp_path_factory.mktemp("plain")
+    (folder / "train.py").write_text(SCRIPT)
+    ran = run(folder, "train.py", "--lr", "3")
+    assert ran.returncode == 0
+    return ran.stdout
+
+
+@pytest.fixture
+def refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Returns what is said of words that are refused: a process of its own would not say more,
+    since no script has run."""
+    monkeypatch.chdir(folder)
+
+    def refuse(*words: str) -> str:
+        with pytest.raises(SystemExit) as end:
+            main(list(words))
+        said = capsys.readouterr()
+        assert (end.value.code, said.out) == (2, "")
+        return said.err
+
+    return refuse
+
+
+def test_a_script_is_the_same(folder: Path, plain: str) -> None:
     """In chunks, with its arguments, and as a module; and what was done is told."""
-    plain = run(folder, "train.py", "--lr", "3")
-    assert plain.returncode == 0
     ran = run(folder, "-m", "koila", "--chunks", "4", "--report", "r.json", "train.py", "--lr", "3")
-    assert ran.stdout == plain.stdout
+    assert ran.stdout == plain
     assert ran.returncode == 0, ran.stderr
     lines = ran.stderr.splitlines()
     assert "koila: 3 batches of data loaders, 3 optimizer steps" in lines
@@ -80,6 +108,8 @@ def test_a_script_is_the_same(folder: Path) -> None:
     assert len(lines) <= 10
     told = json.loads((folder / "r.json").read_text())
     assert (told["batches"], told["steps"], told["most_chunks"]) == (3, 3, 4)
+    assert told["bytes_predicted"] is None
+    assert any("so no memory was predicted" in ran for ran in told["last_programs"])
     module = run(folder, "-m", "koila", "--chunks", "4", "-m", "train", "--lr", "3")
     assert module.stdout == run(folder, "-m", "train", "--lr", "3").stdout
     assert "in 4 chunks at most" in module.stderr
@@ -103,7 +133,7 @@ def test_a_limit(folder: Path) -> None:
     assert "is no size" in wrong.stderr
 
 
-def test_how_it_ends(folder: Path) -> None:
+def test_how_it_ends(folder: Path, refused: Callable[..., str]) -> None:
     """With the script's own status, and of an error the script's own lines."""
     ended = run(folder, "-m", "koila", "train.py", "exit", "3")
     assert ended.returncode == 3
@@ -113,10 +143,11 @@ def test_how_it_ends(folder: Path) -> None:
     files = re.findall(r'File "([^"]+)", line', failed.stderr)
     assert files == ["train.py", "train.py"]
     assert "ValueError: no" in failed.stderr
+    asked = run(folder, "-m", "koila", "missing.py")
+    assert asked.returncode == 2
+    assert "python -m koila: error:" in asked.stderr
     for words in ([], ["--chunks", "2", "--memory-limit", "1G", "train.py"], ["missing.py"]):
-        asked = run(folder, "-m", "koila", *words)
-        assert asked.returncode == 2
-        assert "python -m koila: error:" in asked.stderr
+        assert "python -m koila: error:" in refused(*words)
 
 
 @pytest.mark.parametrize(
@@ -139,31 +170,23 @@ def test_a_script_that_ends_with_an_error_before_anything_ran(folder: Path, line
 
 
 @pytest.mark.parametrize("option", ["--memory-limit", "--chunks", "--report", "-m"])
-def test_an_option_without_its_value(folder: Path, option: str) -> None:
+def test_an_option_without_its_value(
+    folder: Path, refused: Callable[..., str], option: str
+) -> None:
     """The script's name is not taken for the value, and what to write is said."""
     following = [[], ["--progress", "train.py"]] + ([] if option == "-m" else [["train.py"]])
     for words in following:
-        ran = run(folder, "-m", "koila", option, *words)
-        said = ran.stderr.splitlines()[-1]
-        assert ran.returncode == 2
+        said = refused(option, *words).splitlines()[-1]
         found = f"'{words[0]}' stands where it should" if words else "nothing follows it"
         example = f"write for example python -m koila {option} "
         assert f"error: {option} takes a value, and {found}: {example}" in said
     assert (folder / "train.py").read_text() == SCRIPT
 
 
-def test_a_report_is_not_lost_for_want_of_a_folder(folder: Path) -> None:
+def test_a_report_is_not_lost_for_want_of_a_folder(refused: Callable[..., str]) -> None:
     """It is said before the script runs."""
-    ran = run(folder, "-m", "koila", "--report", "no/r.json", "train.py")
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert "error: --report no/r.json: there is no folder 'no'" in ran.stderr
-
-
-def test_what_was_not_predicted_is_null(folder: Path) -> None:
-    run(folder, "-m", "koila", "--chunks", "4", "--report", "r.json", "train.py")
-    told = json.loads((folder / "r.json").read_text())
-    assert told["bytes_predicted"] is None
-    assert any("so no memory was predicted" in ran for ran in told["last_programs"])
+    said = refused("--report", "no/r.json", "train.py")
+    assert "error: --report no/r.json: there is no folder 'no'" in said
 
 
 @pytest.mark.parametrize("name", ["nothere", "no.there", "json.nothere", "xml"])
@@ -171,6 +194,9 @@ def test_a_module_that_is_not_there(folder: Path, name: str) -> None:
     """Python's own message and status."""
     plain, ran = run(folder, "-m", name), run(folder, "-m", "koila", "-m", name)
     assert (ran.returncode, ran.stderr) == (plain.returncode, plain.stderr) and plain.stderr
+
+
+def test_a_module_that_imports_one_that_is_not_there(folder: Path) -> None:
     (folder / "broken.py").write_text("import nothere")
     broken = run(folder, "-m", "koila", "-m", "broken")
     assert broken.returncode == 1 and 'broken.py", line 1' in broken.stderr
@@ -231,10 +257,10 @@ def test_the_versions(folder: Path) -> None:
     assert done.stdout == f"koila {koila.__version__}, torch {torch.__version__}\n"
 
 
-def test_a_bar_for_progress_takes_no_word(folder: Path) -> None:
+def test_a_bar_for_progress_takes_no_word(folder: Path, plain: str) -> None:
     """What follows is the script, with its own arguments."""
     ran = run(folder, "-m", "koila", "--chunks=2", "--progress", "train.py", "--lr", "3")
-    assert ran.stdout == run(folder, "train.py", "--lr", "3").stdout
+    assert ran.stdout == plain
     assert "in 2 chunks at most" in ran.stderr
 
 
