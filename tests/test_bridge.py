@@ -23,7 +23,7 @@ import koila
 from allocations import Allocations
 from brute import in_child
 from chunked import split
-from koila.recording import bridge
+from koila.recording import parts
 from limits import there
 from oracle import Lazy, assert_same_story
 
@@ -835,12 +835,12 @@ def test_a_part_that_ran_whole_copies_nothing(chunks: int) -> None:
     def story(lazy: Lazy) -> Any:
         torch.manual_seed(1)
         model, added = nn.Linear(3, 3).double(), torch.ones(3, dtype=DOUBLE)
-        x, others = lazy(random_rows()), set(bridge._state.cuts)  # that other tests left
+        x, others = lazy(random_rows()), set(parts._state.cuts)  # that other tests left
         seen = Square.apply(model(x).sin())
         with Watching():
             seen.sum().backward(retain_graph=True)
         pending = (model(x) + added).tanh()
-        for cut in set(bridge._state.cuts) - others:
+        for cut in set(parts._state.cuts) - others:
             assert cut.roots or chunks == 1
             assert cut.copy_what_it_reads([added]) == {}
         (pending.sum() + seen.pow(2).sum()).backward()

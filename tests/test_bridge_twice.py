@@ -13,7 +13,7 @@ from torch import Tensor
 
 import koila
 from koila.planning import unsplit
-from koila.recording import bridge
+from koila.recording import parts
 from oracle import Lazy, assert_seen, eager, tell
 from test_bridge import Model, Square, batch, each_split, model, told
 
@@ -142,7 +142,7 @@ def test_a_value_whose_gradient_comes_through_a_part_that_ran_whole(chunks: int,
         found.pow(2).sum().backward(retain_graph=True)
         told_hook: list[Tensor] = []
         later = m.a(x)
-        assert lazy is eager or not bridge.parts_that_read(m.a.weight)
+        assert lazy is eager or not parts.that_read(m.a.weight)
         if how == "hook":
             a.register_hook(lambda gradient: told_hook.append(gradient.sum()))
         elif how == "retain":

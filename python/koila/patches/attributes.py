@@ -16,7 +16,7 @@ from koila.basics.threads import in_turn
 from koila.messages.errors import KoilaError
 from koila.patches import patching, writes
 from koila.planning import left_plain
-from koila.recording import bridge
+from koila.recording import parts
 from koila.reporting import reports
 from koila.running import kept_casts, read_numbers, recomputed
 from koila.staged import aliases
@@ -35,7 +35,7 @@ def _patch_data() -> None:
 
     def get(self: torch.Tensor) -> Any:
         if type(self) is _core.LazyTensor:  # call it directly, with torch's own getter
-            bridge.watch_handed_out(self)
+            parts.watch_handed_out(self)
             real = _core.real(self)
             if real is not None:
                 read_numbers.watch(real)
@@ -63,13 +63,13 @@ def _patch_data() -> None:
         """Watch the memory of a plain tensor for writes that torch does not count."""
         if _core.leaves_of(tensor) or _core.left_numbers(True):
             watch(tensor)
-        bridge.watch(tensor)
+        parts.watch(tensor)
         recomputed.watch(tensor)
 
     @in_turn
     def watch(self: torch.Tensor) -> None:
         if not _core.is_busy():
-            bridge.watch_here(self)
+            parts.watch_here(self)
 
     def is_put(self: torch.Tensor, value: Any) -> bool:
         """Set the data of a lazy's real tensor, and return True, if no pending call reads it."""
@@ -113,7 +113,7 @@ def _number_of(lazy: Any, attribute: str) -> Any:
         itself.__name__ = f".{attribute} ="
         left = _core.live_with_all(itself, (lazy,), {}, True)
     if _core.left_numbers(True) and not _core.is_busy():
-        bridge.watch_here(left)  # an array of it may be written at any time
+        parts.watch_here(left)  # an array of it may be written at any time
     return left
 
 

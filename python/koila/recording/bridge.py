@@ -16,17 +16,13 @@ forward once more than it would have without the cut.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import threading
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import _core
 from koila.basics import engine, surroundings
@@ -34,22 +30,21 @@ from koila.basics.threads import in_turn
 from koila.messages.errors import HiddenFrames
 from koila.planning import logs, planner, steps, unsplit
 from koila.random import generators
-from koila.recording import flush, freed, reasons
-from koila.recording.cut import Copy, Cut
+from koila.recording import flush, freed, parts, reasons
+from koila.recording.cut import Cut
 from koila.recording.handed_out import Group, HandedOut, Memory, OfLeaves, Root, apply, note_view
 from koila.reporting import reports
 from koila.running import arrays, checkpoints, kept_casts, replay, unwritten, views, visible
-from koila.staged import aliases, hooks, meta
+from koila.staged import aliases, hooks
 from koila.staged.facts import Info, is_data
 from koila.staged.program import Program
 
 
 class _State(threading.local):
-    """The cuts of this thread whose parts have not run backward yet; and what to call after the
-    step of an optimizer that runs, by the optimizer's id."""
+    """What to call after the step of an optimizer that runs on this thread, by the optimizer's
+    id."""
 
     def __init__(self) -> None:
-        self.cuts: weakref.WeakSet[Cut] = weakref.WeakSet()
         self.after_step: dict[int, Callable[[], None]] = {}
 
 
@@ -117,7 +112,7 @@ def call(
             reports.give_reason(f"{why}; {cheap}")
         elif has_graph and not is_cut:
             unsplit.check(func, why or reasons.why(func, args, kwargs))
-        if not is_cut and any(map(_core.leaves_of, _tensors_in((args, kwargs), False))):
+        if not is_cut and any(map(_core.leaves_of, parts.tensors_in((args, kwargs), False))):
             _core.flush()  # pending calls read a plain tensor that this call may write
         return _core.live(func, args, kwargs, is_plain)
 
@@ -132,28 +127,6 @@ def begin_checkpoint() -> None:
         )
 
 
-@surroundings.in_outside
-def before_write(func: Callable[..., Any], given: Any) -> list[tuple[Cut, dict[int, Copy]]]:
-    """Copy the arguments of a call that is about to run, where parts read them: the call may write
-    them, and the parts read them again in their backward. Return the copies, for `after_write`.
-
-    Weights of a custom autograd function are not copied: it computes their gradient, so it does
-    not write them.
-    """
-    arrays.compare_gone()
-    is_custom = isinstance(getattr(func, "__self__", None), type)
-    tensors = [t for t in _tensors_in(given) if not (is_custom and t.requires_grad and t.is_leaf)]
-    cuts = list(_state.cuts) if tensors else ()
-    return [(cut, cut.copy_what_it_reads(tensors)) for cut in cuts]
-
-
-@surroundings.in_outside
-def after_write(kept: list[tuple[Cut, dict[int, Copy]]]) -> None:
-    """After the call, keep those copies whose originals it has written."""
-    for cut, copies in kept:
-        cut.keep_what_it_reads(copies)
-
-
 @in_turn
 def before_plain_write(func: Callable[..., Any], tensor: torch.Tensor) -> Callable[[], None] | None:
     """Let pending calls read a tensor that plain torch is about to write in place, and let parts
@@ -166,7 +139,7 @@ def before_plain_write(func: Callable[..., Any], tensor: torch.Tensor) -> Callab
     """
     if _core.leaves_of(tensor):
         _make_way(func, "a write of plain torch")
-    after = _keep_copies(func, (tensor,)) if _state.cuts else None
+    after = parts.keep_copies(func, (tensor,))
     return kept_casts.after_write(tensor, after)
 
 
@@ -196,13 +169,13 @@ def _before_step(optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
         for one, _ in before:
             visible.watch(one)
         return functools.partial(_note_unseen, before)
-    given = _read_later(optimizer)
+    given = parts.read_later(written_by(optimizer))
     if not any(map(_core.leaves_of, given)):
         flush.flush(what)
     elif not _make_way(func, what) and not planner.is_whole():
         for one in given:
-            watch_here(one)  # a later backward of these calls would read what is written now
-    return _keep_copies(func, given) if given and _state.cuts else None
+            parts.watch_here(one)  # a later backward of these calls would read what is written now
+    return parts.keep_copies(func, given) if given else None
 
 
 def _note_unseen(before: list[tuple[torch.Tensor, int | None]]) -> None:
@@ -217,33 +190,10 @@ def _note_unseen(before: list[tuple[torch.Tensor, int | None]]) -> None:
             aliases.lose(_core.leaves_of(one))
 
 
-def _read_later(optimizer: torch.optim.Optimizer) -> tuple[torch.Tensor, ...]:
-    """Return the parameters that an optimizer is about to write and that pending calls with a graph
-    read, or parts that have not run backward yet."""
-    tapes = [roots[0] for cut in _state.cuts if (roots := cut.waiting)]
-    read = {key for tape in tapes for key in _core.held(tape, _memory_of_leaves, (), {})}
-    if _core.pending_bytes(True):
-        read |= _memory_of_leaves()
-    written = written_by(optimizer) if read else ()
-    return tuple(one for one in written if aliases.memory_of(one) in read)
-
-
 def written_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     """Yield the parameters that the step of an optimizer writes."""
     for group in optimizer.param_groups:
         yield from (one for one in group["params"] if one.grad is not None)
-
-
-def _memory_of_leaves() -> set[StorageWeakRef]:
-    """Return the memory of the tensors that entered this thread's tape."""
-    found = set()
-    with contextlib.suppress(IndexError):  # after the last value
-        for value in itertools.count():
-            real = Info.of(value).real
-            memory = aliases.memory_of(real) if real is not None else None
-            if memory is not None:
-                found.add(memory)
-    return found
 
 
 def _make_way(func: Callable[..., Any], what: str) -> bool:
@@ -254,14 +204,6 @@ def _make_way(func: Callable[..., Any], what: str) -> bool:
     if not _run_whole(func):
         flush.flush(what)
     return False
-
-
-def _keep_copies(
-    func: Callable[..., Any], tensors: tuple[torch.Tensor, ...]
-) -> Callable[[], None] | None:
-    """Copy tensors that parts read, before they are written. Return what to call after that."""
-    kept = [(cut, copies) for cut, copies in before_write(func, tensors) if copies]
-    return functools.partial(after_write, kept) if kept else None
 
 
 def _run_whole(func: Callable[..., Any]) -> bool:
@@ -278,75 +220,6 @@ def _run_whole(func: Callable[..., Any]) -> bool:
     logs.decide_whole(func, "it writes a tensor that calls with a hook read before")
     _core.flush()
     return True
-
-
-def watch_handed_out(lazy: _core.LazyTensor) -> None:
-    """Watch for writes through .data, which torch's version counter misses, if a lazy shares memory
-    with a value that a part handed out.
-
-    After such a write, eager's backward uses the written numbers of the saved tensor. The part
-    recomputes the value, and gets the old ones.
-    """
-    visible.watch(lazy)
-    value, tensor = _core.id(lazy), _core.real(lazy)
-    if value is not None and tensor is None:
-        tensor = Info.of(Info.of(value).base).real
-    if tensor is not None:
-        _watch_roots(tensor)
-
-
-def _watch_roots(tensor: torch.Tensor) -> None:
-    for cut in list(_state.cuts):
-        cut.keep_memory_of(tensor)
-    known = [one for cut in _state.cuts for one in (*cut.alive(), *cut.others) if not one.watched]
-    memory = aliases.memory_of(tensor) if known else None
-    for one in known:
-        if memory is not None and one.memory == memory:
-            one.watch(tensor)
-
-
-def is_read(tensor: torch.Tensor) -> bool:
-    """Return whether pending calls, or parts that have not run backward yet, read this memory."""
-    return bool(_core.leaves_of(tensor)) or bool(parts_that_read(tensor))
-
-
-def parts_that_read(tensor: torch.Tensor) -> dict[Cut, list[int]]:
-    """Return the parts that have not run backward yet and read this memory, with their leaves in
-    it."""
-    found: dict[Cut, list[int]] = {}
-    for cut, roots in [(cut, cut.waiting) for cut in _state.cuts]:
-        leaves = _core.held(roots[0], _core.leaves_of, (tensor,), {}) if roots else ()
-        if leaves:
-            found[cut] = leaves
-    return found
-
-
-def watch(tensor: torch.Tensor) -> None:
-    """Note that x.data was taken of a tensor: a write through it changes no version. From now on a
-    checksum detects such a write to a tensor that a part of this thread reads or handed out, or
-    that a hook may read."""
-    visible.watch(tensor)
-    _watch_roots(tensor)
-    for roots in [cut.waiting for cut in _state.cuts]:
-        if roots:
-            _core.held(roots[0], watch_here, (tensor,), {})
-
-
-def watch_here(tensor: torch.Tensor) -> None:
-    """As `watch`, for the leaves of this thread's current tape, and for the known numbers that
-    pending calls read: after a write they are computed again."""
-    watched = _core.notes().setdefault("watched", {})
-    for leaf in _core.leaves_of(tensor):
-        real = Info.of(leaf).real
-        assert real is not None
-        if leaf not in watched:
-            watched[leaf] = meta.checksum(real)
-    left = _core.left_numbers(True)
-    memory = aliases.memory_of(tensor) if left else None
-    for value, number in left:
-        is_same = memory is not None and aliases.memory_of(number) == memory
-        if is_same and value not in watched:
-            watched[value] = meta.checksum(number)
 
 
 @surroundings.in_outside
@@ -404,7 +277,7 @@ def _cut(func: Any, why: str) -> bool:
     reports.note_handed_out(func, why, n_bytes)
     if made:
         cut.early = cut.copy_what_it_reads([None], max(_SMALL, n_bytes // _SHARE))
-        _state.cuts.add(cut)
+        parts.add(cut)
         checkpoints.note_cut()
         freed.note(cut, handed)
     return True
@@ -440,21 +313,6 @@ def _handed_out(cut: Cut, roots: dict[int, Root]) -> dict[int, torch.Tensor]:
             value: apply(HandedOut, root, bool(stand_ins[value]), *(stand_ins[value] or [none]))
             for value, root in roots.items()
         }
-
-
-def _tensors_in(given: Any, of_lazies: bool = True) -> Iterator[torch.Tensor]:
-    """Yield the tensors among nested arguments, and the real tensors of lazies."""
-    if type(given) is _core.LazyTensor:
-        real = _core.real(given) if of_lazies else None
-        if real is not None:
-            yield real
-    elif isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, tuple | list):
-        for one in given:
-            yield from _tensors_in(one, of_lazies)
-    elif isinstance(given, dict):
-        yield from _tensors_in(list(given.values()), of_lazies)
 
 
 def _is_data(value: int) -> bool:

@@ -69,6 +69,7 @@ class Cut:
         self.freed: dict[int, Freed] = {}  # leaves that were freed (`freed.py`)
         #: What entered the part, with its passes (`leaf_passes`), and the ids of the roots then.
         self.entered: tuple[tuple[int, ...], checkpoints.Passes] = ((), [])
+        self.memory: frozenset[Any] | None = None  # that it depends on (`parts.py`), once asked for
 
     @property
     def roots(self) -> tuple[Any, ...]:
@@ -114,6 +115,7 @@ class Cut:
                 _core.refresh_leaf(leaf)
             if not is_same:
                 aliases.lose(leaves)
+            self.memory = None
 
         roots = self.waiting
         if roots:
@@ -122,19 +124,17 @@ class Cut:
     def keep_what_it_reads(self, copies: dict[int, Copy]) -> None:
         """After the call, replace the leaves that it wrote by their copies."""
         roots = self.waiting if copies else ()
-        for leaf, copy in copies.items():
+        for leaf, copy in copies.items() if roots else ():
             is_same = copy.real._version == copy.version  # a write through .data leaves it so
-            if (
-                roots
-                and leaf not in self.written
-                and not (is_same and torch.equal(copy.real, copy.numbers))
-            ):
-                numbers = copy.numbers.requires_grad_(copy.real.requires_grad)
-                _core.replace_leaf(roots[0], leaf, numbers)
-                self.originals[id(numbers)] = copy.real
-                self.written.add(leaf)
-                if is_same:
-                    self.uncounted.add(leaf)
+            if leaf in self.written or (is_same and torch.equal(copy.real, copy.numbers)):
+                continue
+            numbers = copy.numbers.requires_grad_(copy.real.requires_grad)
+            _core.replace_leaf(roots[0], leaf, numbers)
+            self.originals[id(numbers)] = copy.real
+            self.written.add(leaf)
+            self.memory = None
+            if is_same:
+                self.uncounted.add(leaf)
 
     def fill(self, read: Sequence[torch.Tensor] | None = None) -> None:
         """Compute again the leaves that were freed (`freed.py`): all, or those that `read` has."""
@@ -147,7 +147,7 @@ class Cut:
                 self._put_back(roots[0], leaf, tensor)
 
     def _put_back(self, lazy: Any, leaf: int, tensor: torch.Tensor) -> None:
-        number = tensor.detach().requires_grad_()
+        number, self.memory = tensor.detach().requires_grad_(), None
         _core.replace_leaf(lazy, leaf, number)
         self.originals[id(number)] = self.freed.pop(leaf).stand_in
 
@@ -433,6 +433,7 @@ class Cut:
             group.leaves = () if values.isdisjoint(group.values) else group.leaves
         if not values:  # every root has run backward
             self.early, self.before, self.freed, self.entered = {}, {}, {}, ((), [])
+            self.memory = frozenset()
             self.__dict__.pop("whole", None)
 
     @functools.cached_property

@@ -35,6 +35,7 @@ from koila.recording import (
     masks,
     outs,
     packed,
+    parts,
     scalars,
     written,
 )
@@ -287,8 +288,8 @@ def register_all() -> None:
             "run_again": draws.run_again,
             "bind_hooks": hooks.bind,
             "bridge": bridge.call,
-            "before_write": bridge.before_write,
-            "after_write": bridge.after_write,
+            "before_write": parts.before_write,
+            "after_write": parts.after_write,
             "runs_at_once": bridge.runs_at_once,
             "leave": surroundings.leave,
             "note_ran": reports.note_whole,

@@ -16,7 +16,6 @@ from koila.basics import devices, enter, surroundings
 from koila.planning import left_plain, unsplit
 from koila.random import generators
 from koila.recording import (
-    bridge,
     caught,
     composed,
     graph_names,
@@ -24,6 +23,7 @@ from koila.recording import (
     inplace_views,
     masks,
     packed,
+    parts,
 )
 from koila.recording.backwards import GRAD_WORDS, backward, is_pending, words_of
 from koila.reductions import batch_softmax, norms, scans
@@ -229,7 +229,7 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     shared = getattr(array, "base", None)
     if isinstance(shared, torch.Tensor):  # no copy: the call above watches its memory for writes
         arrays.note(args[0], number, shared)
-        bridge.watch_handed_out(args[0])
+        parts.watch_handed_out(args[0])
     return array
 
 

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from koila import _core
 from koila.basics.lines import user_line
 from koila.messages.errors import KoilaError
-from koila.recording import bridge
+from koila.recording import parts
 from koila.staged import hooks, meta
 
 Replace = Callable[[Any, str, Any], None]
@@ -55,7 +55,7 @@ class _Freed:
 
     def note_parts(self, parameter: Any) -> None:
         """Note, before the parameter is freed, which parts read it."""
-        self.parts.update(bridge.parts_that_read(parameter._unsharded_param))
+        self.parts.update(parts.that_read(parameter._unsharded_param))
         if self.parts:
             self.numbers = _numbers_of(parameter)
 
@@ -98,7 +98,7 @@ def end() -> None:
 def free_gathered() -> None:
     """Free the gathered parameters that torch wanted to free, once no pending call reads them."""
     for key, (parameter, free) in list(kept.items()):
-        if not bridge.is_read(parameter._unsharded_param):
+        if not parts.is_read(parameter._unsharded_param):
             del kept[key]
             if parameter.sharded_state.name != "UNSHARDED":
                 free(parameter)
@@ -236,11 +236,11 @@ def _patch_parameters(module: Any, replace: Replace) -> None:
     def freeing(self: Any) -> None:
         gathered, freed = getattr(self, "_unsharded_param", None), _freed.get(self)
         if gathered is not None:
-            is_kept = _core.leaves_of(gathered) if freed is not None else bridge.is_read(gathered)
+            is_kept = _core.leaves_of(gathered) if freed is not None else parts.is_read(gathered)
             if is_kept:
                 gathered._koila_gathered_of = self.sharded_param._local_tensor
-                bridge.watch(gathered)
-                bridge.watch_here(gathered)
+                parts.watch(gathered)
+                parts.watch_here(gathered)
                 kept[id(self)] = self, free
                 return
             if freed is not None:
