@@ -59,6 +59,59 @@ def test_a_tensor_is_written_between_two_uses(chunks: int | None, write: str) ->
     assert_same_story(story, chunks)
 
 
+class _Rotated(torch.autograd.Function):
+    """Rotates the halves of its argument in place, as rotary embeddings do: by two views."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angle: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(angle)
+        left, right = x.chunk(2, -1)
+        turned = left * angle.cos() - right * angle.sin(), right * angle.cos() + left * angle.sin()
+        left.copy_(turned[0])
+        right.copy_(turned[1])
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (angle,) = ctx.saved_tensors
+        return _Rotated.apply(gradients[0].clone(), -angle), None
+
+
+@each_split
+def test_a_custom_function_writes_two_views_of_its_input(chunks: int | None) -> None:
+    """The second view cannot be asked for its grad_fn: it was made under no_grad(), and its base
+    was written."""
+
+    def story(lazy: Lazy) -> Any:
+        model, x, _ = make()
+        weight = torch.linspace(-1, 1, 20, dtype=torch.float64).view(5, 4).requires_grad_()
+        out = model(lazy(x)) @ weight
+        loss = _Rotated.apply(out, torch.arange(2.0, dtype=torch.float64)).sin().mean()
+        loss.backward()
+        return loss, weight.grad, [p.grad for p in model.parameters()]
+
+    assert_same_story(story, chunks)
+
+
+@each_split
+def test_two_views_of_a_plain_tensor_are_written_without_a_gradient(chunks: int | None) -> None:
+    def story(lazy: Lazy) -> Any:
+        model, x, _ = make()
+        weight = torch.ones(4, 5, dtype=torch.float64, requires_grad=True)
+        plain = weight * 2
+        out = model(lazy(x))
+        first = (out @ plain.t().sum(1)).mean()
+        with torch.no_grad():
+            upper, lower = plain[:2], plain[2:]
+            upper.add_(1.0)
+            lower.mul_(3.0)
+        first.backward(retain_graph=True)
+        return first, plain, weight.grad, [p.grad for p in model.parameters()]
+
+    assert_same_story(story, chunks)
+
+
 @pytest.mark.parametrize("write", [name for name in WRITES if name != "random"])
 @each_split
 def test_weights_are_written_before_the_value_is_read(chunks: int | None, write: str) -> None:

@@ -54,7 +54,7 @@ def after_write(
     tensor: torch.Tensor, after: Callable[[], None] | None
 ) -> Callable[[], None] | None:
     """Return what to call after plain torch has written a tensor: `after`, and `note_written`."""
-    if not (tensor.requires_grad and tensor.is_leaf and is_open()):
+    if not (is_open() and _is_kept(tensor)):
         return after
 
     def both() -> None:
@@ -107,8 +107,11 @@ def ending(clear: Callable[[], None]) -> Callable[[], None]:
 
 
 def _is_kept(tensor: torch.Tensor) -> bool:
-    """Return whether torch keeps the casts of a tensor."""
-    return tensor.is_leaf and tensor.requires_grad and tensor.dtype is torch.float32
+    """Return whether torch keeps the casts of a tensor: never of a view. One that was made under
+    no_grad() raises on `is_leaf` once another view of its base was written."""
+    if tensor._is_view() or tensor.dtype is not torch.float32:
+        return False
+    return tensor.is_leaf and tensor.requires_grad
 
 
 @functools.cache
