@@ -878,6 +878,13 @@ MUTANTS = [
         "tests/test_packed.py",
     ),
     Mutant(
+        "packed: rows of one length are drawn in another order than the user's",
+        "python/koila/basics/packing.py",
+        "return lengths * n_rows + (n_rows - 1 - ranks)",
+        "return lengths * n_rows",
+        "tests/test_packed.py",
+    ),
+    Mutant(
         "packed: the gradient of what is packed has the strides of the batch",
         "python/koila/recording/packed.py",
         "is_by_row = is_batch_first and not is_turned",

@@ -12,16 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.testing import assert_close
 
 import koila
 from allocations import Allocations
 from collector import collector_off
 from koila.memory import budget, estimates, storages
-from koila.planning import unsplit
 from koila.staged.program import Program
-from limits import there
 
 SORTED, UNSORTED, EVEN = [9, 8, 8, 5, 3, 3, 1], [3, 9, 1, 5, 8, 8, 3], [6] * 7
 V, STEPS = 20, 10
@@ -171,24 +169,103 @@ def test_rows_given_back_twice_are_two_tensors() -> None:
         assert_close(run(koila.lazy(x)).detach() + 0, wanted, rtol=1e-10, atol=0)
 
 
-def test_dropout_between_layers_is_eagers() -> None:
+@pytest.mark.parametrize("chunks", [1, 2, 3, 7])
+@pytest.mark.parametrize("lengths", [SORTED, UNSORTED, EVEN], ids=["sorted", "unsorted", "even"])
+@pytest.mark.parametrize("is_batch_first", [True, False], ids=["rows-first", "steps-first"])
+@pytest.mark.parametrize(
+    ("kind", "is_both", "read", "n_layers"),
+    [
+        ("LSTM", True, "pad", 2),
+        ("LSTM", False, "last", 3),
+        ("GRU", False, "padded", 2),
+        ("GRU", True, "last", 3),
+        ("RNN", False, "data", 2),
+    ],
+)
+def test_dropout_between_layers_is_eagers(
+    kind: str,
+    is_both: bool,
+    read: str,
+    n_layers: int,
+    is_batch_first: bool,
+    lengths: list[int],
+    chunks: int,
+) -> None:
+    """Torch draws for the steps of all rows at once, the longest rows first; each chunk gets those
+    of its rows. What is drawn later goes on from there."""
     torch.manual_seed(0)
-    net = Net("LSTM", True, False, "pad", dropout=0.5).double()
-    x, lengths = torch.randint(V, (7, STEPS)), torch.tensor(SORTED)
+    words: dict[str, Any] = {"dropout": 0.4, "num_layers": n_layers}
+    net = Net(kind, is_batch_first, is_both, read, **words).double()
+    x = torch.randint(V, (7, STEPS) if is_batch_first else (STEPS, 7))
     torch.manual_seed(1)
+    wanted = step(net, x, torch.tensor(lengths))
+    later = torch.rand(3)
+    torch.manual_seed(1)
+    with koila.config(chunks=chunks):
+        made = koila.lazy(x, batch=0 if is_batch_first else 1)
+        report = compare(net, lambda: (made, torch.tensor(lengths)), wanted)
+    assert report.n_chunks == chunks
+    assert torch.equal(torch.rand(3), later)
+    if chunks > 1 and read != "data":
+        assert len(report.programs) == 1 and "whole:" not in str(report)
+
+
+@pytest.mark.parametrize("setting", [{"chunks": 3}, {"chunks": 7}, {"memory_limit": "8GiB"}])
+@pytest.mark.parametrize("lengths", [[5, 2, 5, 5, 1, 2, 5], [5] * 7], ids=["ties", "even"])
+def test_dropout_of_rows_of_one_length_is_drawn_in_the_order_of_the_user(
+    lengths: list[int], setting: dict[str, Any]
+) -> None:
+    """Rows of one length may be packed in any order, and their draws are in that one."""
+    torch.manual_seed(0)
+    rnn, x = nn.GRU(6, 8, 2, batch_first=True, dropout=0.5), torch.randn(7, 5, 6).double()
+    rnn.double()
+    n_steps = torch.tensor(lengths)
+    order = (n_steps * 8 + torch.tensor([3, 0, 6, 1, 2, 5, 4])).argsort(descending=True)
+
+    def run(x: Tensor) -> list[Tensor]:
+        torch.manual_seed(1)
+        rnn.zero_grad()
+        taken = x.index_select(0, order)
+        made, last = rnn(pack_padded_sequence(taken, n_steps[order], True))
+        padded = pad_packed_sequence(made, True)[0]
+        inverse = order.argsort()
+        loss = (padded.index_select(0, inverse) * x[:, :, :1]).sum() + last.square().sum()
+        loss.backward()
+        return [loss.detach() + 0, *(p.grad for p in rnn.parameters() if p.grad is not None)]
+
+    wanted = run(x)
+    with koila.config(**setting):
+        found = run(koila.lazy(x))
+    assert koila.report().n_chunks == setting.get("chunks", 1)
+    for one, other in zip(found, wanted, strict=True):
+        assert_close(one, other, rtol=1e-10, atol=1e-12)
+        assert "chunks" in setting or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("p", [0.0, 1.0])
+def test_dropout_of_none_or_all_draws_nothing(p: float) -> None:
+    torch.manual_seed(0)
+    net = Net("LSTM", True, False, "pad", dropout=p).double()
+    x, lengths = torch.randint(V, (7, STEPS)), torch.tensor(UNSORTED)
     wanted = step(net, x, lengths)
-    torch.manual_seed(1)
+    state = torch.get_rng_state()
     with koila.config(chunks=3):
-        compare(net, lambda: (koila.lazy(x), lengths), wanted)
+        report = compare(net, lambda: (koila.lazy(x), lengths), wanted)
+    assert report.n_chunks == 3 and torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 @pytest.mark.parametrize("lengths", [SORTED, UNSORTED, EVEN], ids=["sorted", "unsorted", "even"])
-def test_whole_under_a_limit_it_is_eagers_bit_for_bit(kind: str, lengths: list[int]) -> None:
+def test_whole_under_a_limit_it_is_eagers_bit_for_bit(
+    kind: str, lengths: list[int], dropout: float
+) -> None:
     torch.manual_seed(0)
-    net = Net(kind, True, True, "pad")
+    net = Net(kind, True, True, "pad", dropout=dropout)
     x = torch.randint(V, (7, STEPS))
+    torch.manual_seed(1)
     wanted = step(net, x, torch.tensor(lengths))
+    torch.manual_seed(1)
     with koila.config(memory_limit="8GiB"):
         got = step(net, koila.lazy(x), torch.tensor(lengths))
     assert koila.report().n_chunks == 1
@@ -236,10 +313,10 @@ def test_precisions_that_are_set_stay() -> None:
 
 
 class Tagger(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, dropout: float) -> None:
         super().__init__()
         self.embed, self.out = nn.Embedding(V, 64), nn.Linear(128, V)
-        self.rnn = getattr(nn, kind)(64, 128, 2, batch_first=True)
+        self.rnn = getattr(nn, kind)(64, 128, 2, batch_first=True, dropout=dropout)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         packed = pack_padded_sequence(self.embed(x), lengths, True, enforce_sorted=False)
@@ -250,9 +327,10 @@ class Tagger(nn.Module):
 
 @pytest.mark.parametrize("share", [0.5, 0.3])
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
-def test_memory(kind: str, share: float) -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_memory(kind: str, dropout: float, share: float) -> None:
     torch.manual_seed(0)
-    net, x = Tagger(kind), torch.randint(V, (64, 64))
+    net, x = Tagger(kind, dropout), torch.randint(V, (64, 64))
     lengths = torch.randint(32, 65, (64,))
     lengths[0], lengths[1] = 64, 63
 
@@ -305,44 +383,6 @@ def test_where_pieces_of_a_sample_are_looked_for_the_lengths_are_not_read() -> N
         for p, gradient in zip(net.parameters(), wanted, strict=True):
             assert_close(p.grad, gradient, rtol=1e-10, atol=1e-12)
     assert 0 < n_refused < 8
-
-
-@pytest.mark.parametrize("is_both", [False, True], ids=["", "both"])
-@pytest.mark.parametrize("n_layers", [2, 3])
-@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
-def test_what_dropout_between_layers_takes(
-    kind: str, n_layers: int, is_both: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such a layer runs whole, and what it takes is known before, within 5 %: where a limit is
-    less it is refused before it runs."""
-    torch.manual_seed(0)
-    words: Any = {"batch_first": True, "dropout": 0.3, "bidirectional": is_both}
-    net = getattr(nn, kind)(24, 32, n_layers, **words)
-    x, lengths = torch.randn(200, 48, 24), torch.randint(1, 49, (200,))
-    steps = pack_padded_sequence(x, lengths, True, enforce_sorted=False)
-    data = steps.data.requires_grad_()
-    seed = torch.randn(len(data), 32 * (1 + is_both))
-    memory = Allocations()
-    memory.count(list(net.parameters()))
-    with memory:
-        made = net(PackedSequence(data, *steps[1:]))[0].data
-    with memory:
-        loss = (made * seed).sum()
-        del made
-        loss.backward()
-    taken = memory.peak - sum(one.nbytes for one in net.parameters())
-    said = []
-    check = unsplit.check_known
-
-    def noting(func: Any, why: str, n_bytes: int) -> None:
-        said.append(n_bytes)
-        check(func, why, n_bytes)
-
-    monkeypatch.setattr(unsplit, "check_known", noting)
-    refused = pytest.raises(koila.MemoryLimitError, match="dropout between its layers")
-    with koila.config(memory_limit=there() + taken * 3 // 4), refused:
-        net(pack_padded_sequence(koila.lazy(x), lengths, True, enforce_sorted=False))
-    assert 0.95 <= said[0] / taken <= 1.05
 
 
 def test_an_estimate_does_not_keep_its_program() -> None:

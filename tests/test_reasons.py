@@ -126,7 +126,6 @@ def test_every_place_gives_a_reason() -> None:
             if isinstance(node, ast.Call) and ast.unparse(node.func) in (
                 "logs.log_live",
                 "unsplit.check",
-                "unsplit.check_known",
                 "reports.note_handed_out",
                 "_cut",
             ):

@@ -55,7 +55,7 @@ class Layer(nn.Module):
     """Of `n_in` numbers a step, `n_hidden` are made."""
 
     def __init__(
-        self, kind: str, lengths: str, n_in: int = 24, n_hidden: int = 32, **options: bool | int
+        self, kind: str, lengths: str, n_in: int = 24, n_hidden: int = 32, **options: Any
     ) -> None:
         super().__init__()
         self.layer = KINDS[kind](n_in, n_hidden, **options)
@@ -120,11 +120,13 @@ def test_lengths(kind: str, lengths: str, monkeypatch: pytest.MonkeyPatch) -> No
         {"num_layers": 2, "bidirectional": True, "batch_first": True},
         {"n_in": 8, "n_hidden": 64, "batch_first": True},
         {"n_in": 96, "n_hidden": 16},
+        {"num_layers": 2, "dropout": 0.3},
+        {"num_layers": 3, "bidirectional": True, "batch_first": True, "dropout": 0.3},
     ],
-    ids=["layers", "both", "layers-both", "narrow", "wide"],
+    ids=["layers", "both", "layers-both", "narrow", "wide", "dropout", "dropout-both"],
 )
 def test_layers(
-    kind: str, lengths: str, options: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    kind: str, lengths: str, options: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check(lambda: Layer(kind, lengths, **options), monkeypatch)
 

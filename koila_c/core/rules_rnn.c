@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* rules_rnn.c - recurrent layers and cells. Rows are independent in each time step: the batch is dim 1 (or 0,
  * batch_first) of the input and dim 1 of each state. A layer over packed sequences is recorded as a layer over
- * padded rows and their lengths (packed.py); torch's own call with packed data is declined. */
+ * padded rows and their keys (packing.py); torch's own call with packed data is declined. */
 #include "rules.h"
 
 #include <string.h>
 
-/* input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first; a packed layer has the lengths
- * after its input, and at the end whether they are sorted, and its byte counts (KlUneven). */
+/* input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first; a packed layer has the keys
+ * of its rows after its input, and at the end whether they are sorted, and its byte counts (KlUneven). */
 enum { INPUT, STATE, PARAMS, BIASES, LAYERS, DROPOUT, TRAIN, BIDIRECTIONAL, BATCH_FIRST };
 enum { IS_SORTED = BATCH_FIRST + 1, NEEDS };
 
@@ -98,9 +98,8 @@ check_layer(const KlCall *call, Layer *layer)
     const KlMeta *last = layer->states[layer->n_states - 1];
     int64_t n_rows = layer->input->shape[layer->is_batch_first ? 0 : 1];
     int64_t n_cells = layer->n_layers * layer->n_directions;
-    const KlMeta *lengths = layer->is_packed ? kl_rules_input(call, 1) : NULL;
-    kl_rules_require(call,
-                     !layer->is_packed || (lengths != NULL && is_shape(lengths, 1, n_rows, 0)));
+    const KlMeta *keys = layer->is_packed ? kl_rules_input(call, 1) : NULL;
+    kl_rules_require(call, !layer->is_packed || (keys != NULL && is_shape(keys, 1, n_rows, 0)));
     for (uint32_t i = 0; i < layer->n_states; i++) {
         const KlMeta *state = layer->states[i];
         kl_rules_require(call, state->n_dims == 3 && state->shape[0] == n_cells &&
@@ -128,15 +127,14 @@ read_layer(const KlCall *call, Layer *layer)
     return status == KL_OK ? check_layer(call, layer) : status;
 }
 
-/* All tensors except the lengths have one real floating-point dtype, the result's; lengths are int64. */
+/* All tensors except the keys have one real floating-point dtype, the result's; keys are int64. */
 KL_DTYPE(rnn)
 {
-    const KlMeta *lengths = call->row->is_packed ? kl_rules_input(call, 1) : NULL;
+    const KlMeta *keys = call->row->is_packed ? kl_rules_input(call, 1) : NULL;
     KlDtype dtype = call->inputs[0]->dtype;
-    bool is_fit =
-        kl_meta_dtype_is_float(dtype) && (lengths == NULL || lengths->dtype == KL_DTYPE_INT64);
+    bool is_fit = kl_meta_dtype_is_float(dtype) && (keys == NULL || keys->dtype == KL_DTYPE_INT64);
     for (uint32_t i = 0; i < call->n_inputs; i++) {
-        is_fit = is_fit && (call->inputs[i] == lengths || call->inputs[i]->dtype == dtype);
+        is_fit = is_fit && (call->inputs[i] == keys || call->inputs[i]->dtype == dtype);
     }
     kl_rules_set_dtypes(result, dtype);
     return is_fit ? KL_OK : KL_DECLINED;
@@ -187,8 +185,7 @@ KL_PLACE(rnn)
     wiring.inputs[0].of[batch] = 1;
     wiring.outs[0].of[batch] = 1;
     uint32_t first = layer.is_packed ? 2 : 1;
-    wiring.inputs[1].of[0] =
-        1; /* lengths; the first state of an unpacked layer has its own below */
+    wiring.inputs[1].of[0] = 1; /* keys; the first state of an unpacked layer has its own below */
     for (uint32_t i = 0; i < layer.n_states; i++) {
         wiring.inputs[first + i] = (KlLabels){.of = {0, 1}};
         wiring.outs[1 + i].of[1] = 1;

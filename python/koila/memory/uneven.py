@@ -41,6 +41,7 @@ def needs(
     is_both: bool,
     is_first: bool,
     is_sorted: bool,
+    drops: bool = False,
 ) -> tuple[int, ...]:
     """Compute the fields of a KlUneven (ops.h): how many steps and turns (see `turns`) the rows of
     a recurrent layer have, two totals, and the bytes that it needs for each step and turn.
@@ -58,6 +59,7 @@ def needs(
         is_both: the layer is bidirectional.
         is_first: the batch dim of `x` is its first.
         is_sorted: rows are sorted by length.
+        drops: there is dropout between its layers.
     """
     size, n_both, n_steps = x.element_size(), 1 + is_both, int(lengths.sum())
     is_transposed = is_first and is_sorted
@@ -70,10 +72,12 @@ def needs(
     state = (7 if out != cell else 6) * cell + out if n_gates > 1 else out
     below = n_both * out if n_layers > 1 else 0  # the output of the layer before
     kept = entered + n_layers * n_both * state + (n_layers - 1) * n_both * out + index
+    kept += (n_layers - 1) * n_both * out if drops else 0  # the masks
     kept += 0 if is_sorted else -(-copied // n_steps)
     kept_of_turn = n_layers * out if n_gates == 1 and is_both else 0
     # The product of the input for all gates, and the results, step by step and joined.
     run = max(gates + 2 * out, 4 * out) if is_both else gates + out
+    run += 16 if drops else 0  # the step and the row of each entry of a mask
     run_of_turn = out if n_gates > 1 and is_both else 0
     # The gradient of the slice of a step is as large as the gradient of the whole tensor, to which
     # it is added. torch runs the backward of the second direction after that of the first.
@@ -93,37 +97,6 @@ def needs(
     }
     numbers = (n_steps, turns(lengths), 2 * gates * out // size, int(is_transposed))
     return *numbers, *(number for pair in amounts.values() for number in pair)
-
-
-#: The indices at which these fields begin in the result of `needs`.
-_KEPT, _RUN, _PLAIN, _BACK = 4, 6, 8, 14
-
-
-def whole(
-    x: Tensor,
-    states: Sequence[Tensor],
-    lengths: Tensor,
-    n_gates: int,
-    n_layers: int,
-    is_both: bool,
-    weights: Sequence[Tensor],
-) -> int:
-    """Return the peak bytes of torch's own call on the packed whole batch, with dropout between
-    layers, and of its backward."""
-    found = needs(x, states, lengths, n_gates, n_layers, is_both, True, True)
-    n_steps, n_turns, size = found[0], found[1], x.element_size()
-    # Unlike packed.py, it needs no gathered steps and no indices, but dropout masks between layers.
-    beside = (n_layers - 1) * (1 + is_both) * states[0].shape[-1] * size
-    beside -= x.shape[-1] * size + 16
-
-    def total(*firsts: int) -> int:
-        of_step, of_turn = (sum(found[first + k] for first in firsts) for k in (0, 1))
-        return (of_step + beside) * n_steps + of_turn * n_turns
-
-    if not torch.is_grad_enabled():
-        return total(_PLAIN)
-    gradients = sum(one.nbytes for one in weights if one.requires_grad)
-    return max(total(_RUN), total(_KEPT, _BACK) + gradients)
 
 
 def _grids(n_rows: int, rows: int, n_chunks: int) -> list[list[tuple[int, int]]]:

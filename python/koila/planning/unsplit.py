@@ -136,26 +136,6 @@ def fits() -> bool:
     return _left(program, estimates.estimate(program, bool(program.roots)).whole)[1]
 
 
-def check_known(func: Callable[..., Any], why: str, n_bytes: float) -> None:
-    """Check that all pending calls fit whole together with a call of known memory; see `check`.
-
-    Args:
-        func: the call.
-        why: the reason it cannot run in chunks.
-        n_bytes: the bytes that it needs, with its backward.
-
-    Raises:
-        MemoryLimitError: together they need more than is left.
-    """
-    logs.decide_whole(func, why)
-    if planner.is_whole() or config.get("chunks") is not None:
-        return
-    program = _pending()
-    decision = reports.Decision(f"for {reports.call_of(func)}, since {why}")
-    waiting = estimates.estimate(program, bool(program.roots)).whole
-    check_whole(program, decision, waiting + n_bytes)
-
-
 def too_much(
     func: Callable[..., Any], why: str, needed: float, left: float, *, is_stopped: bool = False
 ) -> MemoryLimitError:

@@ -22,6 +22,7 @@ from koila.staged.noise import (
 )
 
 _BLOCK = 1 << 16  # the elements drawn at a time, if only the generator's state matters
+_N_OF_LAYER = 9  # the arguments of torch's recurrent layers over padded rows
 _MANY = 1 << 9  # from this many elements on, the generator is advanced without drawing
 
 
@@ -107,35 +108,63 @@ def call_given(
     noises: Sequence[torch.Tensor],
 ) -> Any:
     """Run a random call with noise that was drawn for it."""
-    if drawn_by(func) == "LAYERS" and len(args) == 9:
-        return _by_layers(func, args, noises)
+    if drawn_by(func) == "LAYERS":
+        is_packed = len(args) > _N_OF_LAYER  # a layer of recording/packed.py
+        return func(*args, noises=noises) if is_packed else _layer(func, args, noises)
     with Given(noises):
         return func(*args, **kwargs)
 
 
-def _by_layers(
+def _layer(
     func: Callable[..., Any], args: tuple[Any, ...], noises: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Run a recurrent net over padded rows with dropout masks drawn before."""
+    x, hx, params, has_biases, n_layers, p, is_training, is_both, is_batch_first = args
+    words = has_biases, 1, 0.0, is_training, is_both, False
+
+    def run(*args: Any) -> Any:
+        return func(*args, *words)
+
+    x = x.transpose(0, 1) if is_batch_first else x
+    x, *ends = by_layers(run, x, hx, params, n_layers, p, noises)
+    return (x.transpose(0, 1) if is_batch_first else x, *ends)
+
+
+def by_layers(
+    run: Callable[..., Any],
+    x: torch.Tensor,
+    hx: Any,
+    params: Sequence[torch.Tensor],
+    n_layers: int,
+    p: float,
+    noises: Iterable[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
     """Run a recurrent net layer by layer, with dropout masks drawn before.
 
     `Given` could do it in one call, but would intercept each of the thousands of ops of that call.
+
+    Args:
+        run: a function of input, states and weights that runs one layer.
+        x: the input of the first layer.
+        hx: the states of all layers; a pair for an LSTM.
+        params: the weights of all layers.
+        n_layers: the number of layers.
+        p: the probability of dropout.
+        noises: the masks, one for the output of each layer but the last.
     """
-    x, hx, params, has_biases, n_layers, p, is_training, is_both, is_batch_first = args
-    x = x.transpose(0, 1) if is_batch_first else x
     is_lstm = not isinstance(hx, torch.Tensor)
     states = [state.chunk(n_layers) for state in (hx if is_lstm else (hx,))]
-    n_params = len(params) // n_layers
+    n_params, masks = len(params) // n_layers, iter(noises)
     ends: list[list[torch.Tensor]] = [[] for _ in states]
     for i in range(n_layers):
         initial = [of[i] for of in states]
         weights = params[i * n_params : (i + 1) * n_params]
-        words = has_biases, 1, 0.0, is_training, is_both, False
-        x, *final = func(x, tuple(initial) if is_lstm else initial[0], weights, *words)
+        x, *final = run(x, tuple(initial) if is_lstm else initial[0], weights)
         for end, state in zip(ends, final, strict=True):
             end.append(state)
-        if i < len(noises):
-            x = x * noises[i].to(x.dtype, copy=True).div_(1 - p)
-    return (x.transpose(0, 1) if is_batch_first else x, *map(torch.cat, ends))
+        if i < n_layers - 1:
+            x = x * next(masks).to(x.dtype, copy=True).div_(1 - p)
+    return (x, *map(torch.cat, ends))
 
 
 class Given(Mode):

@@ -15,7 +15,8 @@ returns that input.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +27,9 @@ from torch.overrides import handle_torch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from koila import _core
-from koila.basics import config, table
+from koila.basics import config, packing, table
 from koila.memory import uneven
-from koila.planning import unsplit
+from koila.random import noise_drawn
 from koila.reporting import reports
 
 LazyTensor = _core.LazyTensor
@@ -84,12 +85,6 @@ def _lookup(table: Any, tensor: Any) -> Any:
     return found if wanted is not None and _core.id(source) == wanted else None
 
 
-def _invert(order: Tensor) -> Tensor:
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(order.numel(), device=order.device)
-    return inverse
-
-
 # Rows in another order ----------------------------------------------------------------------------
 
 
@@ -130,25 +125,13 @@ def _undoes(first: Tensor, second: Tensor) -> bool:
     return is_index and torch.equal(first[second].cpu(), torch.arange(first.numel()))
 
 
-def _steps_of(lengths: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of rows that have each step, and the step and row of each entry of the
-    packed data.
-
-    The longest rows come first; `order` sorts them so, if they are not.
-    """
-    lengths = lengths if order is None else lengths[order]
-    is_there = lengths > torch.arange(int(lengths[0]))[:, None]
-    steps, at = (part.clone() for part in is_there.nonzero(as_tuple=True))
-    return is_there.sum(1), steps, at if order is None else order[at]
-
-
 # The calls ----------------------------------------------------------------------------------------
 
 
 def _gather(made_of: _Packed) -> Tensor:
     """Record `data` of the packed sequence as an index into the padded rows."""
     if not made_of.index:
-        _, steps, rows = _steps_of(made_of.lengths, made_of.order)
+        _, steps, rows = packing.steps_of(made_of.lengths, made_of.order)
         index = (rows, steps) if made_of.is_batch_first else (steps, rows)
         made_of.index = tuple(part.to(made_of.padded.device) for part in index)
     data: Tensor = made_of.padded[made_of.index]
@@ -177,7 +160,7 @@ def pack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         return NotImplemented  # torch raises its own error
     if order is not None and order.sort().values.ne(torch.arange(order.numel())).any():
         return NotImplemented
-    own = by_length if order is None else by_length[_invert(order)]
+    own = by_length if order is None else by_length[packing.invert(order)]
     made_of = _Packed(x, None, None, own, order, is_batch_first, False)
     sizes = (by_length > torch.arange(int(by_length[0]))[:, None]).sum(1)
     return _gather(made_of), sizes
@@ -218,10 +201,10 @@ def _first_steps(made_of: _Packed, n_steps: int) -> Tensor:
     return x.narrow(dim, 0, n_steps)
 
 
-def _lengths_of(made_of: _Packed) -> Tensor:
-    """Return the lengths as a lazy with the rows of the padded tensor."""
+def _with_rows(numbers: Tensor, made_of: _Packed) -> Tensor:
+    """Return a number of each row as a lazy with the rows of the padded tensor."""
     first_step: Any = made_of.padded.select(1 if made_of.is_batch_first else 0, 0)
-    return _core.like(made_of.lengths.to(first_step.device), first_step)
+    return _core.like(numbers.to(first_step.device), first_step)
 
 
 def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -234,28 +217,27 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     if torch.is_autocast_enabled(made_of.padded.device.type):
         return NotImplemented  # torch casts the weights of its own call
     _, sizes, hx, params, has_biases, num_layers, dropout, train, is_both = args
-    if train and dropout > 0 and num_layers > 1:
-        of_kind = table.ROWS[func.__name__]["n_gates"], num_layers, is_both, list(params)
-        n_bytes = uneven.whole(made_of.padded, _listed(hx), made_of.lengths, *of_kind)
-        unsplit.check_known(func, _DROPS, n_bytes)
-        return NotImplemented
     if type(sizes) is LazyTensor or _core.rows_dim(made_of.padded) < 0:
         return NotImplemented
-    inverse = None if made_of.order is None else _invert(made_of.order)
+    inverse = None if made_of.order is None else packing.invert(made_of.order)
     states = [_unsorted(state, made_of.order, inverse) for state in _listed(hx)]
     is_first = made_of.is_batch_first
     x = _first_steps(made_of, int(made_of.lengths.max()))
     words = params, has_biases, num_layers, dropout, train, is_both, is_first
     given = tuple(states) if isinstance(hx, tuple | list) else states[0]
     call: Any = handle_torch_function
-    if int(made_of.lengths.min()) == int(made_of.lengths.max()):  # padded rows are the sequence
+    lengths, is_sorted = made_of.lengths, inverse is None
+    keys = packing.keys_of(lengths, made_of.order)
+    is_even = int(lengths.min()) == int(lengths.max())
+    if is_even and not bool((keys.diff() > 0).any()):  # padded rows are the sequence
         made = call(func, (x,), x, given, *words)
     else:
-        own, lengths, is_sorted = LAYERS[func.__name__], made_of.lengths, inverse is None
-        n_gates = table.ROWS[func.__name__]["n_gates"]
-        kind = n_gates, num_layers, is_both, is_first, is_sorted
+        drops = train and 0 < dropout < 1
+        kind = table.ROWS[func.__name__]["n_gates"], num_layers, is_both, is_first, is_sorted, drops
         needs = uneven.needs(x, states, lengths, *kind)
-        made = call(own, (x,), x, _lengths_of(made_of), given, *words, is_sorted, needs)
+        own, n_all = LAYERS[func.__name__], lengths.numel()
+        of_rows = _with_rows(keys, made_of)
+        made = call(own, (x,), x, of_rows, given, *words, is_sorted, needs, n_all)
         _core.notes().setdefault("lengths", {})[id(lengths)] = lengths
     if type(made[0]) is not LazyTensor:
         return NotImplemented
@@ -268,9 +250,6 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         for state in made[1:]
     ]
     return _gather(out), *last
-
-
-_DROPS = "dropout between its layers draws for the steps of all rows at once"
 
 
 def _listed(hx: Any) -> list[Tensor]:
@@ -299,7 +278,7 @@ def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     if is_new:
         n_beyond = 1 if made_of.is_batch_first else 0
         steps = torch.arange(n_most, device=x.device).unsqueeze(n_beyond ^ 1)
-        lengths = _lengths_of(made_of).to(x.device).unsqueeze(n_beyond)
+        lengths = _with_rows(made_of.lengths, made_of).to(x.device).unsqueeze(n_beyond)
         is_there = (steps < lengths).reshape(x.shape[:2] + (1,) * (x.dim() - 2))
         x = torch.where(is_there, x, torch.full((), padding, dtype=x.dtype, device=x.device))
     elif made_of.is_handed_out:
@@ -323,12 +302,12 @@ def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 @contextlib.contextmanager
-def _as_of_uneven_rows(lengths: Tensor) -> Iterator[None]:
+def _as_of_uneven_rows(lengths: Tensor, n_all: int) -> Iterator[None]:
     """Keep torch from a fused kernel if all rows of a chunk happen to have one length: it takes
-    twice the memory of the kernel that the whole batch takes."""
+    twice the memory of the kernel that the whole batch of `n_all` rows takes."""
     was_enabled = torch.backends.mkldnn.enabled
     is_even = int(lengths.min()) == int(lengths.max())
-    if not (is_even and was_enabled):
+    if not (is_even and was_enabled) or lengths.numel() == n_all:
         yield
         return
     torch._C._set_mkldnn_enabled(False)  # set_flags() would set a precision, too
@@ -338,12 +317,24 @@ def _as_of_uneven_rows(lengths: Tensor) -> Iterator[None]:
         torch._C._set_mkldnn_enabled(True)
 
 
+def _one_layer(
+    call: Callable[..., Any],
+    sizes: Tensor,
+    words: tuple[bool, bool, bool],
+    data: Tensor,
+    hx: Any,
+    params: Sequence[Tensor],
+) -> Any:
+    has_biases, train, is_both = words
+    return call(data, sizes, hx, params, has_biases, 1, 0.0, train, is_both)
+
+
 def _layer(name: str) -> Callable[..., Any]:
     call = getattr(_VF, name)
 
     def packed(
         x: Tensor,
-        lengths: Tensor,
+        keys: Tensor,
         hx: Any,
         params: list[Tensor],
         has_biases: bool,
@@ -354,36 +345,45 @@ def _layer(name: str) -> Callable[..., Any]:
         is_batch_first: bool,
         is_sorted: bool,
         needs: tuple[int, ...] = (),
+        n_all: int = 1,
+        noises: Sequence[Tensor] = (),
     ) -> Any:
-        """Run a recurrent layer over padded rows and their lengths [n_rows] int64. `needs` is what
-        the planner counts as its memory.
+        """Run a recurrent layer over padded rows and their keys (`packing.keys_of`), which were
+        made for `n_all` rows. `needs` is what the planner counts as its memory. `noises` are masks
+        for the dropout between its layers, time-major and padded; none: torch draws them.
 
         Steps are gathered and scattered by index: torch's own calls touch memory as large as the
         padded rows once for each distinct length.
 
         Return the results, padded with 0 to the steps of `x`, and the last states.
         """
-        lengths, order, states = lengths.cpu(), None, _listed(hx)
+        (lengths, order), states = packing.of_keys(keys.cpu(), n_all), _listed(hx)
         n_rows, n_steps = x.shape[:2] if is_batch_first else x.shape[1::-1]
         is_turned = is_batch_first and is_sorted  # the strides of torch's own result
-        if bool((lengths.diff() > 0).any()):
-            order = lengths.argsort(descending=True)
+        if order is not None:
             states = [state.index_select(1, order.to(state.device)) for state in states]
-        sizes, step, row = _steps_of(lengths, order)
+        sizes, step, row = packing.steps_of(lengths, order)
         by_step, by_row = step * n_rows + row, row * n_steps + step
         is_by_row = is_batch_first and not is_turned
         places = (by_row if is_by_row else by_step).to(x.device)
         x = x.transpose(0, 1) if is_turned else x  # so that its gradient has the strides of torch's
+        at = (step, row) if noises else ()
         del step, row, by_step, by_row
         data = x.flatten(0, 1).index_select(0, places)
         given = states if isinstance(hx, tuple | list) else states[0]
-        words = params, has_biases, num_layers, dropout, train, is_both
-        with _as_of_uneven_rows(lengths):
-            out, *last = call(data, sizes, given, *words)
-        del data, states, given
+        with _as_of_uneven_rows(lengths, n_all):
+            if noises:
+                one = functools.partial(_one_layer, call, sizes, (has_biases, train, is_both))
+                layers = params, num_layers, dropout, (noise[at] for noise in noises)
+                out, *last = noise_drawn.by_layers(one, data, given, *layers)
+                del layers
+            else:
+                words = params, has_biases, num_layers, dropout, train, is_both
+                out, *last = call(data, sizes, given, *words)
+        del data, states, given, at
         padded = out.new_zeros(n_rows * n_steps, out.shape[-1]).index_put_((places,), out)
         if order is not None:
-            last = [state.index_select(1, _invert(order).to(state.device)) for state in last]
+            last = [state.index_select(1, packing.invert(order).to(state.device)) for state in last]
         if is_turned:
             return padded.unflatten(0, (n_steps, n_rows)).transpose(0, 1), *last
         return padded.unflatten(0, x.shape[:2]), *last
@@ -402,4 +402,8 @@ HANDLERS = {
     "_pack_padded_sequence": _or_else(pack, pack_now),
     "_pad_packed_sequence": _or_else(pad, pad_now),
 }
-LAYERS = {name: _layer(name) for name, row in table.ROWS.items() if row["draws"] == "LAYERS"}
+LAYERS = {
+    name: _layer(name)
+    for name, row in table.ROWS.items()
+    if row["draws"] == "LAYERS" and hasattr(_VF, name)
+}

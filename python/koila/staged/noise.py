@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import torch
 
 from koila import _core
-from koila.basics import rows, table
+from koila.basics import packing, rows, table
 from koila.staged import layouts
 from koila.staged.facts import Info
 
 SIXTEEN = 16  # the numbers in a block of normal_()
+_LAYERS = 4  # which argument of a recurrent net is the number of its layers
 
 
 class Noise(NamedTuple):
@@ -38,6 +39,10 @@ class Noise(NamedTuple):
     place: rows.Place | None  # where its rows are; None: all rows share it
     follows: bool  # on a chunk its layout is that of the call's first argument
     is_known: bool = True  # its layout is known; else `strides` are those of a row-major tensor
+    #: Of a packed sequence: the keys of its rows and their number (`packing.of_keys`), and the
+    #: [steps, rows, features] into which its entries are put. There `place` is where the rows are.
+    keys: tuple[torch.Tensor, int] | None = None
+    padded: tuple[int, ...] = ()
 
     @property
     def n_elements(self) -> int:
@@ -56,7 +61,7 @@ class Noise(NamedTuple):
 
     @property
     def n_bytes(self) -> int:
-        return self.n_elements * self.stored.itemsize
+        return math.prod(self.padded or self.shape) * self.stored.itemsize
 
     def fill(self, tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         # Not from torch.Tensor, whose method koila may have replaced by a wrapper.
@@ -68,12 +73,18 @@ class Noise(NamedTuple):
         self, generator: torch.Generator, shape: tuple[int, ...] | None = None
     ) -> torch.Tensor:
         """Draw the whole tensor, or a chunk of shape `shape` with its dims in the same order in
-        memory."""
+        memory. That of a packed sequence is padded."""
         strides = self.strides if shape is None else rows.dense_strides(shape, self.strides)
-        return self.fill(
+        drawn = self.fill(
             torch.empty_strided(shape or self.shape, strides, dtype=self.stored, device="cpu"),
             generator,
         )
+        if self.keys is None:
+            return drawn
+        _, *steps = packing.steps_of(*packing.of_keys(*self.keys))
+        n_steps, n_rows, n_features = self.padded
+        padded = drawn.new_zeros(n_rows, n_steps, n_features).transpose(0, 1)  # chunks are views
+        return padded.index_put_(tuple(steps), drawn)
 
 
 # What calls draw ----------------------------------------------------------------------------------
@@ -143,16 +154,29 @@ def _attention(out: Info, query: Info, key: Info, p: float) -> Noise:
     )
 
 
-def _recurrent(source: Info, hidden: Info, args: tuple[Any, ...]) -> list[Noise]:
+def _recurrent(
+    source: Info, hidden: Info, words: tuple[Any, ...], keys: tuple[torch.Tensor, int] | None
+) -> list[Noise]:
     """Describe the dropout masks of a recurrent net: one for the output of each layer but the last,
-    time-major, with all directions."""
-    n_layers, p, _, is_both, is_batch_first = args[4:9]
+    time-major, with all directions.
+
+    Args:
+        source: the input, padded.
+        hidden: the first states.
+        words: the arguments of the call from the number of layers on.
+        keys: of a packed sequence, the keys of its rows and their number.
+    """
+    n_layers, p, _, is_both, is_batch_first = words[:5]
     time, batch = (1, 0) if is_batch_first else (0, 1)
     n_features = hidden.shape[-1] * (2 if is_both else 1)
     shape = (source.shape[time], source.shape[batch], n_features)
     place = source.place and (source.place[0], 1, *source.place[2:])
     strides = rows.dense_strides(shape)
     noise = Noise("bernoulli_", {}, (1 - p,), shape, strides, source.dtype, place, False)
+    if keys is not None:
+        own = int(packing.of_keys(*keys)[0].sum()), n_features
+        strides = rows.dense_strides(own)
+        noise = noise._replace(shape=own, strides=strides, keys=keys, padded=shape)
     return [noise] * (n_layers - 1)
 
 
@@ -209,7 +233,14 @@ def _of_weights(call: _Draw) -> list[Noise]:
 
 
 def _of_layers(call: _Draw) -> list[Noise] | None:
-    return None if call.kwargs else _recurrent(call.inputs[0], call.inputs[1], call.args)
+    if call.kwargs:
+        return None
+    words = call.args[_LAYERS:]
+    if not call.row.startswith("packed_"):
+        return _recurrent(call.inputs[0], call.inputs[1], words, None)
+    source, keys, hidden = call.inputs[:3]
+    assert keys.real is not None
+    return _recurrent(source, hidden, words[1:], (keys.real, call.args[-1]))
 
 
 #: By the word in the `draws` cell of a row: a function that describes what a call draws.
@@ -281,6 +312,8 @@ def _order(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
 def _is_outermost(noise: Noise) -> bool:
     """Tell whether its rows are outermost in memory."""
     assert noise.place is not None
+    if noise.padded:  # a packed sequence lies step by step
+        return False
     _, dim, outer, _ = noise.place
     return outer == 1 and all(d == dim for d in _order(noise.shape, noise.strides)[:1])
 
