@@ -131,6 +131,13 @@ def test_a_limit(folder: Path) -> None:
     wrong = run(folder, "-c", "import koila", KOILA_MEMORY_LIMIT="much")
     assert "KOILA_MEMORY_LIMIT='much'" in wrong.stderr
     assert "is no size" in wrong.stderr
+    launched = run(folder, "-m", "koila", "train.py", KOILA_MEMORY_LIMIT="12 gigs")
+    assert launched.returncode == 1
+    (line,) = launched.stderr.splitlines()
+    assert line == (
+        "python -m koila: error: KOILA_MEMORY_LIMIT='12 gigs': it is no size; write for example "
+        '"512MiB", "4G" or "80%"'
+    )
 
 
 def test_how_it_ends(folder: Path, refused: Callable[..., str]) -> None:

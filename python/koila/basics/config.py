@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import os
 import re
+import sys
 import threading
 import weakref
 from types import TracebackType
@@ -291,7 +292,14 @@ def read_environment() -> None:
 
     Raises:
         ValueError: KOILA_MEMORY_LIMIT is no size.
+        SystemExit: the same, under `python -m koila`: a command prints no traceback.
     """
     text = os.environ.get("KOILA_MEMORY_LIMIT", "").strip()
-    if text:
+    if not text:
+        return
+    try:
         set_limit(text, "KOILA_MEMORY_LIMIT")
+    except ValueError as error:
+        if sys.argv[:1] == ["-m"]:  # so it is while Python imports the package of a module to run
+            sys.exit(f"python -m koila: error: {error}")
+        raise error.with_traceback(None) from None

@@ -197,6 +197,19 @@ class Interpreter:
             stages.settle_chunk(run, chunk)
         for value in step.values:
             stages.boundary[value].seeds.pop(("chunk", chunk), None)
+        if len(self.loops) == 1:
+            self._drop_gradients(run)
+
+    def _drop_gradients(self, run: Run) -> None:
+        """After the backward of a run on this chunk, free the gradients of what it made: an earlier
+        segment's backward has room for those of its inputs."""
+        chunk, is_last = self.chunk, self.chunk + 1 == self.loops[-1].stop
+        for value in run.left:
+            boundary = self.stages.boundary[value]
+            if is_last or ("chunk", chunk) in boundary.seeds or boundary.aliases:
+                dropped = boundary.drop_gradient(chunk, is_last)
+                if dropped:
+                    self.stages.forget(dropped)
 
     def _take(self, step: Step) -> None:
         stages, chunk = self.stages, self.chunk
@@ -210,15 +223,9 @@ class Interpreter:
                 stages.take_rows_of(run, chunk, self.pieces, still_read)
         for value in step.values:
             stages.boundary[value].seeds.pop(("chunk", chunk), None)
-        if len(self.loops) == 1:
-            is_last = chunk + 1 == self.loops[-1].stop
-            for run in step.runs:
-                for value in run.left:
-                    boundary = stages.boundary[value]
-                    if is_last or ("chunk", chunk) in boundary.seeds or boundary.aliases:
-                        dropped = boundary.drop_gradient(chunk, is_last)
-                        if dropped:
-                            stages.forget(dropped)
+        if len(self.loops) == 1 and stages.planned.strategy.n_pieces > 1:
+            for run in step.runs:  # also of those that ran in pieces of this chunk
+                self._drop_gradients(run)
 
     def _still_read(self) -> set[RowsRead]:
         """In an inner loop, return the rows that the body of the outer one read, whose backward
