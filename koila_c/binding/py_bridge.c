@@ -27,12 +27,8 @@ is_without_tensor(const Tape *tape, KlValueId id)
     return tape->values[id].handle != NULL && tape->values[id].real == NULL;
 }
 
-KL_DEFINE(can_cut, ignored)
+KL_DEFINE_ON(can_cut, tape, ignored)
 {
-    const Tape *tape = kl_tape_open();
-    if (tape == NULL) {
-        return NULL;
-    }
     bool result = !tape->is_running;
     for (size_t i = 0; i < tape->core.n_values && result; i++) {
         KlValueId id = (KlValueId)i;
@@ -81,12 +77,8 @@ KL_DEFINE_AT_VALUE(behind, tape, id)
     return found;
 }
 
-KL_DEFINE(reached, ignored)
+KL_DEFINE_ON(reached, tape, ignored)
 {
-    const Tape *tape = kl_tape_open();
-    if (tape == NULL) {
-        return NULL;
-    }
     const KlTape *core = &tape->core;
     bool is_possible = !kl_tape_has_draw(core);
     PyObject *handed = PyList_New(0);
@@ -179,12 +171,8 @@ bytes_won_whole(const Tape *tape, bool *is_saved, bool *is_held /* [n_storages] 
     }
     return won;
 }
-KL_DEFINE(won_whole, ignored)
+KL_DEFINE_ON(won_whole, tape, ignored)
 {
-    const Tape *tape = kl_tape_open();
-    if (tape == NULL) {
-        return NULL;
-    }
     bool *is_saved = kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(bool));
     bool *is_held = kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(bool));
     bool is_there = is_saved != NULL && is_held != NULL;

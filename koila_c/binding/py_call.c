@@ -278,6 +278,19 @@ kl_call_describe(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueI
     return result;
 }
 
+PyObject *
+kl_call_keywords(PyObject *const *values, PyObject *names)
+{
+    PyObject *dict = PyDict_New();
+    Py_ssize_t n = names != NULL ? PyTuple_GET_SIZE(names) : 0;
+    for (Py_ssize_t i = 0; dict != NULL && i < n; i++) {
+        if (PyDict_SetItem(dict, PyTuple_GET_ITEM(names, i), values[i]) < 0) {
+            Py_CLEAR(dict);
+        }
+    }
+    return dict;
+}
+
 #define KL_STACK_ARGS 16
 
 PyObject *

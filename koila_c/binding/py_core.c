@@ -84,16 +84,15 @@ KL_DEFINE_OF(is_input, value)
     return PyBool_FromLong(value->is_input);
 }
 
-KL_DEFINE(is_held_by, args)
+KL_DEFINE_ON(is_held_by, tape, args)
 {
     PyObject *object = NULL;
     Py_ssize_t n = 0;
     if (!PyArg_ParseTuple(args, "O!n", kl_py.tensor_base, &object, &n)) {
         return NULL;
     }
-    const Tape *tape = kl_tape_open();
     const Value *value = kl_lazy_check(object) ? kl_lazy_checked(object) : NULL;
-    if (tape == NULL || (value == NULL && kl_lazy_check(object))) {
+    if ((value == NULL && kl_lazy_check(object))) {
         return NULL;
     }
     PyObject *real = value != NULL ? kl_lazy_real(value) : object;
@@ -180,11 +179,10 @@ KL_DEFINE(flush, ignored)
     return tape != NULL && kl_live_run(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(has_known, ignored)
+KL_DEFINE_ON(has_known, tape, ignored)
 {
-    Tape *tape = kl_tape_open_or_null();
     kl_py.n_looks++;
-    return PyBool_FromLong(tape != NULL && kl_tape_find_known(&tape->core));
+    return PyBool_FromLong(kl_tape_find_known(&tape->core));
 }
 
 KL_DEFINE(has_numbers, ignored)
@@ -261,22 +259,16 @@ KL_DEFINE(is_busy, ignored)
     return PyBool_FromLong(kl_tape_is_busy(kl_tape_open_or_null()));
 }
 
-KL_DEFINE(forget, ignored)
+KL_DEFINE_ON(forget, tape, ignored)
 {
-    Tape *tape = kl_tape_open_or_null();
-    if (tape != NULL) {
-        kl_tape_close(tape);
-    }
+    kl_tape_close(tape);
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(abandon, ignored)
+KL_DEFINE_ON(abandon, tape, ignored)
 {
-    Tape *tape = kl_tape_open_or_null();
-    if (tape != NULL) {
-        kl_tape_abandon(&tape->core, 0);
-        (void)kl_tape_end(tape, true);
-    }
+    kl_tape_abandon(&tape->core, 0);
+    (void)kl_tape_end(tape, true);
     return Py_NewRef(Py_None);
 }
 
@@ -491,27 +483,19 @@ KL_DEFINE(set_type_attribute, args)
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(set_busy, flag)
+KL_DEFINE_ON(set_busy, tape, flag)
 {
-    Tape *tape = kl_tape_open();
-    if (tape != NULL) {
-        tape->is_running = flag == Py_True;
-    }
-    return tape != NULL ? Py_NewRef(Py_None) : NULL;
+    tape->is_running = flag == Py_True;
+    return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(check_leaves, ignored)
+KL_DEFINE_ON(check_leaves, tape, ignored)
 {
-    Tape *tape = kl_tape_open();
-    return tape == NULL || kl_stale_check_leaves(tape) < 0 ? NULL : Py_NewRef(Py_None);
+    return kl_stale_check_leaves(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(close, ignored)
+KL_DEFINE_ON(close, tape, ignored)
 {
-    Tape *tape = kl_tape_open();
-    if (tape == NULL) {
-        return NULL;
-    }
     bool is_over = kl_tape_end(tape, false);
     tape->is_kept = tape->is_kept || !is_over;
     return PyBool_FromLong(is_over);
@@ -533,12 +517,8 @@ KL_DEFINE(pending_bytes, is_graph)
     return PyLong_FromLongLong(bytes);
 }
 
-KL_DEFINE(notes, ignored)
+KL_DEFINE_ON(notes, tape, ignored)
 {
-    Tape *tape = kl_tape_open();
-    if (tape == NULL) {
-        return NULL;
-    }
     if (tape->notes == NULL) {
         tape->notes = PyDict_New();
     }

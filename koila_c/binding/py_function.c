@@ -16,40 +16,18 @@ Function_clear(Function *function)
 {
     Py_CLEAR(function->func);
     Py_CLEAR(function->handler);
-    return 0;
-}
-
-static void
-Function_dealloc(Function *function)
-{
-    PyTypeObject *type = Py_TYPE(function);
-    PyObject_GC_UnTrack(function);
-    (void)Function_clear(function);
     Py_CLEAR(function->name);
     Py_CLEAR(function->container);
     kl_py_signature_free(function->signature);
-    type->tp_free(function);
-    Py_DECREF(type);
+    function->signature = NULL;
+    return 0;
 }
-
-static PyType_Slot function_slots[] = {
-    {Py_tp_traverse, Function_traverse},
-    {Py_tp_clear, Function_clear},
-    {Py_tp_dealloc, Function_dealloc},
-    {0, NULL},
-};
-
-static PyType_Spec function_spec = {
-    .name = "koila._core.Function",
-    .basicsize = sizeof(Function),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = function_slots,
-};
 
 int
 kl_function_init(PyObject *module)
 {
-    kl_py.function_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &function_spec, NULL);
+    kl_py.function_type = kl_py_new_type(module, "koila._core.Function", sizeof(Function),
+                                         Function_traverse, Function_clear, NULL);
     kl_py.functions = PyDict_New();
     return kl_py.function_type == NULL || kl_py.functions == NULL ? -1 : 0;
 }

@@ -2,11 +2,10 @@
 /* py_gradient.c - which leaves get a gradient, and which calls cannot compute theirs */
 #include "py_run.h"
 
-KL_DEFINE(writer_from, args)
+KL_DEFINE_ON(writer_from, tape, args)
 {
     unsigned int id = 0, value = 0;
-    const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "II:writer_from", &id, &value)) {
+    if (!PyArg_ParseTuple(args, "II:writer_from", &id, &value)) {
         return NULL;
     }
     const KlValue *values = tape->core.values;
@@ -19,13 +18,11 @@ KL_DEFINE(writer_from, args)
     return Py_NewRef(Py_None);
 }
 
-KL_DEFINE(overwritten, args)
+KL_DEFINE_ON(overwritten, tape, args)
 {
     unsigned int before = 0;
     const KlProgram *program = NULL;
-    const Tape *tape = kl_tape_open();
-    if (tape == NULL ||
-        !PyArg_ParseTuple(args, "O&O&:overwritten", kl_program_of, &program, kl_py_id, &before)) {
+    if (!PyArg_ParseTuple(args, "O&O&:overwritten", kl_program_of, &program, kl_py_id, &before)) {
         return NULL;
     }
     const KlTape *core = &tape->core;

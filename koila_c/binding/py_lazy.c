@@ -72,30 +72,6 @@ Value_clear(Value *value)
     return 0;
 }
 
-static void
-Value_dealloc(Value *value)
-{
-    PyTypeObject *type = Py_TYPE(value);
-    PyObject_GC_UnTrack(value);
-    (void)Value_clear(value);
-    type->tp_free(value);
-    Py_DECREF(type);
-}
-
-static PyType_Slot value_slots[] = {
-    {Py_tp_traverse, Value_traverse},
-    {Py_tp_clear, Value_clear},
-    {Py_tp_dealloc, Value_dealloc},
-    {0, NULL},
-};
-
-static PyType_Spec value_spec = {
-    .name = "koila._core.Value",
-    .basicsize = sizeof(Value),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = value_slots,
-};
-
 void
 kl_lazy_move(Value *value, KlValueId id)
 {
@@ -224,12 +200,7 @@ kl_lazy_results(Tape *tape, KlNodeId id, PyObject *container)
     }
     PyObject *tuple = PyTuple_New(n);
     for (uint32_t i = 0; tuple != NULL && i < n; i++) {
-        PyObject *lazy = kl_lazy_new(tape, first + i);
-        if (lazy == NULL) {
-            Py_CLEAR(tuple);
-            break;
-        }
-        PyTuple_SET_ITEM(tuple, i, lazy);
+        kl_py_put(&tuple, i, kl_lazy_new(tape, first + i));
     }
     if (tuple == NULL || container == (PyObject *)&PyTuple_Type) {
         return tuple;
@@ -285,6 +256,7 @@ kl_lazy_checked(PyObject *self)
 int
 kl_lazy_init(PyObject *module)
 {
-    kl_py.value_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &value_spec, NULL);
+    kl_py.value_type = kl_py_new_type(module, "koila._core.Value", sizeof(Value), Value_traverse,
+                                      Value_clear, NULL);
     return kl_py.value_type != NULL ? 0 : -1;
 }

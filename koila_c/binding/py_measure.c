@@ -59,7 +59,7 @@ items(PyObject *bytes, const KlStages *stages, size_t size)
 /* measure(program, policy, (is_cloned, bytes_noise, region_of, outer: arrays of KlOutside as bytes), (bytes of a generator's
  * state, of those kept), peak_of, (steps and turns of KlKnown's chunks, of its pieces; are the bytes of a live run
  * known)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
-KL_DEFINE(measure, args)
+KL_DEFINE_ON(measure, tape, args)
 {
     const KlProgram *program = NULL;
     PyObject *cloned = NULL, *noise = NULL, *regions = NULL, *outer = NULL;
@@ -69,9 +69,7 @@ KL_DEFINE(measure, args)
     KlMeasured measured = {0};
     int is_whole_known = 0;
     KlError error;
-    const Tape *tape = kl_tape_open();
-    if (tape == NULL ||
-        !PyArg_ParseTuple(
+    if (!PyArg_ParseTuple(
             args, "O&O&(SSSS)(LL)O|(ddddp):measure", kl_program_of, &program, kl_schedule_policy,
             &policy, &cloned, &noise, &regions, &outer, &outside.bytes_state, &outside.bytes_drawn,
             &peak_of, &outside.known.chunks.steps, &outside.known.chunks.turns,

@@ -253,12 +253,7 @@ kl_meta_ints(const int64_t *ints, int32_t n)
 {
     PyObject *tuple = PyTuple_New(n);
     for (int32_t i = 0; tuple != NULL && i < n; i++) {
-        PyObject *item = PyLong_FromLongLong(ints[i]);
-        if (item == NULL) {
-            Py_CLEAR(tuple);
-            break;
-        }
-        PyTuple_SET_ITEM(tuple, i, item);
+        kl_py_put(&tuple, i, PyLong_FromLongLong(ints[i]));
     }
     return tuple;
 }
@@ -423,6 +418,16 @@ kl_py_add(PyObject **list, PyObject *item)
         Py_CLEAR(*list);
     }
     Py_XDECREF(item);
+}
+
+void
+kl_py_put(PyObject **tuple, Py_ssize_t i, PyObject *item)
+{
+    if (item == NULL) {
+        Py_CLEAR(*tuple);
+    } else {
+        PyTuple_SET_ITEM(*tuple, i, item);
+    }
 }
 
 bool

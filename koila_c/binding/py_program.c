@@ -20,12 +20,7 @@ node_inputs(const KlTape *core, const uint32_t *imports, const KlNode *node)
     for (uint32_t k = 0; tuple != NULL && k < node->n_inputs; k++) {
         KlValueId value = core->inputs[node->first_input + k].value;
         uint32_t id = imports != NULL ? imports[node->first_input + k] : value;
-        PyObject *item = PyLong_FromLong(value == KL_ID_NONE ? -1 : (long)id);
-        if (item == NULL) {
-            Py_CLEAR(tuple);
-            break;
-        }
-        PyTuple_SET_ITEM(tuple, k, item);
+        kl_py_put(&tuple, k, PyLong_FromLong(value == KL_ID_NONE ? -1 : (long)id));
     }
     return tuple;
 }
@@ -412,12 +407,11 @@ is_saving(const KlNode *node)
            saves->bytes_extra != 0 || saves->bytes_fixed != 0;
 }
 
-KL_DEFINE(spend, args)
+KL_DEFINE_ON(spend, tape, args)
 {
     const KlProgram *program = NULL;
     int is_asked = 0;
-    Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O&p:spend", kl_program_of, &program, &is_asked)) {
+    if (!PyArg_ParseTuple(args, "O&p:spend", kl_program_of, &program, &is_asked)) {
         return NULL;
     }
     KlNodeId found = KL_ID_NONE;
@@ -433,12 +427,11 @@ KL_DEFINE(spend, args)
     return stage_object(found);
 }
 
-KL_DEFINE(facts_of, args)
+KL_DEFINE_ON(facts_of, tape, args)
 {
     const KlProgram *program = NULL;
     const char *what = NULL;
-    const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O&s:facts_of", kl_program_of, &program, &what)) {
+    if (!PyArg_ParseTuple(args, "O&s:facts_of", kl_program_of, &program, &what)) {
         return NULL;
     }
     if (what[0] == 'd') {
@@ -464,11 +457,10 @@ KL_DEFINE(facts_of, args)
 }
 
 /* All that decides how a program is staged, cut and scheduled. No tensor, call or line is in it. */
-KL_DEFINE(print_of, args)
+KL_DEFINE_ON(print_of, tape, args)
 {
     const KlProgram *program = NULL;
-    const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O&:print_of", kl_program_of, &program)) {
+    if (!PyArg_ParseTuple(args, "O&:print_of", kl_program_of, &program)) {
         return NULL;
     }
     const KlTape *core = &tape->core;
@@ -589,13 +581,12 @@ build(Tape *tape, const KlAsked *asked, PyObject *staged)
     return handle;
 }
 
-KL_DEFINE(cut_program, args)
+KL_DEFINE_ON(cut_program, tape, args)
 {
     KlAsked asked = {0};
     int is_headed = 0;
-    Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O&Ip:cut_program", kl_program_of, &asked.staged,
-                                          &asked.n_segments, &is_headed)) {
+    if (!PyArg_ParseTuple(args, "O&Ip:cut_program", kl_program_of, &asked.staged, &asked.n_segments,
+                          &is_headed)) {
         return NULL;
     }
     asked.is_headed = is_headed != 0;
@@ -642,16 +633,15 @@ error:
     return result;
 }
 
-KL_DEFINE(gradient_part, args)
+KL_DEFINE_ON(gradient_part, tape, args)
 {
     KlProgram *program = NULL;
     PyObject *values = NULL, *result = NULL;
     unsigned int index = 0;
     uint32_t added = 0;
     KlError error;
-    const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O&O&O!:gradient_part", kl_program_of, &program,
-                                          kl_py_id, &index, &PyList_Type, &values)) {
+    if (!PyArg_ParseTuple(args, "O&O&O!:gradient_part", kl_program_of, &program, kl_py_id, &index,
+                          &PyList_Type, &values)) {
         return NULL;
     }
     if (index >= program->n_runs || kl_program_is_body(&program->runs[index])) {

@@ -90,12 +90,11 @@ kl_promise_check(const Tape *tape, KlNodeId id, KlValueId value, PyObject *resul
                           : check_strides(tape, id, promised, result);
 }
 
-KL_DEFINE(check_result, args)
+KL_DEFINE_ON(check_result, tape, args)
 {
     unsigned int id = 0, value = 0;
     PyObject *tensor = NULL;
-    const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "IIO:check_result", &id, &value, &tensor)) {
+    if (!PyArg_ParseTuple(args, "IIO:check_result", &id, &value, &tensor)) {
         return NULL;
     }
     if (id >= tape->core.n_nodes || value >= tape->core.n_values) {

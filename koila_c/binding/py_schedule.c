@@ -51,15 +51,14 @@ cheap_values_of(const KlSchedule *schedule)
     return cheap_set;
 }
 
-KL_DEFINE(schedule, args)
+KL_DEFINE_ON(schedule, tape, args)
 {
     const KlProgram *program = NULL;
     KlPolicy policy = {0};
     KlSchedule schedule;
     KlError error;
-    const Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O&O&:schedule", kl_program_of, &program,
-                                          kl_schedule_policy, &policy)) {
+    if (!PyArg_ParseTuple(args, "O&O&:schedule", kl_program_of, &program, kl_schedule_policy,
+                          &policy)) {
         return NULL;
     }
     if (kl_schedule_build(&tape->core, program, &policy, &schedule, &error) != KL_OK) {

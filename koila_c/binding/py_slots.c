@@ -26,18 +26,6 @@ typedef struct LazyMethod {
 } LazyMethod;
 
 static PyObject *
-pack_keywords(PyObject *const *values, PyObject *names)
-{
-    PyObject *dict = PyDict_New();
-    for (Py_ssize_t i = 0; dict != NULL && i < PyTuple_GET_SIZE(names); i++) {
-        if (PyDict_SetItem(dict, PyTuple_GET_ITEM(names, i), values[i]) < 0) {
-            Py_CLEAR(dict);
-        }
-    }
-    return dict;
-}
-
-static PyObject *
 record(const Function *function, PyObject *func, PyObject *const *args, Py_ssize_t n,
        PyObject *names)
 {
@@ -50,7 +38,7 @@ record(const Function *function, PyObject *func, PyObject *const *args, Py_ssize
         PyTuple_SET_ITEM(tuple, i, Py_NewRef(args[i]));
     }
     if (names != NULL && PyTuple_GET_SIZE(names) > 0) {
-        kwargs = pack_keywords(args + n, names);
+        kwargs = kl_call_keywords(args + n, names);
     }
     if (kwargs != NULL || !PyErr_Occurred()) {
         result = kl_record_op(function, func, tuple, kwargs);

@@ -198,14 +198,9 @@ call_node(Run *run, KlNodeId id)
     }
     PyObject *positional = PyList_GetSlice(args, 0, n_positional);
     PyObject *tuple = positional != NULL ? PyList_AsTuple(positional) : NULL;
-    PyObject *named = PyDict_New();
+    PyObject *named =
+        kl_call_keywords(((PyListObject *)args)->ob_item + n_positional, call->kwnames);
     Py_XDECREF(positional);
-    for (Py_ssize_t i = 0; named != NULL && i < n_named; i++) {
-        if (PyDict_SetItem(named, PyTuple_GET_ITEM(call->kwnames, i),
-                           PyList_GET_ITEM(args, n_positional + i)) < 0) {
-            Py_CLEAR(named);
-        }
-    }
     PyObject *integer = PyLong_FromUnsignedLong(id);
     if (tuple != NULL && named != NULL && integer != NULL) {
         result =
@@ -551,14 +546,13 @@ KL_DEFINE(run_alone, args)
 
 /* -- results ---------------------------------------------------------------------------------------------- */
 
-KL_DEFINE(deliver, args)
+KL_DEFINE_ON(deliver, tape, args)
 {
     unsigned int id = 0;
     PyObject *tensor = NULL;
     int is_final = 0;
-    Tape *tape = kl_tape_open();
-    if (tape == NULL || !PyArg_ParseTuple(args, "O&O!p:deliver", kl_py_id, &id, kl_py.tensor_base,
-                                          &tensor, &is_final)) {
+    if (!PyArg_ParseTuple(args, "O&O!p:deliver", kl_py_id, &id, kl_py.tensor_base, &tensor,
+                          &is_final)) {
         return NULL;
     }
     if (id >= tape->core.n_values) {
@@ -583,13 +577,11 @@ KL_DEFINE(deliver, args)
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-KL_DEFINE(cut, args)
+KL_DEFINE_ON(cut, tape, args)
 {
     unsigned int id = 0;
     PyObject *tensor = NULL;
-    Tape *tape = kl_tape_open();
-    if (tape == NULL ||
-        !PyArg_ParseTuple(args, "O&O!:cut", kl_py_id, &id, kl_py.tensor_base, &tensor)) {
+    if (!PyArg_ParseTuple(args, "O&O!:cut", kl_py_id, &id, kl_py.tensor_base, &tensor)) {
         return NULL;
     }
     if (id >= tape->core.n_values) {

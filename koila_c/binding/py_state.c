@@ -56,3 +56,32 @@ kl_py_look_up(const KlName *names, size_t n)
     }
     return 0;
 }
+
+static void
+clear_and_free(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    (void)type->tp_clear(object);
+    type->tp_free(object);
+    Py_DECREF(type);
+}
+
+PyTypeObject *
+kl_py_new_type(PyObject *module, const char *name, size_t size, void *traverse, void *clear,
+               void *dealloc)
+{
+    PyType_Slot slots[] = {
+        {Py_tp_traverse, traverse},
+        {Py_tp_clear, clear},
+        {Py_tp_dealloc, dealloc != NULL ? dealloc : clear_and_free},
+        {0, NULL},
+    };
+    PyType_Spec spec = {
+        .name = name,
+        .basicsize = (int)size,
+        .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+        .slots = slots,
+    };
+    return (PyTypeObject *)PyType_FromModuleAndSpec(module, &spec, NULL);
+}

@@ -211,6 +211,10 @@ typedef struct KlName {
 /* The exception names what is missing. 0 or -1. */
 int kl_py_look_up(const KlName *names, size_t n);
 
+/* A type of the module, for objects that the garbage collector knows; `dealloc` NULL: they are cleared and freed. */
+PyTypeObject *kl_py_new_type(PyObject *module, const char *name, size_t size, void *traverse,
+                             void *clear, void *dealloc);
+
 /* Raise the exception that `error` describes. Returns NULL. */
 PyObject *kl_py_raise(const KlError *error);
 
@@ -277,6 +281,8 @@ PyObject *kl_py_place(const KlPlace *place);
 /* Append an item, and drop the caller's reference to it. If the item is NULL, or on failure, drop the list instead, and
  * set `*list` to NULL; an exception is set then. */
 void kl_py_add(PyObject **list, PyObject *item);
+/* Set an item of a new tuple, which takes the caller's reference. If the item is NULL, drop the tuple, as above. */
+void kl_py_put(PyObject **tuple, Py_ssize_t i, PyObject *item);
 /* Index in kl_py.devices of a torch.device or its name; -1 if it is not known. */
 int kl_meta_device_from(PyObject *device);
 /* Set meta->device: 0 is the CPU, other devices are numbered as they are first met. 0 or -1. */

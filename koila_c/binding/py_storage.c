@@ -463,48 +463,43 @@ error:
 static int
 test_others(PyObject *locals)
 {
-    PyObject *leaf =
-        evaluate("torch.ones(2, dtype=torch.float32, device='cpu', requires_grad=True)", locals);
-    PyObject *grad = evaluate("torch.ones(2, dtype=torch.float32, device='cpu')", locals);
-    PyObject *meta = evaluate("torch.empty(2, dtype=torch.float32, device='meta')", locals);
-    PyObject *buffer = evaluate("torch.frombuffer(bytearray(8), dtype=torch.uint8)", locals);
-    PyObject *sparse = evaluate(
-        "torch.empty((2, 2), dtype=torch.float32, device='cpu', layout=torch.sparse_coo)", locals);
-    int result = -1;
-    if (leaf == NULL || grad == NULL || meta == NULL || buffer == NULL || sparse == NULL) {
-        goto error;
+    PyObject *leaf, *grad, *meta, *buffer, *sparse;
+    PyObject *all =
+        evaluate("(torch.ones(2, dtype=torch.float32, device='cpu', requires_grad=True), "
+                 "torch.ones(2, dtype=torch.float32, device='cpu'), "
+                 "torch.empty(2, dtype=torch.float32, device='meta'), "
+                 "torch.frombuffer(bytearray(8), dtype=torch.uint8), "
+                 "torch.empty((2, 2), dtype=torch.float32, device='cpu', layout=torch.sparse_coo))",
+                 locals);
+    if (all == NULL || !PyArg_ParseTuple(all, "OOOOO", &leaf, &grad, &meta, &buffer, &sparse)) {
+        return -1;
     }
     state.undefined = *state.grad(impl_of(leaf));
-    result = PyObject_SetAttrString(leaf, "grad", grad) == 0 && state.undefined->storage == NULL &&
-             *state.grad(impl_of(leaf)) == impl_of(grad) && impl_of(sparse)->storage == NULL &&
-             impl_of(meta)->storage != NULL && bytes_of(impl_of(meta)->storage) == 0 &&
-             impl_of(grad)->storage->is_resizable && !impl_of(buffer)->storage->is_resizable;
-error:
-    KL_DROP(sparse, buffer, meta, grad, leaf);
-    return result;
+    bool is_met = PyObject_SetAttrString(leaf, "grad", grad) == 0 &&
+                  state.undefined->storage == NULL && *state.grad(impl_of(leaf)) == impl_of(grad) &&
+                  impl_of(sparse)->storage == NULL && impl_of(meta)->storage != NULL &&
+                  bytes_of(impl_of(meta)->storage) == 0 && impl_of(grad)->storage->is_resizable &&
+                  !impl_of(buffer)->storage->is_resizable;
+    Py_DECREF(all);
+    return is_met;
 }
 
 static int
 self_test(void)
 {
-    PyObject *torch = PyImport_ImportModule("torch"), *gc = PyImport_ImportModule("gc");
+    const KlName names[] = {{&state.get_objects, "gc", "get_objects"}};
+    PyObject *torch = PyImport_ImportModule("torch");
     PyObject *locals = torch != NULL ? Py_BuildValue("{sO}", "torch", torch) : NULL;
-    PyObject *type = torch != NULL ? PyObject_GetAttrString(torch, "UntypedStorage") : NULL;
     int result = -1;
     *(void **)&state.grad = kl_meta_symbol("_ZNK3c1010TensorImpl4gradEv");
-    if (gc == NULL || locals == NULL || type == NULL) {
-        goto error;
+    if (locals != NULL && kl_py_look_up(names, 1) == 0) {
+        state.lock = evaluate("torch.UntypedStorage._new_with_weak_ptr", locals);
+        state.free_weak = evaluate("torch.UntypedStorage._free_weak_ref", locals);
+        bool is_there = state.lock != NULL && state.free_weak != NULL;
+        result = is_there && state.grad != NULL ? test_storage(locals) : 0;
+        result = result == 1 ? test_others(locals) : result;
     }
-    Py_XSETREF(state.get_objects, PyObject_GetAttrString(gc, "get_objects"));
-    Py_XSETREF(state.lock, PyObject_GetAttrString(type, "_new_with_weak_ptr"));
-    Py_XSETREF(state.free_weak, PyObject_GetAttrString(type, "_free_weak_ref"));
-    if (state.get_objects == NULL || state.lock == NULL || state.free_weak == NULL) {
-        goto error;
-    }
-    result = state.grad == NULL ? 0 : test_storage(locals);
-    result = result == 1 ? test_others(locals) : result;
-error:
-    KL_DROP(type, locals, gc, torch);
+    KL_DROP(locals, torch);
     return result;
 }
 

@@ -446,24 +446,11 @@ Tape_dealloc(Tape *tape)
     Py_DECREF(type);
 }
 
-static PyType_Slot tape_slots[] = {
-    {Py_tp_traverse, Tape_traverse},
-    {Py_tp_clear, Tape_clear},
-    {Py_tp_dealloc, Tape_dealloc},
-    {0, NULL},
-};
-
-static PyType_Spec tape_spec = {
-    .name = "koila._core.Tape",
-    .basicsize = sizeof(Tape),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = tape_slots,
-};
-
 int
 kl_tape_type_init(PyObject *module)
 {
-    kl_py.tape_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &tape_spec, NULL);
+    kl_py.tape_type = kl_py_new_type(module, "koila._core.Tape", sizeof(Tape), Tape_traverse,
+                                     Tape_clear, Tape_dealloc);
     return kl_py.tape_type == NULL ? -1 : 0;
 }
 

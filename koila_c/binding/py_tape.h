@@ -26,6 +26,15 @@ Tape *kl_tape_open_at(PyObject *object, bool is_node, uint32_t *id);
         return open != NULL ? name##_at(open, at) : NULL;                                          \
     }                                                                                              \
     static PyObject *name##_at(Tape *tape, uint32_t id)
+/* Likewise of one that is given other arguments, or none, and works on this thread's tape. */
+#define KL_DEFINE_ON(name, tape, given)                                                            \
+    static PyObject *name##_on(Tape *tape, PyObject *given __attribute__((unused)));               \
+    KL_DEFINE(name, object)                                                                        \
+    {                                                                                              \
+        Tape *open = kl_tape_open();                                                               \
+        return open != NULL ? name##_on(open, object) : NULL;                                      \
+    }                                                                                              \
+    static PyObject *name##_on(Tape *tape, PyObject *given __attribute__((unused)))
 /* Enter a real tensor as a WHOLE leaf; a tensor object that is a leaf already keeps its value. 0 or -1. */
 int kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value);
 /* The leaf of a real tensor, or KL_ID_NONE if it has not entered. */
@@ -216,6 +225,8 @@ kl_failure_check(const Tape *tape, KlValueId value)
 
 /* Append the arguments of a call to the tape's slots. On failure returns -1 and appends nothing. */
 int kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node);
+/* New reference: the dict of the keyword arguments of a vectorcall; `names`: a tuple, or NULL. */
+PyObject *kl_call_keywords(PyObject *const *values, PyObject *names);
 /* Drop the slots from `first` on. */
 void kl_call_truncate(Tape *tape, size_t first);
 /* A list of the arguments of node `id`, positional ones first, as kl_call_run would pass them. */

@@ -83,12 +83,12 @@ check_operands(const KlCall *call, const Conv *conv, KlError *error)
 {
     const KlMeta *input = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
     const KlMeta *weight = kl_rules_tensor(call, 1, 0, KL_DIMS_MAX);
-    const KlMeta *bias = kl_rules_optional(call, 2, 1, 1);
     int32_t n = conv->n;
     if (weight->n_dims != n + 2 || (input->n_dims != n + 1 && input->n_dims != n + 2)) {
         return kl_error_set(error, KL_ERROR_SHAPE, "the input has %d dims, the weight %d",
                             (int)input->n_dims, (int)weight->n_dims);
     }
+    const KlMeta *bias = kl_rules_optional(call, 2, 1, 1);
     int64_t channels = input->shape[input->n_dims - n - 1];
     int64_t expected = conv->is_transposed ? weight->shape[0] : weight->shape[1] * conv->groups;
     kl_rules_check(call, channels == expected, KL_ERROR_SHAPE,

@@ -29,11 +29,11 @@ count_made(const KlCall *call)
 static const KlMeta *
 get_index(const KlCall *call, int32_t least, int32_t most, int32_t *dim)
 {
+    *dim = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims);
     const KlMeta *index = kl_rules_tensor(call, 2, least, most);
     kl_rules_require(call, kl_rules_is_given(call, 1) && call->inputs[0]->n_dims > 0 &&
                                (index->dtype == KL_DTYPE_INT64 || index->dtype == KL_DTYPE_INT32) &&
                                (call->row->saves != saves_scatter_reduce || count_made(call) >= 0));
-    *dim = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims);
     return index;
 }
 
@@ -190,8 +190,8 @@ KL_SAVES(select_masked)
 KL_SHAPE(index_add)
 {
     int32_t dim = 0;
-    const KlMeta *input = call->inputs[0], *source = kl_rules_tensor(call, 3, 0, KL_DIMS_MAX);
-    const KlMeta *index = get_index(call, 0, 1, &dim);
+    const KlMeta *input = call->inputs[0], *index = get_index(call, 0, 1, &dim);
+    const KlMeta *source = kl_rules_tensor(call, 3, 0, KL_DIMS_MAX);
     kl_rules_require(call, source->dtype == input->dtype && source->n_dims == input->n_dims);
     for (int32_t i = 0; i < input->n_dims; i++) {
         int64_t size = i == dim ? kl_meta_n_elements(index) : input->shape[i];

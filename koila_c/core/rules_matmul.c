@@ -136,8 +136,8 @@ KL_SHAPE(linear)
 KL_SHAPE(bilinear)
 {
     const KlMeta *left = kl_rules_tensor(call, 0, 1, KL_DIMS_MAX);
-    const KlMeta *right = expect_dims(call, 1, left->n_dims);
     const KlMeta *weight = kl_rules_tensor(call, 2, 3, 3), *bias = kl_rules_optional(call, 3, 1, 1);
+    const KlMeta *right = expect_dims(call, 1, left->n_dims);
     kl_rules_require(call, bias == NULL || bias->shape[0] == weight->shape[0]);
     int32_t last = left->n_dims - 1;
     for (int32_t dim = 0; dim < last; dim++) {

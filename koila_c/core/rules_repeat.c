@@ -3,11 +3,19 @@
  * roll, flip; and triangles. */
 #include "rules.h"
 
-/* Make the shape of repeat: `repeats` copies along each dim, new dims first. */
+/* Make the shape of repeat: copies along each dim, as many as args[1] says, new dims first. */
 static KlStatus
-repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_t n)
+shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result)
 {
     const KlMeta *input = call->inputs[0];
+    uint32_t n_given = 0;
+    const int64_t *repeats = kl_rules_ints(call, 1, &n_given);
+    if (n_given > KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
+        return KL_DECLINED;
+    }
+    const int32_t n = (int32_t)n_given;
+    kl_rules_check(call, n >= n_least, KL_ERROR_ARGUMENT, "%u repeats for %d dims", n_given,
+                   (int)n_least);
     KlMeta *out = kl_rules_outs(result, 1);
     int32_t n_dims = n > input->n_dims ? n : input->n_dims;
     out->n_dims = n_dims;
@@ -25,19 +33,6 @@ repeat_by(const KlCall *call, KlInferred *result, const int64_t *repeats, int32_
     }
     kl_meta_set_contiguous(out);
     return KL_OK;
-}
-
-static KlStatus
-shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result)
-{
-    uint32_t n = 0;
-    const int64_t *repeats = kl_rules_ints(call, 1, &n);
-    if (n > KL_DIMS_MAX || !kl_rules_is_given(call, 1)) {
-        return KL_DECLINED;
-    }
-    kl_rules_check(call, (int32_t)n >= n_least, KL_ERROR_ARGUMENT, "%u repeats for %d dims", n,
-                   (int)n_least);
-    return repeat_by(call, result, repeats, (int32_t)n);
 }
 
 KL_SHAPE(repeat)

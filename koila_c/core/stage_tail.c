@@ -110,13 +110,7 @@ strike_early(Tail *tail)
 static void
 run_once(KlTape *tape, KlNode *node)
 {
-    node->mode = KL_MODE_ONCE;
-    node->reduce = KL_REDUCE_NONE;
-    node->axis = KL_ID_NONE;
-    node->n_rewrites = 0;
-    for (uint32_t k = 0; k < node->n_inputs; k++) {
-        tape->inputs[node->first_input + k].place = KL_PLACE_WHOLE;
-    }
+    kl_tape_run_once(tape, node, node->reason);
     for (uint32_t k = 0; k < node->n_outs; k++) {
         tape->values[node->first_out + k].meta.is_there = true;
     }

@@ -54,11 +54,10 @@ kl_tape_clear(KlTape *tape)
 KlStatus
 kl_tape_axis(KlTape *tape, int64_t rows, KlAxisId *axis, KlError *error)
 {
-    KlStatus status = KL_RESERVE(tape, axis_of, tape->n_axes + 1, error);
-    status = status == KL_OK ? KL_RESERVE(tape, axis_rows, tape->n_axes + 1, error) : status;
-    status = status == KL_OK ? KL_RESERVE(tape, orders, tape->n_axes + 1, error) : status;
-    if (status != KL_OK) {
-        return status;
+    if (KL_RESERVE(tape, axis_of, tape->n_axes + 1, error) != KL_OK ||
+        KL_RESERVE(tape, axis_rows, tape->n_axes + 1, error) != KL_OK ||
+        KL_RESERVE(tape, orders, tape->n_axes + 1, error) != KL_OK) {
+        return KL_ERROR_MEMORY;
     }
     *axis = (KlAxisId)tape->n_axes++;
     tape->axis_rows[*axis] = rows;
@@ -108,9 +107,8 @@ is_of_order(const KlTape *tape, KlValueId value, KlAxisId order)
            (meta->place.axis == order || (meta->role != KL_ROLE_NONE && meta->order == order));
 }
 
-/* Set a node to run once, on the whole batch. */
-static void
-run_once(KlTape *tape, KlNode *node, const char *reason)
+void
+kl_tape_run_once(KlTape *tape, KlNode *node, const char *reason)
 {
     node->mode = KL_MODE_ONCE;
     node->reduce = KL_REDUCE_NONE;
@@ -146,7 +144,7 @@ kl_tape_break_order(KlTape *tape, KlAxisId order)
 {
     for (size_t i = 0; i < tape->n_nodes; i++) {
         if (needs_order(tape, &tape->nodes[i], order)) {
-            run_once(tape, &tape->nodes[i], "what is sorted is read in another way");
+            kl_tape_run_once(tape, &tape->nodes[i], "what is sorted is read in another way");
         }
     }
     for (size_t v = 0; v < tape->n_values; v++) {

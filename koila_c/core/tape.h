@@ -143,6 +143,9 @@ void kl_tape_axis_merge(KlTape *tape, KlAxisId left, KlAxisId right);
 /* Whether the call that made a value returns indices (sort, argmax ...), so that no element is negative. */
 bool kl_tape_is_index(const KlTape *tape, KlValueId value);
 
+/* Set a node to run once, on the whole batch, because of `reason`; NULL: the user's report does not list it. */
+void kl_tape_run_once(KlTape *tape, KlNode *node, const char *reason);
+
 /* Make an order an axis like any other, since a call reads it in a way that is only right on the whole batch: nodes that
  * need the order run once. NOTE [orders] in rules_order.c explains orders. */
 void kl_tape_break_order(KlTape *tape, KlAxisId order);
