@@ -3,8 +3,8 @@
 #
 #   make test        lint, build with warnings as errors, the suite, in which the core's C tests run
 #                    under sanitizers; what matters most of the rest, again under sanitizers; and
-#                    a part of the zoo. Of the tests that take long a seventh runs each day, and of
-#                    the numbers of chunks that a case is tried in one: `make suite` runs all
+#                    a part of the zoo. Of the tests that take long a part runs each day:
+#                    `make suite` runs all of them
 #   make lint        ruff and clang-format; make format mends what they can mend
 #   make build       the extension, in place: python/koila/_core*.so
 #   make core-test   the C tests of the core, under sanitizers, with leak detection

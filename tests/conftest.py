@@ -8,7 +8,7 @@ import os
 import random
 import signal
 import types
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import hypothesis
 import numpy
@@ -51,6 +51,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(map(str, config.getini("pythonpath")))
     if config.option.rotated == "today":
         config.option.rotated = datetime.date.today().isoformat()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Let no collection of garbage look at tens of thousands of tests while they are collected."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

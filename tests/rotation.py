@@ -12,16 +12,16 @@ import zlib
 
 import pytest
 
-#: A function's tests take so many days: a week.
-N_DAYS = 7
+#: The tests of a function take so many days.
+N_DAYS = 14
 
 
 def not_of(day: int, tests: list[pytest.Item]) -> set[pytest.Item]:
     """Return those of a list of tests that are marked `rotated` and do not run on a day.
 
-    Of a function's tests one in seven runs, and each of them once a week. Where the mark names a
-    parameter of numbers, as `rotated("chunks")`, each case runs each day with one number of it, and
-    with the next one on the next day.
+    Of the tests of a function one in fourteen runs, and so each once in two weeks. Where the mark
+    names a parameter of numbers, as `rotated("chunks")`, each case runs each day with one number of
+    it, and with the next one on the next day.
     """
     functions = collections.defaultdict[str, list[pytest.Item]](list)
     for test in tests:

@@ -210,6 +210,7 @@ INDICES = {
 }
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("name", INDICES)
 def test_an_array_as_an_index(name: str, chunks: int) -> None:

@@ -397,6 +397,7 @@ def all_but_norms(dtype: torch.dtype, model: nn.Module) -> Any:
 HALVE: list[Callable[..., Any]] = [autocast, halved, all_but_norms]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, ROWS])
 @pytest.mark.parametrize("halve", HALVE, ids=lambda halve: halve.__name__)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

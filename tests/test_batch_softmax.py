@@ -128,6 +128,7 @@ MEETING: list[Loss] = [
 ]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("loss", MEETING, ids=lambda loss: loss.__name__)
 def test_by_rows(loss: Loss, chunks: int, barriers: list[str]) -> None:

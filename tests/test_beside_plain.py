@@ -149,6 +149,7 @@ def test_no_more_memory_than_eager(told: Story, make: Callable[[], nn.Module]) -
             check(bytes_of(told, make, 256, koila.lazy), want)
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, 12])
 @pytest.mark.parametrize("make", NARROW.values(), ids=NARROW)
 @pytest.mark.parametrize("told", STORIES.values(), ids=STORIES)

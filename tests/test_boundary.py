@@ -117,6 +117,7 @@ LAYOUTS: dict[str, Callable[[Tensor, Tensor, nn.Module], Tensor]] = {
 }
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [2, 3, 6])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -260,6 +260,7 @@ def batch(lazy: Lazy) -> Any:
     return lazy(torch.randn(N_ROWS, 6, dtype=DOUBLE), torch.randint(5, (N_ROWS,)))
 
 
+@pytest.mark.rotated("chunks")
 @each_split
 @pytest.mark.parametrize("name", USES)
 def test_equals_eager(name: str, chunks: int) -> None:

@@ -78,6 +78,7 @@ def one_in_another(layer: nn.Module, x: Tensor) -> Tensor:
     return made * 2
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("is_reentrant", [False, True])
 @pytest.mark.parametrize("name", BODIES)
 @each_split_further

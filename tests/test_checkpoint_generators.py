@@ -80,6 +80,7 @@ def drawing(n: int = 8) -> list[Callable[[], nn.Module]]:
     ]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("make", range(5))
@@ -95,6 +96,7 @@ def test_what_draws_nothing_is_recorded(
     assert not caplog.records
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("make", range(5))

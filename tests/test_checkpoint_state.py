@@ -532,6 +532,7 @@ SOME: dict[str, Callable[[Tensor, Tensor, Tensor], object]] = {
 }
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7])
 @pytest.mark.parametrize("after", [torch.sin, raw_square], ids=["", "cut"])
 @pytest.mark.parametrize("around", [None, True, False])

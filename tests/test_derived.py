@@ -389,6 +389,7 @@ PARTLY = (
 )
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("name", BY_SAMPLES)
 @each_split_further
 def test_by_samples(chunks: int | None, name: str) -> None:

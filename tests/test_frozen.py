@@ -70,6 +70,7 @@ def run(head: Head, lazy: Any) -> list[Tensor]:
     return [loss.detach().clone(), h.clone(), *gradients, (h * 2).mean()]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("head", HEADS)
 def test_same_numbers(head: str, chunks: int) -> None:

@@ -197,6 +197,7 @@ def step(program: Any, lazy: Lazy) -> list[Any]:
     return [*found, *gradients, *net.buffers(), torch.rand(3)]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_same_as_eager(program: Any, chunks: int | None) -> None:

@@ -97,6 +97,7 @@ def peak(lazy: Lazy, step: Step) -> int:
     return allocations.peak
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, 11])
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 def test_same_gradients(step: Step, chunks: int) -> None:

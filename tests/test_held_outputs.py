@@ -43,6 +43,7 @@ STEPS: dict[str, Step] = {
 }
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("step", STEPS)
 @each_split_further
 def test_states_of_a_layer(chunks: int | None, step: str) -> None:
@@ -130,6 +131,7 @@ HELD: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("kind", HELD)
 @pytest.mark.parametrize("is_hooked", [False, True])
 @each_split_further

@@ -315,6 +315,7 @@ def hooked_step(lazy: Lazy, hooked: tuple[int, ...], hook: Hook) -> tuple[int, l
     return memory.peak, [p.grad for p in net.parameters() if p.grad is not None]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("hooked", [(1,), (3,), (1, 3), (2, 3, 4, 5), (0, 1, 2, 3, 4, 5)])
 @pytest.mark.parametrize("chunks", [2, 4, 16])

@@ -89,6 +89,7 @@ PAIRS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("pair", PAIRS)
 @pytest.mark.parametrize("is_second", [False, True], ids=["first", "second"])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N])

@@ -33,6 +33,7 @@ def step(lazy: Lazy, has_read: bool, has_checkpoint: bool) -> list[Tensor]:
     return [one for one in (*gradients, *model.buffers()) if one is not None]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("has_checkpoint", [False, True])
 @pytest.mark.parametrize("has_read", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2, 3, 6, None])

@@ -470,6 +470,7 @@ def _subtract_gradient(leaf: Tensor) -> None:
     leaf.grad = None
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("is_held", [False, True], ids=["gone", "held"])
 @pytest.mark.parametrize("rows", [slice(None), slice(1, None)], ids=["all", "some"])

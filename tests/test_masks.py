@@ -130,6 +130,7 @@ def what_others_see_is_written(x: Tensor, w: Tensor) -> Any:
     return out, column * 2, same
 
 
+@pytest.mark.rotated("chunks")
 @each_count
 @pytest.mark.parametrize("is_read_first", [False, True])
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -216,6 +216,7 @@ each_program = pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: 
 single: dict[str, Any] = {"dtype": torch.float32, "rounded": torch.float32}
 
 
+@pytest.mark.rotated("chunks")
 @each_program
 @pytest.mark.parametrize("chunks", [3, 10])
 def test_prediction(program: Program, chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +257,7 @@ def vectors(n: int, g: Generator) -> tuple[Tensor, Tensor]:
     return randn(g, n, 48, 32), *labels(n, g)
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [3, 10])
 @pytest.mark.parametrize(
     "program",
@@ -281,6 +283,7 @@ def test_what_gans_and_recurrent_layers_take(
     assert 0.95 <= said.n_bytes / peak <= 1.05, (said.n_bytes, peak)
 
 
+@pytest.mark.rotated("share")
 @each_program
 @pytest.mark.parametrize("share", [0.4, 0.7])
 def test_limit_is_kept(program: Program, share: float) -> None:

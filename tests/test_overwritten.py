@@ -197,6 +197,7 @@ def test_programs(text: str) -> None:
         compare(got, want)
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("text", INPUTS)
 def test_gradients_that_are_asked_for(text: str, chunks: int) -> None:

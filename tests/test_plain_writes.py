@@ -41,6 +41,7 @@ WRITES = {
 }
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("write", WRITES)
 @each_split
 def test_a_tensor_is_written_between_two_uses(chunks: int | None, write: str) -> None:

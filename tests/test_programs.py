@@ -64,6 +64,7 @@ def test_input_gradients(program: Program) -> None:
     assert_same(program, program.rows(N_ROWS), chunks=3, input_gradients=True)
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize(
     ("program", "chunks"),
     [

@@ -81,6 +81,7 @@ def gradients(lazy: Lazy, name: str, dim: int) -> list[Tensor]:
     return [one for one in found if one is not None]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, ROWS])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", STEPS)
@@ -121,6 +122,7 @@ def test_leaves(name: str, chunks: int) -> None:
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [4, 13])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", STEPS)

@@ -119,6 +119,7 @@ def limit_of(step: Step, share: float) -> int:
     return step.held + int(share * (step.peak - step.held))
 
 
+@pytest.mark.rotated("share")
 @each_share
 @each_read
 @pytest.mark.parametrize("p", [0.0, 0.1])

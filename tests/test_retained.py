@@ -162,6 +162,7 @@ def state(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None] + list(model.buffers())
 
 
+@pytest.mark.rotated("chunks")
 @of_models
 @pytest.mark.parametrize("chunks", [1, 2, 3, ROWS])
 def test_numbers(name: str, chunks: int) -> None:

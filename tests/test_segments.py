@@ -328,6 +328,7 @@ WAYS: dict[str, Strategy | Make] = {
 }
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 @pytest.mark.parametrize("chunks", [2, 5])
 @pytest.mark.parametrize(

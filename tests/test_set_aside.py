@@ -176,6 +176,7 @@ def test_nothing_of_the_next_steps_stays(fail: Fail, chunks: int) -> None:
     assert failed.error is not None
 
 
+@pytest.mark.rotated("chunks")
 @fails
 @pytest.mark.parametrize("is_between", [False, True])
 @pytest.mark.parametrize("chunks", CHUNKS)

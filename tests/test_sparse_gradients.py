@@ -32,6 +32,7 @@ def step(lazy: Any, n_entries: int, n_steps: int = 1, **options: Any) -> tuple[T
     return table.weight.detach(), table.weight.grad
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("n_entries", [3, 20, 1000])
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"max_norm": 1.0}], ids=str)
@@ -120,6 +121,7 @@ def bags(lazy: Any, n_entries: int, has_weights: bool, options: dict[str, Any]) 
     return found if scale.grad is None else [*found, scale.grad]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("n_entries", [3, 1000])
 @pytest.mark.parametrize("has_weights", [False, True])

@@ -349,6 +349,7 @@ def test_blocks_are_among_the_harmless() -> None:
     assert {name.rpartition(".")[2] for name in HARMLESS.split()} >= set(BLOCKS)
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_around_all", [False, True])
 @pytest.mark.parametrize("chunks", [None, 1, 2, 3, 7])

@@ -71,6 +71,7 @@ def seen(net: nn.Module) -> list[Tensor | None]:
     return [*(b.clone() for b in net.buffers()), *(p.grad for p in net.parameters())]
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", CHUNKS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_network_of_lazy_and_plain_batches(order: str, chunks: int | None) -> None:

@@ -151,6 +151,7 @@ def what_was_handed_out(h: Tensor, block: Block, **_: Tensor) -> Any:
     return (z * d * e).mean(), d, e
 
 
+@pytest.mark.rotated("chunks")
 @each_count
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("name", RUNS)
@@ -472,6 +473,7 @@ HOW: dict[str, Callable[[Tensor, list[Tensor]], Any]] = {
 }
 
 
+@pytest.mark.rotated("chunks")
 @each_count
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("written", LEFT)

@@ -83,6 +83,7 @@ WRITES = (
 )
 
 
+@pytest.mark.rotated("chunks")
 @pytest.mark.parametrize("chunks", [1, 2, 3, 7, N_ROWS])
 @pytest.mark.parametrize("text", WRITES)
 def test_writes(text: str, chunks: int) -> None:
