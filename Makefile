@@ -118,6 +118,8 @@ $(SANITIZED): $(SOURCES) $(wildcard python/koila/* python/koila/*/*) $(READY)
 	    --build-base build/sanitize --build-lib $(SANITIZED_LIB)
 	touch $@
 
+# Of rotated tests a day's, as in `make test`: ROTATED=all runs all, under sanitizers for long.
+sanitize: ROTATED = today
 # A sanitizer ends a pytest worker in mid-test: --capture=sys lets its last words through.
 # Leaks of Python and torch at exit are not ours; core-test looks for the core's.
 sanitize: $(SANITIZED)

@@ -12,16 +12,17 @@ import zlib
 
 import pytest
 
-#: The tests of a function take so many days.
+#: So many days go by until all tests of a function have run.
 N_DAYS = 14
 
 
 def not_of(day: int, tests: list[pytest.Item]) -> set[pytest.Item]:
     """Return those of a list of tests that are marked `rotated` and do not run on a day.
 
-    Of the tests of a function one in fourteen runs, and so each once in two weeks. Where the mark
-    names a parameter of numbers, as `rotated("chunks")`, each case runs each day with one number of
-    it, and with the next one on the next day.
+    Of the tests of a function one in fourteen runs, and so each once in two weeks; of fewer tests
+    one runs every day, but a single one runs once in two weeks. Where the mark names a parameter of
+    numbers, as `rotated("chunks")`, each case runs each day with one number of it, and with the
+    next one on the next day.
     """
     functions = collections.defaultdict[str, list[pytest.Item]](list)
     for test in tests:
@@ -37,7 +38,9 @@ def not_of(day: int, tests: list[pytest.Item]) -> set[pytest.Item]:
                 others.update(case)
                 others.discard(case[(i + turn) % len(case)])
         else:
-            others.update(test for i, test in enumerate(of_function) if (i + turn) % N_DAYS)
+            n = len(of_function)
+            n_shares = N_DAYS if n == 1 else min(n, N_DAYS)
+            others.update(test for i, test in enumerate(of_function) if (i + turn) % n_shares)
     return others
 
 

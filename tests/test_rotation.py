@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is marked `rotated` runs within two weeks; where a number rotates, each case runs every day."""
+"""What is marked `rotated` runs within two weeks; where a number rotates, each case every day."""
 
 from __future__ import annotations
 
@@ -55,6 +55,13 @@ def test_each_runs_once_in_two_weeks() -> None:
     by_day = runs(pytest.mark.rotated, seed=[*range(20)])
     assert {len(of_day) for of_day in by_day} == {1, 2}
     assert sum(map(len, by_day)) == len(set[Any]().union(*by_day)) == 20
+
+
+def test_of_a_few_one_runs_every_day_and_one_alone_once_in_two_weeks() -> None:
+    by_day = runs(pytest.mark.rotated, seed=[1, 2, 3])
+    assert {len(of_day) for of_day in by_day} == {1}
+    assert set[Any]().union(*by_day) == {(1,), (2,), (3,)}
+    assert sum(map(len, runs(pytest.mark.rotated, seed=[1]))) == 1
 
 
 def test_each_case_runs_every_day_whole_and_in_several_chunks() -> None:
