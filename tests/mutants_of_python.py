@@ -881,7 +881,7 @@ MUTANTS = [
         "packed: rows of one length are drawn in another order than the user's",
         "python/koila/basics/packing.py",
         "return lengths * n_rows + (n_rows - 1 - ranks)",
-        "return lengths * n_rows",
+        "return lengths * n_rows + ranks",
         "tests/test_packed.py",
     ),
     Mutant(
