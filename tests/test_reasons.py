@@ -64,6 +64,12 @@ def _add_to_an_item(h: Tensor) -> None:
     totals[0].add_(h.sum(1))
 
 
+def _call_a_hooked_module(h: Tensor) -> None:
+    module = nn.Linear(64, 4)
+    module.register_full_backward_hook(lambda *_: None)
+    module(h).sum().backward()
+
+
 def _write_nothing(h: Tensor) -> None:
     out, mask = h * 1, h > 1e9
     out[mask] = h[mask]
@@ -77,6 +83,7 @@ CALLS: list[tuple[int, Callable[[Any], Any], str]] = [
 CUT = [
     (lambda h: torch.cov(h.T), "no rule for it; write it with other calls"),
     (lambda h: Doubles.apply(h), "custom autograd.Function gets real tensors; write it with"),
+    (_call_a_hooked_module, "hook the module's output instead, with output.register_hook()"),
     (_write_data, "write it without .data, under torch.no_grad()"),
     (lambda h: torch.nonzero(h), "size of its result depends on numbers"),
     (_write_nothing, "empty; leave empty batches out"),

@@ -35,6 +35,11 @@ def why(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] 
         return f"{seen}; make the call without them"
     if func is torch.utils.checkpoint.checkpoint or owner is _REENTRANT:
         return "koila needs no checkpoint, and leaves this one to torch; call its function directly"
+    if owner is _FULL_BACKWARD_HOOK:
+        return (
+            "a full backward hook of a module gets real tensors; hook the module's output instead, "
+            "with output.register_hook() in a forward hook"
+        )
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return "a custom autograd.Function gets real tensors; write it with torch's own calls"
     if isinstance(func, _COMPILED) or isinstance(owner, _COMPILED):
@@ -55,6 +60,8 @@ def why(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] 
 
 
 _REENTRANT = torch.utils.checkpoint.CheckpointFunction
+#: What a module with such a hook calls on its inputs and outputs.
+_FULL_BACKWARD_HOOK = torch.nn.modules._functions.BackwardHookFunction
 
 
 def _why_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
