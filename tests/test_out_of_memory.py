@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import koila
 from failures import CASES, FAULTS, Failing, Fault, assert_survived, count_calls, planned, run_eager
@@ -241,3 +242,40 @@ def test_no_memory_to_plan_another_try() -> None:
 
 def out_of_memory(*args: Any) -> Any:
     raise MemoryError
+
+
+class TakenByOthers(TorchDispatchMode):
+    """Once, in the midst of a step, others take most of the memory: `free` bytes are left."""
+
+    sees_koila = True
+
+    def __init__(self, free: list[int], left: int) -> None:
+        super().__init__()
+        self.free, self.left, self.n_calls = free, left, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n_calls += 1
+        if self.n_calls == 60:
+            self.free[0] = self.left
+            raise torch.OutOfMemoryError("others have taken it")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_next_try_fits_into_what_is_free_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice the chunks, and twice those, would each fail where others have taken the memory."""
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 256), nn.GELU()).double()
+    x, free = torch.randn(4096, 64).double(), [12 * 2**20]
+    model(x).pow(2).mean().backward()
+    want = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    monkeypatch.setattr(budget, "free_on_cpu", lambda: free[0])
+    monkeypatch.setattr(budget, "_quick", (0.0, -1.0, ()))
+    with TakenByOthers(free, 3 * 2**20):
+        model(koila.lazy(x)).pow(2).mean().backward()
+    ran = koila.report().programs[-1]
+    assert ran.n_tries == 2
+    assert ran.bytes_allowed == 3 * 2**20
+    assert ran.bytes_predicted is not None and ran.bytes_predicted <= 3 * 2**20
+    assert ran.n_chunks > 16
+    for parameter, gradient in zip(model.parameters(), want, strict=True):
+        assert_close(parameter.grad, gradient, "gradient")

@@ -73,15 +73,16 @@ class Plan:
     def tighter(self, program: Program, is_fixed: bool) -> tuple[Program, Plan] | None:
         """Return what to try after memory ran out: the program, cut for a plan, and that plan.
 
-        The first choice is twice the chunks. If chunks have one row already, or cannot be changed
-        (`is_fixed`), shorter segments follow, then pieces of a second axis.
+        The first choice is twice the chunks, or more if they fit into what is free now. If chunks
+        have one row already, or cannot be changed (`is_fixed`), shorter segments follow, then
+        pieces of a second axis.
 
         Returns:
             None: nothing is left to try.
         """
         most = max(program.axes.values(), default=1)
         if self.n_chunks < most and not is_fixed:
-            return program, self._halved(most)
+            return program, self._halved(most).for_free(program, most)
         if self.strategy.second_size:
             return self._smaller_pieces(program)
         some = strategies.Strategies(program.cut_for(AS_IT_IS), True)
@@ -115,6 +116,19 @@ class Plan:
             return dataclasses.replace(self, n_chunks=min(most, 2 * self.n_chunks))
         unit = max(1, self.unit // 2)
         return dataclasses.replace(self, n_chunks=-(-most // unit), unit=unit)
+
+    def for_free(self, program: Program, most: int) -> Plan:
+        """Return the plan with so many chunks that they fit into what is free now, if it has fewer:
+        others may have taken memory since it was made. The largest axis has `most` rows."""
+        if is_measured() or self.predicted is None:
+            return self
+        allowed = limits.allowed_for(program)
+        some = strategies.Strategies(program.cut_for(AS_IT_IS), bool(program.roots))
+        option = some.option(self.strategy)
+        rows = option.rows(allowed)
+        n_chunks = max(self.n_chunks, -(-most // rows)) if rows > 0 else self.n_chunks
+        predicted, _ = option.estimate.peak(largest(most, n_chunks, self.unit))
+        return dataclasses.replace(self, n_chunks=n_chunks, predicted=predicted, allowed=allowed)
 
     def keep(self, program: Program) -> None:
         """Remember, after a run that went well, its chunks for the next program of this shape."""
