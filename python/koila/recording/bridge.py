@@ -140,7 +140,7 @@ def before_plain_write(func: Callable[..., Any], tensor: torch.Tensor) -> Callab
     if _core.leaves_of(tensor):
         _make_way(func, "a write of plain torch")
     after = parts.keep_copies(func, (tensor,))
-    return kept_casts.after_write(tensor, after)
+    return kept_casts.after_write(tensor, after) if tensor.requires_grad else after
 
 
 def before_step(optimizer: torch.optim.Optimizer) -> None:

@@ -171,7 +171,8 @@ def instead(name: str, handler: Handler | None) -> Handler:
             read = _read_indexing(args)
         else:
             for one in given:
-                if isinstance(one, _HOLDERS) and _holds_number(one):
+                is_larger = type(one) is LazyTensor and one.dim() > 0
+                if isinstance(one, _HOLDERS) and not is_larger and _holds_number(one):
                     read, words = _read_words(name, args, kwargs)
                     break
         is_same = read is args and words is kwargs

@@ -32,10 +32,6 @@ _batch_norm: Callable[..., Tensor] = torch.batch_norm
 _backward = torch.ops.aten.native_batch_norm_backward.default
 
 
-def _over(x: Tensor) -> list[int]:
-    return [dim for dim in range(x.dim()) if dim != 1]
-
-
 class _Moments(engine.Function):
     """The mean of each channel, and the sum of squared deviations from it; saves only the input.
 
@@ -180,7 +176,8 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     x = args[0]
     call: Any = handle_torch_function
-    var, mean = call(batch_moments, (x,), x, _over(x), correction=0, dtype=WIDENED[x.dtype])
+    over = [0, *range(2, x.dim())]  # all dims but the channels
+    var, mean = call(batch_moments, (x,), x, over, correction=0, dtype=WIDENED[x.dtype])
     if not _core.set_for_chunks(mean):
         return NotImplemented
     return call(batch_norm, (x,), *args, var, mean)

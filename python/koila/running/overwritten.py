@@ -189,7 +189,8 @@ def values_in(program: Program, storages: set[int]) -> set[int]:
 def note_moved(program: Program, values: Collection[int]) -> None:
     """Note the versions of running statistics that calls of a program have updated now."""
     versions: dict[int, tuple[int, int]] = _core.notes().setdefault("versions", {})
-    versions.update((value, _version(program.info(value))) for value in values)
+    for value, info in program.infos.of(list(values)):
+        versions[value] = _version(info)
 
 
 def check_moved(roots: list[Any]) -> None:

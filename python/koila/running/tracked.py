@@ -37,12 +37,15 @@ class Statistics:
     def settle(self) -> None:
         """Compute the batch statistics, so that the update itself needs no memory. Once more at the
         commit, if a hook has seen them before."""
-        chunks = list(self.of_chunks.values())
-        n_rows = sum(n for n, *_ in chunks)
-        means = [n / n_rows * mean.double() for n, mean, _ in chunks]
-        variances = [n / n_rows * var.double() for n, _, var in chunks]
-        both = zip(self.running, (means, variances), strict=True)
-        self.towards = [sum(shares[1:], shares[0]).to(one.dtype) for one, shares in both]
+        n_rows, *both = zip(*self.of_chunks.values(), strict=True)
+        self.towards = []
+        for one, of_chunks in zip(self.running, both, strict=True):
+            total = of_chunks[0].double()
+            if len(n_rows) > 1:
+                total = n_rows[0] / sum(n_rows) * total
+            for n, of_chunk in zip(n_rows[1:], of_chunks[1:], strict=True):
+                total = total.add(of_chunk, alpha=n / sum(n_rows))
+            self.towards.append(total.to(one.dtype))
 
     def write(self) -> None:
         """Update the running statistics."""

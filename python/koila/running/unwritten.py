@@ -61,7 +61,8 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
     if _core.LazyTensor in types:
         return NotImplemented  # it will be recorded, after the call that writes
     words = kwargs or {}
-    if not (_asks_no_number(func) or _is_own()):
+    is_own = _own.n_blocks > 0 or _core.is_busy()  # as `_is_own`, in the place that runs most often
+    if not (is_own or _asks_no_number(func)):
         found = note_read((args, words))
         _make([write for write in _writes if not found or write.writes(found)])
         return func(*args, **words)
@@ -164,7 +165,8 @@ class Write:
         return any(id(tensor) in ids for tensor in self.tensors)
 
     def __del__(self) -> None:
-        self.end()
+        if self.tensors:
+            self.end()
 
 
 def watch(tape: object, node: int, tensors: list[torch.Tensor]) -> None:
