@@ -29,7 +29,10 @@ kl_rules_check(const KlCall *call, bool is_legal, KlStatus status, const char *f
 void
 kl_rules_require(const KlCall *call, bool is_met)
 {
-    kl_rules_check(call, is_met, KL_DECLINED, "no rule describes the call");
+    if (!is_met && call->unread != NULL && call->unread->status == KL_OK) {
+        call->unread->status = KL_DECLINED; /* which has no text: declined calls are many */
+        call->unread->text[0] = '\0';
+    }
 }
 
 const KlMeta *
