@@ -273,3 +273,33 @@ def test_what_dies_in_another_thread(chunks: int) -> None:
         thread.join()
         found = step(x, y)
     assert_equal(found, step(*batch(8)))
+
+
+def of_outputs(m: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return m(x)
+
+
+def of_losses(m: nn.Module, x: Tensor, y: Tensor) -> Any:
+    return ((m(x) - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("kept_of", [of_outputs, of_losses])
+@pytest.mark.parametrize("is_trained_first", [False, True])
+def test_batches_that_no_backward_follows_die(
+    kept_of: Callable[..., Any], is_trained_first: bool, config: dict[str, Any]
+) -> None:
+    """Each step's result is held until the next one's: then its batch is freed, unread."""
+    m, batches, result = model(), list[weakref.ref[Tensor]](), None
+    with koila.config(**config):
+        if is_trained_first:
+            step(*koila.lazy(*batch(8)))
+        for _ in range(6):
+            plain = batch(8)
+            batches += map(weakref.ref, plain)
+            x, y = koila.lazy(*plain)
+            del plain
+            result = kept_of(m, x, y)
+        n_alive = sum(tensor() is not None for tensor in batches)
+        assert n_alive <= 4, "of the last batch, and of the one before, which the next lazy() frees"
+        expected = kept_of(m, *batch(8))
+        assert_equal([result.detach()], [expected.detach()])

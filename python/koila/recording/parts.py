@@ -66,7 +66,10 @@ def _memories() -> list[tuple[Cut, frozenset[StorageWeakRef | None]]]:
             read = _core.held(roots[0], _memory_of_leaves, (), {}) if roots else ()
             handed = [one.memory for one in (*alive, *cut.others)] if alive else ()
             memory = cut.memory = frozenset((*read, *handed))
-        found.append((cut, memory))
+        if memory:
+            found.append((cut, memory))
+        else:  # it has run backward, and the script holds what it handed out
+            _state.cuts.discard(cut)
     return found
 
 

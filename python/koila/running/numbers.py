@@ -245,6 +245,8 @@ def settle_outdated(is_over: bool = False) -> None:
     """
     all_such, some = _core.outdated(is_over)
     if not all_such and not some:
+        if is_over and not _core.is_busy():
+            _core.close()  # frees what only calls read whose results nobody can reach
         return
     gone = GoneGraphs()
     numbers: dict[int, torch.Tensor] = {}
