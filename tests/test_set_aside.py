@@ -315,3 +315,22 @@ def test_steps_beside_a_value_that_is_never_read(chunks: int) -> None:
             del m, x, loss
         assert [tensor() for tensor in left if tensor() is not None] == []
         assert torch.as_tensor(kept.detach()).shape == (N_ROWS, 3)
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_a_failed_call_keeps_no_calls_before_it(chunks: int) -> None:
+    """Every other step fails for its labels, and the script holds the last error. Its values are on
+    a tape that the step after it clears."""
+    m, error, sizes = model(), None, []
+    with split(chunks):
+        for i in range(8):
+            x, y = koila.lazy(batch(), torch.arange(N_ROWS) % 3)
+            out = m(x)
+            sizes.append(koila._core.id(out) or 0)
+            loss = nn.functional.cross_entropy(out, y + 5 * (i % 2))
+            if i % 2 == 0:
+                loss.backward()
+            else:
+                error = error_of(loss)
+    assert isinstance(error, IndexError)
+    assert max(sizes[4:]) <= max(sizes[:4])

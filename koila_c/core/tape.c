@@ -470,9 +470,9 @@ is_any_out_reached(const KlTape *tape, KlNodeId id)
     return false;
 }
 
-/* Set is_reached of the values that the user can reach, or that a reached value depends on, or that a pending draw makes
- * or reads. A write in place is reached if the user can reach its storage. This allocates nothing, since a commit
- * calls it and must not fail. */
+/* Set is_reached of the values that the user can reach, that a reached value depends on (a failed call needs nothing any
+ * more), or that a pending draw makes or reads. A write in place is reached if the user can reach its storage. This
+ * allocates nothing, since a commit calls it and must not fail. */
 static void
 find_reached(KlTape *tape)
 {
@@ -494,7 +494,7 @@ find_reached(KlTape *tape)
         for (uint32_t k = 0; is_reached && k < node->n_outs; k++) {
             outs[k].is_reached = true;
         }
-        for (uint32_t k = 0; is_reached && k < node->n_inputs; k++) {
+        for (uint32_t k = 0; is_reached && !node->is_failed && k < node->n_inputs; k++) {
             KlValueId value = tape->inputs[node->first_input + k].value;
             if (value != KL_ID_NONE) {
                 tape->values[value].is_reached = true;
