@@ -221,7 +221,7 @@ MUTANTS = [
     ),
     Mutant(
         "arrays: one that is gone is compared after torch wrote its memory",
-        "python/koila/recording/bridge.py",
+        "python/koila/recording/parts.py",
         "    arrays.compare_gone()\n",
         "    arrays.check_live\n",
         "tests/test_arrays.py",
@@ -430,8 +430,8 @@ MUTANTS = [
         BRIDGE,
     ),
     Mutant(
-        "bridge: what has the memory of what was handed out is written unseen",
-        "python/koila/recording/bridge.py",
+        "parts: what has the memory of what was handed out is written unseen",
+        "python/koila/recording/parts.py",
         "if memory is not None and one.memory == memory:",
         "if memory is not None and one.memory is None:",
         "tests/test_overwritten.py",
@@ -654,8 +654,8 @@ MUTANTS = [
         "tests/test_plain_writes.py",
     ),
     Mutant(
-        "bridge: a part reads what plain torch wrote since",
-        "python/koila/recording/bridge.py",
+        "parts: a part reads what plain torch wrote since",
+        "python/koila/recording/parts.py",
         "return functools.partial(after_write, kept) if kept else None",
         "return kept.clear()",
         "tests/test_plain_writes.py",

@@ -82,14 +82,10 @@ class Replay(Stages):
         if len(gradients) == 1:  # torch calls the hooks of an only root, even with no leaf behind
             visible.call_hooks(self, self.program.roots[0], gradients[0])
         found, is_hooked, program = [], False, self.program
-        leaves = [
-            (value, boundary)
-            for value, boundary in self.boundary.items()
-            if program.is_leaf(value) and program.needs_gradient(value)
-        ]
-        totals = take_total_gradients([boundary for _, boundary in leaves])
-        for (value, boundary), gradient in zip(leaves, totals, strict=True):
-            info = boundary.info
+        leaves = [v for v in self.boundary if program.is_leaf(v) and program.needs_gradient(v)]
+        totals = take_total_gradients(map(self.boundary.__getitem__, leaves))
+        for value, gradient in zip(leaves, totals, strict=True):
+            info = self.boundary[value].info
             real = info.real if info.real is not None else info.result
             if gradient is not None and real is not None:
                 gradient = gradient if gradient.dtype is real.dtype else gradient.to(real.dtype)
