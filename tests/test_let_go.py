@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import koila
+from binding_kit import is_pending
 from collector import collector_off
 from oracle import cut, eager
 
@@ -303,3 +304,60 @@ def test_batches_that_no_backward_follows_die(
         assert n_alive <= 4, "of the last batch, and of the one before, which the next lazy() frees"
         expected = kept_of(m, *batch(8))
         assert_equal([result.detach()], [expected.detach()])
+
+
+def of_hits(m: nn.Module, out: Tensor, y: Tensor) -> Tensor:
+    return (out.argmax(1) == y.argmax(1)).sum()
+
+
+def of_detached(m: nn.Module, out: Tensor, y: Tensor) -> Tensor:
+    return ((out - y) ** 2).mean().detach()
+
+
+@pytest.mark.parametrize("metric", [of_hits, of_detached])
+@pytest.mark.parametrize("is_list", [False, True])
+@pytest.mark.parametrize("is_drawing", [False, True])
+def test_batches_of_a_metric_that_is_read_at_the_end_die(
+    metric: Callable[..., Tensor], is_list: bool, is_drawing: bool, config: dict[str, Any]
+) -> None:
+    """An evaluation without no_grad(): nobody can differentiate its outputs once they are gone."""
+    drops = nn.Dropout(0.5 if is_drawing else 0.0)
+
+    def evaluate(begin: Callable[..., Any]) -> tuple[Tensor, int]:
+        m, found, batches, n_alive = model(), list[Tensor](), list[weakref.ref[Tensor]](), 0
+        for _ in range(8):
+            plain = batch(8)
+            batches += map(weakref.ref, plain)
+            x, y = begin(*plain)
+            del plain
+            out = drops(m(x))
+            found.append(metric(m, out, y))
+            if not is_list:
+                found = [sum(found[1:], found[0])]
+            n_alive = max(n_alive, sum(tensor() is not None for tensor in batches))
+        return sum(found[1:], found[0]) * 1, n_alive
+
+    torch.manual_seed(3)
+    expected, _ = evaluate(lambda *plain: plain)
+    torch.manual_seed(3)
+    with koila.config(**config):
+        found, n_alive = evaluate(koila.lazy)
+        assert n_alive <= 6, "of three batches: the last, and two whose outputs were held"
+        assert_equal([found], [expected])
+
+
+def test_a_metric_waits_for_the_backward_to_come() -> None:
+    """Between two batches of a step, the loss of the first can be differentiated: it runs once."""
+    m = model()
+    with koila.config(chunks=2):
+        for _ in range(3):
+            x, y = koila.lazy(*batch(8))
+            out = m(x)
+            loss, hits = ((out - y) ** 2).mean(), of_hits(m, out, y)
+            for _ in range(3):
+                z, _ = koila.lazy(*batch(8))
+                loss = loss + m(z).mean()
+            del out
+            assert is_pending(hits)
+            loss.backward()
+            assert not is_pending(hits)

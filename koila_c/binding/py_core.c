@@ -185,6 +185,11 @@ KL_DEFINE_ON(has_known, tape, ignored)
     return PyBool_FromLong(kl_tape_find_known(&tape->core));
 }
 
+KL_DEFINE_ON(has_stranded, tape, ignored)
+{
+    return PyBool_FromLong(kl_tape_has_stranded(&tape->core));
+}
+
 KL_DEFINE(has_numbers, ignored)
 {
     const Tape *tape = kl_tape_open_or_null();

@@ -470,26 +470,27 @@ is_any_out_reached(const KlTape *tape, KlNodeId id)
     return false;
 }
 
-/* Set is_reached of the values that the user can reach, that a reached value depends on (a failed call needs nothing any
- * more), or that a pending draw makes or reads. A write in place is reached if the user can reach its storage. This
- * allocates nothing, since a commit calls it and must not fail. */
+/* Set is_reached of the values that are held, that a reached value depends on (a failed call needs nothing any more),
+ * or that a draw that waits makes or reads. A write in place is reached if its storage is held. This allocates nothing,
+ * since a commit calls it and must not fail. */
 static void
-find_reached(KlTape *tape)
+find_reached_from(KlTape *tape, bool (*is_held)(const KlValue *value),
+                  bool (*waits)(const KlNode *node))
 {
     for (size_t i = 0; i < tape->n_storages; i++) {
         tape->storages[i].is_held = false;
     }
     for (size_t i = 0; i < tape->n_values; i++) {
         KlValue *value = &tape->values[i];
-        value->is_reached = value->is_wanted;
-        tape->storages[value->storage].is_held |= value->is_wanted;
+        value->is_reached = is_held(value);
+        tape->storages[value->storage].is_held |= value->is_reached;
     }
     for (size_t i = tape->n_nodes; i-- > 0;) {
         KlNode *node = &tape->nodes[i];
         KlValue *outs = &tape->values[node->first_out];
         bool is_reached = (node->writes != 0 && tape->storages[outs->storage].is_held) ||
                           is_any_out_reached(tape, (KlNodeId)i);
-        node->is_dead_draw = !is_reached && kl_tape_waits_to_draw(node);
+        node->is_dead_draw = !is_reached && waits(node);
         is_reached = is_reached || node->is_dead_draw;
         for (uint32_t k = 0; is_reached && k < node->n_outs; k++) {
             outs[k].is_reached = true;
@@ -504,6 +505,58 @@ find_reached(KlTape *tape)
             tape->values[node->refresh_of].is_reached = true; /* a live run uses its tensor */
         }
     }
+}
+
+static bool
+is_wanted(const KlValue *value)
+{
+    return value->is_wanted;
+}
+
+/* Set is_reached, starting from the values that the user can reach and all pending draws. */
+static void
+find_reached(KlTape *tape)
+{
+    find_reached_from(tape, is_wanted, kl_tape_waits_to_draw);
+}
+
+static bool
+is_wanted_with_gradient(const KlValue *value)
+{
+    return value->is_wanted && value->meta.requires_grad;
+}
+
+static bool
+is_wanted_without_gradient(const KlValue *value)
+{
+    return value->is_wanted && !value->meta.requires_grad && value->state == KL_STATE_PENDING;
+}
+
+static bool
+never(const KlNode *node)
+{
+    (void)node;
+    return false;
+}
+
+bool
+kl_tape_has_stranded(KlTape *tape)
+{
+    bool has_any = false;
+    find_reached_from(tape, is_wanted_with_gradient, never);
+    for (size_t i = 0; i < tape->n_values; i++) {
+        tape->values[i].has_history = tape->values[i].is_reached;
+    }
+    find_reached_from(tape, is_wanted_without_gradient, never);
+    for (size_t i = tape->n_done; i < tape->n_nodes && !has_any; i++) {
+        const KlNode *node = &tape->nodes[i];
+        bool is_pending = !node->is_done && !node->is_abandoned;
+        for (uint32_t k = 0; is_pending && k < node->n_outs; k++) {
+            const KlValue *out = &tape->values[node->first_out + k];
+            has_any |= out->is_reached && !out->has_history && out->meta.requires_grad;
+        }
+    }
+    return has_any;
 }
 
 bool

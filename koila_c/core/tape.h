@@ -238,6 +238,10 @@ kl_tape_has_draw(const KlTape *tape)
 /* Whether a random call has still to draw although its result is not reachable; until then it keeps its inputs alive. */
 bool kl_tape_has_dead_draw(KlTape *tape);
 
+/* Whether values without a gradient, which the user holds, are all that waits for calls with one: a metric of a forward
+ * pass that nobody can differentiate any more, since its output is gone. */
+bool kl_tape_has_stranded(KlTape *tape);
+
 /* Set must_run of the nodes that can run now without a backward later: pending, wanted, and no input requires a
  * gradient, or one is of a freed graph. Return whether there is one. */
 bool kl_tape_find_known(KlTape *tape);

@@ -162,6 +162,19 @@ def test_has_known() -> None:
     assert is_pending(detached)
 
 
+def test_has_stranded() -> None:
+    """A value without a gradient waits for calls with one, whose results are gone."""
+    assert not core.has_stranded()
+    x, w = koila.lazy(batch()), weight()
+    loss = (x * w).sum()
+    hits = (loss > 0).sum()
+    assert not core.has_stranded()
+    del loss
+    assert core.has_stranded()
+    del hits
+    assert not core.has_stranded()
+
+
 def test_storage() -> None:
     """Memory of the tape's own has a number; the user's, and what may be, has none."""
     lazy = koila.lazy(batch())

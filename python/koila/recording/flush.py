@@ -21,7 +21,13 @@ def flush(why: str) -> None:
 
 
 def flush_known(why: str) -> None:
-    """Run the pending values that the user can reach and that have no gradient in their history."""
+    """Run the pending values that the user can reach and that no backward can come to.
+
+    Those have no gradient in their history, or the outputs are gone that lead to it: a metric added
+    up in a loop without no_grad() would otherwise keep all batches until somebody reads it.
+    """
+    if _core.has_stranded():
+        flush(why)
     if _core.has_known() or _core.has_draw(False):
         _flush_known(why)
 
