@@ -33,7 +33,8 @@ KL_DEFINE(parts_table, unused)
     for (int reduce = KL_REDUCE_NONE; table != NULL && reduce <= KL_N_REDUCES; reduce++) {
         bool is_last = reduce == KL_N_REDUCES;
         const KlReduction *of = is_last ? NULL : &kl_ops_reductions[reduce];
-        const KlParts *parts = kl_ops_parts(is_last ? KL_REDUCE_NONE : (KlReduce)reduce, is_last);
+        const KlParts *parts =
+            kl_ops_parts(is_last ? KL_REDUCE_NONE : (KlReduce)reduce, is_last, true);
         PyObject *entry = Py_BuildValue(
             "(sIdddNNNI)", is_last ? "" : of->name, is_last ? 0 : of->n_parts, parts->left,
             parts->combined[0], parts->seeds, amount_object(parts->keeps), held_object(parts->held),

@@ -101,9 +101,7 @@ is_cut_in_place(const KlWalk *walk, KlValueId value)
 static inline const KlParts *
 parts_of(const KlWalk *walk, KlValueId value)
 {
-    const KlNode *node = &walk->tape->nodes[walk->tape->values[value].node];
-    return node->mode == KL_MODE_REDUCE ? kl_ops_parts((KlReduce)node->reduce, node->is_for_chunks)
-                                        : NULL;
+    return kl_tape_parts(walk->tape, &walk->tape->nodes[walk->tape->values[value].node]);
 }
 
 /* Return the bytes that KlParts counts in: of a reduction's result (0: a single number), or of a row of its input; for

@@ -218,14 +218,18 @@ const KlReduction kl_ops_reductions[KL_N_REDUCES] = {
 };
 #undef REDUCTION
 
-/* The statistics for batch_norm and softmax in chunks: they save only the input, and one call makes its gradient. */
+/* The statistics for batch_norm and softmax in chunks: they save only the input, and one call makes its gradient. Those
+ * of batch_norm are pooled chunk after chunk on a CPU (`_pooled` in sums.py). */
 static const KlParts statistics = {
     2, 2, {6, 8}, {2.5, 2.25}, {5.25, 5}, NULL, HELD(.run = {.ins = 1}), false, 0};
+static const KlParts pooled = {2,     2, {0, 10}, {0, 1.25}, {1, 21}, NULL, HELD(.run = {.ins = 1}),
+                               false, 0};
 
 const KlParts *
-kl_ops_parts(KlReduce reduce, bool is_for_chunks)
+kl_ops_parts(KlReduce reduce, bool is_for_chunks, bool is_on_cpu)
 {
-    return is_for_chunks ? &statistics : &kl_ops_reductions[reduce].parts;
+    const KlParts *parts = reduce == KL_REDUCE_VAR && is_on_cpu ? &pooled : &statistics;
+    return is_for_chunks ? parts : &kl_ops_reductions[reduce].parts;
 }
 
 bool

@@ -364,7 +364,7 @@ typedef struct KlReduction {
 extern const KlReduction kl_ops_reductions[KL_N_REDUCES];
 
 /* Return the memory of a reduction in chunks; `is_for_chunks`: of the statistics of batch_norm or softmax. */
-const KlParts *kl_ops_parts(KlReduce reduce, bool is_for_chunks);
+const KlParts *kl_ops_parts(KlReduce reduce, bool is_for_chunks, bool is_on_cpu);
 
 /* Whether the op is detach: a view without autograd graph. */
 bool kl_ops_is_detached(const KlRow *row);

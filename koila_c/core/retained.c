@@ -140,9 +140,7 @@ static KlStatus
 save_all(const KlRetained *retained, const KlNode *node, bool *retains, KlIds *again, KlIds *needs)
 {
     const KlSaves *saves = &node->saves;
-    const KlParts *parts = node->mode == KL_MODE_REDUCE
-                               ? kl_ops_parts((KlReduce)node->reduce, node->is_for_chunks)
-                               : NULL;
+    const KlParts *parts = kl_tape_parts(retained->tape, node);
     bool is_given = is_given_norm(retained, node);
     bool is_copied = saves_what_it_writes(retained, node);
     bool saves_more = (saves->bytes_extra != 0 && !is_copied) || saves->bytes_fixed != 0;

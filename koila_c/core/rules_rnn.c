@@ -90,8 +90,7 @@ static KlStatus
 check_layer(const KlCall *call, Layer *layer)
 {
     const KlArg *params = &call->args[word(call, PARAMS)];
-    if (params->kind != KL_ARG_VALUES || layer->input == NULL || layer->input->n_dims != 3 ||
-        kl_meta_n_elements(layer->input) == 0) {
+    if (params->kind != KL_ARG_VALUES || kl_meta_n_elements(layer->input) == 0) {
         return KL_DECLINED;
     }
     const KlMeta *hidden = layer->states[0];
@@ -120,7 +119,7 @@ check_layer(const KlCall *call, Layer *layer)
 static KlStatus
 read_layer(const KlCall *call, Layer *layer)
 {
-    *layer = (Layer){.input = kl_rules_input(call, INPUT), .n_gates = call->row->n_gates};
+    *layer = (Layer){.input = kl_rules_tensor(call, INPUT, 3, 3), .n_gates = call->row->n_gates};
     read_options(call, layer);
     KlStatus status =
         layer->n_layers > 0 ? read_states(call, layer->n_gates == LSTM, layer) : KL_DECLINED;

@@ -41,7 +41,6 @@ kl_sweep_known_node(KlSweep *sweep, KlNodeId id)
 {
     const KlNode *call = &sweep->tape->nodes[id];
     const KlSaves *saves = &call->saves;
-    const bool is_reduction = call->mode == KL_MODE_REDUCE;
     KlSweepNode *node = &sweep->nodes[id];
     *node = (KlSweepNode){.first_input = call->first_input,
                           .n_inputs = call->n_inputs,
@@ -59,7 +58,7 @@ kl_sweep_known_node(KlSweep *sweep, KlNodeId id)
                           .is_writing = call->writes != 0,
                           .is_random = call->is_random,
                           .is_for_chunks = call->is_for_chunks};
-    node->parts = is_reduction ? kl_ops_parts((KlReduce)call->reduce, call->is_for_chunks) : NULL;
+    node->parts = kl_tape_parts(sweep->tape, call);
     for (uint32_t k = 0; k < call->n_outs; k++) {
         node->has_gradient |= sweep->sizes[call->first_out + k].needs_gradient;
     }

@@ -246,6 +246,16 @@ bool kl_tape_has_stranded(KlTape *tape);
  * gradient, or one is of a freed graph. Return whether there is one. */
 bool kl_tape_find_known(KlTape *tape);
 
+/* Return the memory that a node takes in chunks if it is a reduction; NULL: it is none. */
+static inline const KlParts *
+kl_tape_parts(const KlTape *tape, const KlNode *node)
+{
+    bool is_on_cpu = node->n_outs > 0 && tape->values[node->first_out].meta.device == 0;
+    return node->mode == KL_MODE_REDUCE
+               ? kl_ops_parts((KlReduce)node->reduce, node->is_for_chunks, is_on_cpu)
+               : NULL;
+}
+
 /* Return the inputs of a node. */
 static inline const KlInput *
 kl_tape_inputs(const KlTape *tape, const KlNode *node)
