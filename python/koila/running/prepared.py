@@ -20,7 +20,7 @@ from koila.messages.errors import NotInChunksError
 from koila.reductions import batch_softmax, calls, norms
 from koila.running import accrue, views
 from koila.running.boundary import Awaiting, BoundaryValue
-from koila.running.store import Reads, Rows, Store, reads_of
+from koila.running.store import Reads, Rows, Store
 from koila.staged import leaves
 from koila.staged.facts import ROWS, Node, Run
 
@@ -53,8 +53,7 @@ class Prepared:
         self.ranges: list[tuple[int, int, Place]] = []  # those of which it reads first entries
         self.runners: dict[int, tuple[_Runner | None, Node]] = {}  # by call; None: as it is
         if run.is_body:
-            known = self.program.known.reads
-            self._prepare_inputs(known.get(run.index) or reads_of(self.program, run))
+            self._prepare_inputs(store.reads[run.index])
         else:
             for i in run.imports:
                 self.others.append((i, self.program.imports[i].value, None))

@@ -44,11 +44,8 @@ class Reads(NamedTuple):
     leaves: dict[int, None]
 
 
-def reads_of(program: Program, run: Run) -> Reads:
+def _reads_of(program: Program, run: Run) -> Reads:
     """Return how the chunks of a body read its inputs."""
-    known: dict[int, Reads] = program.known.reads
-    if run.index in known:
-        return known[run.index]
     reads = Reads([], [], [], [], [], {})
     for import_id in run.imports:
         value, place, is_range = program.imports[import_id]
@@ -66,8 +63,16 @@ def reads_of(program: Program, run: Run) -> Reads:
             reads.leaves[value] = None
         if program.needs_gradient(value) and (place is not None or is_by_chunk):
             reads.taken.append((import_id, value))
-    known[run.index] = reads  # once it is complete: other threads may run this program
     return reads
+
+
+def _reads_by_body(program: Program) -> dict[int, Reads]:
+    """Return how the chunks of each body read its inputs, by run."""
+    known = program.known
+    if known.reads is None:
+        known.reads = {run.index: _reads_of(program, run) for run in program.runs if run.is_body}
+    found: dict[int, Reads] = known.reads
+    return found
 
 
 #: A value, the place of its rows, and the bounds of those that a chunk or piece read.
@@ -109,6 +114,7 @@ class Store:
             self.grids.setdefault(axis, grid(rows, planned.n_chunks, planned.unit))
         self.pieces: dict[tuple[int, int, int], list[Bounds]] = {}  # by stage, axis, segment
         self.grid_by_run = _Grids(program.runs, self.grids, self.pieces)
+        self.reads = _reads_by_body(program)
         self.hooked = hooked
         self.is_forward = not program.roots  # without a backward pass
         self.gradients: list[torch.Tensor] = []  # one for each root, as the caller passed them
@@ -184,10 +190,9 @@ class Store:
 
     def enter_all(self) -> None:
         """Do so for all leaves that the chunks of bodies read, in the order of their first runs."""
-        known, leaves = self.program.known.reads, dict[int, None]()
-        for run in self.program.runs:
-            if run.is_body:
-                leaves |= (known.get(run.index) or reads_of(self.program, run)).leaves
+        leaves = dict[int, None]()
+        for reads in self.reads.values():
+            leaves |= reads.leaves
         self.enter(leaves)
 
     def rows_of(self, import_id: int, run: Run) -> Rows | None:
@@ -262,8 +267,7 @@ class Store:
         of its rows and their bounds by chunk."""
         if run.index not in self.taken:
             taken = self.taken[run.index] = []
-            known = self.program.known.reads
-            for import_id, value in (known.get(run.index) or reads_of(self.program, run)).taken:
+            for import_id, value in self.reads[run.index].taken:
                 if (rows := self.rows_of(import_id, run)) is not None:
                     taken.append((value, *rows))
         return self.taken[run.index]

@@ -37,7 +37,7 @@ class Known:
         self._facts: dict[str, Any] = {}  # by name of an attribute of a program
         self.rows: dict[int, str] = {}  # by call, once asked for: the name of its row
         self.splits: dict[int, Any] = {}  # by reduction, of `reductions/calls.py`
-        self.reads: dict[int, Any] = {}  # by body, of `running/store.py`
+        self.reads: dict[int, Any] | None = None  # by body, once `running/store.py` has found out
         #: By values: how each call touches them, of `running/saved.py`.
         self.touched: dict[frozenset[int], dict[int, Any]] = {}
         self._schedules: dict[Arguments, Schedule] = {}
