@@ -15,8 +15,7 @@ def is_shared(tensor: torch.Tensor) -> bool:
     """Return whether something else holds the storage of a tensor."""
     if tensor.layout != torch.strided:  # a sparse gradient has no storage to ask
         return True
-    n_found = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # as `n_holders`
-    return not counts_holders() or n_found > _OWN
+    return not counts_holders() or n_holders(tensor) > _OWN
 
 
 def n_holders(tensor: torch.Tensor) -> int:

@@ -59,11 +59,7 @@ class Call:
         self.n_rows = n_rows  # the rows of the batch
         self.shared = {} if shared is None else shared  # results shared by all runs of this chunk
         #: The arguments, by their names in the signature.
-        self.words: dict[str, Any]
-        if kwargs:
-            self.words = bind(signature, args, kwargs)
-        else:  # as `bind`
-            self.words = dict(zip(parse(signature)[0], args, strict=False))
+        self.words = bind(signature, args, kwargs)
         #: Returns the argument of this name, or else its second argument, or None.
         self.word: Callable[..., Any] = self.words.get
 
