@@ -59,7 +59,7 @@ _NAMES = {
     polygamma.polygamma_n_0 polygamma.polygamma_n_1 polygamma.polygamma_n_2
     polygamma.polygamma_n_3 polygamma.polygamma_n_4 positive put qr quantile rand_like
     randint_like randn_like real renorm resolve_conj resolve_neg rot90
-    searchsorted select_scatter slice special.airy_ai special.bessel_j0
+    select_scatter slice special.airy_ai special.bessel_j0
     special.bessel_j1 special.bessel_y0 special.bessel_y1 special.chebyshev_polynomial_t
     special.chebyshev_polynomial_u special.chebyshev_polynomial_v special.chebyshev_polynomial_w
     special.erfcx special.hermite_polynomial_h special.hermite_polynomial_he

@@ -101,7 +101,7 @@ NO_BACKWARD = frozenset(
     bitwise_right_shift bitwise_xor bool byte char count_nonzero detach empty_like eq floor_divide
     full_like ge gt int isfinite isinf isnan isneginf isposinf le logical_and logical_not logical_or
     logical_xor long lt max_pool1d multinomial ne new_empty new_full new_ones new_zeros one_hot
-    ones_like rand_like randint_like randn_like short signbit zeros_like""".split()
+    ones_like rand_like randint_like randn_like searchsorted short signbit zeros_like""".split()
 )
 #: No call of these can be given more rows, as none is cut alone; of programs see test_orders.py.
 NOT_GROWN = {"ctc_loss", "_grouped_mm", "histc"}

@@ -98,6 +98,30 @@ KL_PLACE(gather)
                                     : place_scatter(call, result, error);
 }
 
+/* searchsorted(sequence, x): the sequence has one dim, or all dims of x but the last in common with it */
+KL_SHAPE(searchsorted)
+{
+    const KlMeta *sequence = kl_rules_tensor(call, 0, 1, KL_DIMS_MAX);
+    const KlMeta *input = kl_rules_tensor(call, 1, 1, KL_DIMS_MAX);
+    bool is_fit = sequence->n_dims == 1 || sequence->n_dims == input->n_dims;
+    for (int32_t dim = 0; is_fit && dim < sequence->n_dims - 1; dim++) {
+        is_fit = sequence->shape[dim] == input->shape[dim];
+    }
+    kl_rules_require(call, is_fit && !kl_rules_bool(call, 2, false) && !kl_rules_is_given(call, 5));
+    return kl_rules_out_contiguous(result, input);
+}
+
+KL_PLACE(searchsorted)
+{
+    const KlMeta *sequence = call->inputs[0], *input = call->inputs[1];
+    KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
+    if (sequence->n_dims == 1 && !kl_place_is_rows(&sequence->place)) {
+        return kl_rules_at(result, input->place);
+    }
+    return want.dim == sequence->n_dims - 1 ? kl_rules_once(result, index_couples)
+                                            : match_but(call, result, KL_ID_NONE, &want);
+}
+
 /* scatter(x, dim, index, src or value), scatter_add: the result has x's shape */
 KL_SHAPE(scatter)
 {
