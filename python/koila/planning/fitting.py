@@ -104,7 +104,7 @@ def _larger_chunks(case: _Case, found: Fitting) -> Fitting:
 def _fits_whole(needed: float, rows: int, allowed: float) -> bool:
     """Tell whether a whole run fits, for a program whose largest chunk that fits has `rows` rows:
     with room to spare, unless no chunk has that."""
-    return needed <= (limits.WHOLE_SHARE if rows > 0 else 1.0) * allowed
+    return needed <= (limits.whole_share() if rows > 0 else 1.0) * allowed
 
 
 def fit(

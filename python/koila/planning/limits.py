@@ -16,8 +16,13 @@ from koila.planning.strategies import devices_of
 from koila.staged.program import Program
 
 # The share of the allowed memory that a whole run may be predicted to need: unlike a run in chunks,
-# it cannot be undone and planned again.
-WHOLE_SHARE = 0.9
+# it cannot be undone and planned again. A limit of the process counts the allocator's holes, too.
+_WHOLE_SHARE, _BOUND_SHARE = 0.9, 0.8
+
+
+def whole_share() -> float:
+    """Return the share of the allowed memory that a whole run may be predicted to need."""
+    return _BOUND_SHARE if budget.is_bound() else _WHOLE_SHARE
 
 
 def _tensors_of_step(program: Program) -> list[torch.Tensor]:

@@ -275,7 +275,7 @@ def _plan_read(program: Program, is_known_only: bool) -> Plan | None:
     if (
         planned.n_chunks == 1
         and needed is not None
-        and needed <= limits.WHOLE_SHARE * planned.allowed
+        and needed <= limits.whole_share() * planned.allowed
     ):
         return None
     steps.note_read(program, planned.whole)

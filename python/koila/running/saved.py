@@ -88,9 +88,8 @@ class Look:
         self.values = values
         self.cheap = cheap
         #: By call, once it ran: those of `values` that it makes or reads, and what it writes. It is
-        #: the same in each step.
-        self.touched: dict[int, tuple[list[int], int | None]]
-        self.touched = program.known.touched.setdefault(values, {})
+        #: the same in each step, but would take as much to keep as all else that is known of it.
+        self.touched: dict[int, tuple[list[int], int | None]] = {}
         self.references: list[Reference] = []  # of the chunk
         #: What autograd has saved since the last `settle`, and the cell of each.
         self.cells: defaultdict[torch.Tensor, Cell] = defaultdict(list)
