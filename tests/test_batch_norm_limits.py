@@ -88,7 +88,8 @@ def test_asked_for(name: str) -> None:
 @pytest.mark.parametrize("share", [0.5, 0.25])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_limits(name: str, share: float) -> None:
-    """It runs, stays within the limit, and says what became of what crosses."""
+    """A step gives eager's numbers, in chunks at the first try. Its peak, and the bytes that the
+    report predicts, stay within the limit."""
     trial = Trial(NETWORKS[name])
     trial.run(True, chunks=2)
     limit = trial.n_gradients() + int(share * eager_of(name).peak)
@@ -249,7 +250,7 @@ def views(lazy: Lazy, memory: Allocations, limit: int | None) -> list[Tensor]:
 
 
 def test_segments_that_share_chunks_keep_the_limit() -> None:
-    """The gradients of what a segment made are freed before the backward of the one before it."""
+    """Before koila runs a segment backward, it frees the gradients of the next one's results."""
     memory, limited = Allocations(), Allocations()
     want = views(eager, memory, None)
     limit = int(0.3 * memory.peak)

@@ -89,7 +89,8 @@ def batch(n_rows: int = N_ROWS) -> tuple[Tensor, Tensor]:
 
 
 def limit_for(model: nn.Module, x: Tensor, y: Tensor, share: float) -> int:
-    """Return a limit that leaves the step this share of what it needs whole."""
+    """Return a memory_limit that leaves `share` of the bytes that the step takes when it runs
+    whole."""
     with koila.config(memory_limit=2**40):
         lazy_x, lazy_y = koila.lazy(x, y, batch=0)
         loss = F.cross_entropy(model(lazy_x), lazy_y)

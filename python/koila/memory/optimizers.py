@@ -7,7 +7,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -148,13 +148,18 @@ def _temporaries_of_group(
     return max(single * size + min(single, taken.before) * last for last, size in pairs)
 
 
+def written_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield the parameters that the step of an optimizer writes."""
+    for group in optimizer.param_groups:
+        yield from (one for one in group["params"] if one.grad is not None)
+
+
 def of_step(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """Return what the step that an optimizer is about to make takes: the bytes of state that it
     makes for good, and those that it allocates meanwhile."""
-    stepping = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    stepping = {key: p for key, p in stepping.items() if p.grad is not None}
-    new = {key for key, p in stepping.items() if p not in optimizer.state}
-    return _coming_state_of(optimizer, new), _temporaries_of(optimizer, set(stepping))
+    written = {id(p): p for p in written_by(optimizer)}
+    new = {key for key, p in written.items() if p not in optimizer.state}
+    return _coming_state_of(optimizer, new), _temporaries_of(optimizer, set(written))
 
 
 def state() -> list[torch.Tensor]:

@@ -335,7 +335,7 @@ def _noting_optimizer(original: Callable[..., None]) -> Callable[..., None]:
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     """Let pending calls read the parameters that an optimizer changes."""
-    kept_casts.forget(bridge.written_by(optimizer))
+    kept_casts.forget(optimizers.written_by(optimizer))
     bridge.before_step(optimizer)
     optimizer_steps.report_over_limit(optimizer)
     optimizers.note_step(optimizer)
@@ -344,7 +344,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     bridge.after_step(optimizer)
-    kept_casts.note_written(bridge.written_by(optimizer))
+    kept_casts.note_written(optimizers.written_by(optimizer))
     sharded.free_gathered()
     numbers.settle_outdated(is_over=True)
 

@@ -24,13 +24,12 @@ def report_over_limit(optimizer: torch.optim.Optimizer) -> None:
     state and its temporaries are beside parameters and gradients, and chunks change none of them.
     It is logged once for each line."""
     limit = config.get("memory_limit")
-    stepping = [
-        p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-    ]
+    stepping = [] if limit is None else list(optimizers.written_by(optimizer))
     if limit is None or not stepping:
         return
     coming, temporary = optimizers.of_step(optimizer)
-    held = [*stepping, *(p.grad for p in stepping), *optimizers.state()]
+    grads = [one.grad for one in stepping if one.grad is not None]
+    held = [*stepping, *grads, *optimizers.state()]
     needed = budget.taken(stepping[0].device, held) + coming + temporary
     if needed <= limit:
         return

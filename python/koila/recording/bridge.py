@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ import torch
 from koila import _core
 from koila.basics import engine, surroundings
 from koila.basics.threads import in_turn
+from koila.memory import optimizers
 from koila.messages.errors import HiddenFrames
 from koila.planning import logs, planner, steps, unsplit
 from koila.random import generators
@@ -165,11 +166,11 @@ def _before_step(optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
     """Do the work of `before_step`. Return what to call after the step, or None."""
     func, what = type(optimizer).step, "an optimizer's step"
     if _core.is_busy():  # in a hook of the user's: nothing can run or be cut
-        before = [(one, aliases.version_of(one)) for one in written_by(optimizer)]
+        before = [(one, aliases.version_of(one)) for one in optimizers.written_by(optimizer)]
         for one, _ in before:
             visible.watch(one)
         return functools.partial(_note_unseen, before)
-    given = parts.read_later(written_by(optimizer))
+    given = parts.read_later(optimizers.written_by(optimizer))
     if not any(map(_core.leaves_of, given)):
         flush.flush(what)
     elif not _make_way(func, what) and not planner.is_whole():
@@ -188,12 +189,6 @@ def _note_unseen(before: list[tuple[torch.Tensor, int | None]]) -> None:
     for one, version in before:
         if aliases.version_of(one) == version:
             aliases.lose(_core.leaves_of(one))
-
-
-def written_by(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Yield the parameters that the step of an optimizer writes."""
-    for group in optimizer.param_groups:
-        yield from (one for one in group["params"] if one.grad is not None)
 
 
 def _make_way(func: Callable[..., Any], what: str) -> bool:

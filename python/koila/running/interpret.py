@@ -201,8 +201,8 @@ class Interpreter:
             self._drop_gradients(run)
 
     def _drop_gradients(self, run: Run) -> None:
-        """After the backward of a run on this chunk, free the gradients of what it made: an earlier
-        segment's backward has room for those of its inputs."""
+        """Free the gradients of the values that a run made on this chunk, whose backward has just
+        used them. So they take no memory while an earlier segment runs backward."""
         chunk, is_last = self.chunk, self.chunk + 1 == self.loops[-1].stop
         for value in run.left:
             boundary = self.stages.boundary[value]
