@@ -222,7 +222,7 @@ const KlReduction kl_ops_reductions[KL_N_REDUCES] = {
  * of batch_norm are pooled chunk after chunk on a CPU (`_pooled` in sums.py). */
 static const KlParts statistics = {
     2, 2, {6, 8}, {2.5, 2.25}, {5.25, 5}, NULL, HELD(.run = {.ins = 1}), false, 0};
-static const KlParts pooled = {2,     4, {0, 10}, {0, 2}, {1, 21}, NULL, HELD(.run = {.ins = 1}),
+static const KlParts pooled = {2,     3, {0, 10}, {0, 2}, {1, 21}, NULL, HELD(.run = {.ins = 1}),
                                false, 0};
 
 const KlParts *
