@@ -18,8 +18,9 @@ from torch.testing import assert_close
 import koila
 from allocations import Allocations
 from collector import collector_off
-from koila.memory import budget, estimates, storages
+from koila.memory import estimates
 from koila.staged.program import Program
+from limits import there
 
 SORTED, UNSORTED, EVEN = [9, 8, 8, 5, 3, 3, 1], [3, 9, 1, 5, 8, 8, 3], [6] * 7
 V, STEPS = 20, 10
@@ -346,9 +347,7 @@ def test_memory(kind: str, dropout: float, share: float) -> None:
     plain = run(x)
     of_parameters = sum(p.nbytes for p in net.parameters())
     allowed = of_parameters + int(share * (plain - of_parameters))
-    storages.look_again(True)
-    there = budget.taken(torch.device("cpu"), [])
-    with koila.config(memory_limit=there + allowed):
+    with koila.config(memory_limit=there() + allowed):
         peak = run(koila.lazy(x))
     assert re.search(r"in \d+ chunks of \d+ samples", str(koila.report()))
     assert peak <= 1.02 * allowed + 2**16, (peak, allowed, plain)
@@ -369,12 +368,10 @@ def test_where_pieces_of_a_sample_are_looked_for_the_lengths_are_not_read() -> N
     net.zero_grad()
     loss(x).backward()
     wanted = [p.grad.clone() for p in net.parameters() if p.grad is not None]
-    storages.look_again(True)
-    there = budget.taken(torch.device("cpu"), [])
-    n_refused = 0
+    before, n_refused = there(), 0
     for n_kib in (1600, 1200, 1000, 900, 800, 700, 600, 500):
         net.zero_grad(set_to_none=False)
-        with koila.config(memory_limit=there + n_kib * 1024):
+        with koila.config(memory_limit=before + n_kib * 1024):
             try:
                 loss(koila.lazy(x)).backward()
             except koila.MemoryLimitError:
