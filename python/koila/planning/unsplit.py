@@ -73,10 +73,14 @@ def check(func: Callable[..., Any], why: str, of: Derivative | None = None) -> L
     Raises:
         MemoryLimitError: it needs more than is left.
     """
-    logs.decide_whole(func, why)
-    if planner.is_whole() or config.get("chunks") is not None:
+    reports.give_reason(why)
+    if planner.is_whole():
         return None
     program = _pending()
+    if of is not None or program.unstageable is not None or program.has_body:
+        logs.log_live(func, why)  # else nothing that runs whole has samples
+    if config.get("chunks") is not None:
+        return None
     decision = reports.Decision(f"for {reports.call_of(func)}, since {why}")
     needed = estimates.estimate(program, bool(program.roots)).whole
     graphs = _graphs(program, of)
