@@ -357,39 +357,35 @@ def test_declined(row: str, make: Callable[[], Any], kwargs: dict[str, Any]) -> 
     assert _core.infer(row, make(), kwargs)["status"] == "DECLINED"
 
 
-ILLEGAL: list[tuple[str, Callable[[], Any], str]] = [
-    ("add", lambda: (f(4, 3), f(4, 2)), "ERROR_SHAPE"),
-    ("add_", lambda: (f(3), f(4, 3)), "ERROR_SHAPE"),
-    ("add_", lambda: (i(4), f(4)), "ERROR_ARGUMENT"),
-    ("view", lambda: (f(4, 3), 5, -1), "ERROR_SHAPE"),
-    ("view", lambda: (f(4, 3), 5, 2), "ERROR_SHAPE"),
-    ("view", lambda: (f(3, 4).t(), 12), "ERROR_SHAPE"),
-    ("cat", lambda: ([f(4, 3), f(5, 2)], 1), "ERROR_SHAPE"),
-    ("stack", lambda: ([f(4, 3), f(4, 2)],), "ERROR_SHAPE"),
-    ("permute", lambda: (f(4, 3), 0, 0), "ERROR_ARGUMENT"),
-    ("transpose", lambda: (f(4, 3), 0, 2), "ERROR_ARGUMENT"),
-    ("sum", lambda: (f(4, 3), 2), "ERROR_ARGUMENT"),
-    ("sum", lambda: (f(4, 3), (1, -1)), "ERROR_ARGUMENT"),
-    ("mean", lambda: (i(4, 3),), "ERROR_ARGUMENT"),
-    ("__getitem__", lambda: (f(4, 3), 4), "ERROR_ARGUMENT"),
-    ("__getitem__", lambda: (f(4, 3), (0, 0, 0)), "ERROR_ARGUMENT"),
-    ("__getitem__", lambda: (f(4, 3), (i(4), i(3))), "ERROR_SHAPE"),
-    ("gather", lambda: (f(4, 3), 1, i(5, 3)), "ERROR_SHAPE"),
-    ("narrow", lambda: (f(4, 3), 1, 2, 2), "ERROR_ARGUMENT"),
-    ("split", lambda: (f(4, 3), [1, 1], 1), "ERROR_SHAPE"),
-    ("topk", lambda: (f(4, 3), 4), "ERROR_ARGUMENT"),
-    ("expand", lambda: (f(4, 3), 4, 4), "ERROR_SHAPE"),
-    ("tril", lambda: (f(4),), "ERROR_SHAPE"),
+ILLEGAL: list[tuple[str, Callable[[], Any]]] = [
+    ("add", lambda: (f(4, 3), f(4, 2))),
+    ("add_", lambda: (f(3), f(4, 3))),
+    ("add_", lambda: (i(4), f(4))),
+    ("view", lambda: (f(4, 3), 5, -1)),
+    ("view", lambda: (f(4, 3), 5, 2)),
+    ("view", lambda: (f(3, 4).t(), 12)),
+    ("cat", lambda: ([f(4, 3), f(5, 2)], 1)),
+    ("stack", lambda: ([f(4, 3), f(4, 2)],)),
+    ("permute", lambda: (f(4, 3), 0, 0)),
+    ("transpose", lambda: (f(4, 3), 0, 2)),
+    ("sum", lambda: (f(4, 3), 2)),
+    ("sum", lambda: (f(4, 3), (1, -1))),
+    ("mean", lambda: (i(4, 3),)),
+    ("__getitem__", lambda: (f(4, 3), 4)),
+    ("__getitem__", lambda: (f(4, 3), (0, 0, 0))),
+    ("__getitem__", lambda: (f(4, 3), (i(4), i(3)))),
+    ("gather", lambda: (f(4, 3), 1, i(5, 3))),
+    ("narrow", lambda: (f(4, 3), 1, 2, 2)),
+    ("split", lambda: (f(4, 3), [1, 1], 1)),
+    ("topk", lambda: (f(4, 3), 4)),
+    ("expand", lambda: (f(4, 3), 4, 4)),
+    ("tril", lambda: (f(4),)),
 ]
 
 
-@pytest.mark.parametrize("row, make, status", ILLEGAL)
-def test_illegal_calls_are_torchs_errors_too(
-    row: str, make: Callable[[], Any], status: str
-) -> None:
-    said = _core.infer(row, make(), {})
-    assert said["status"] == status
-    assert said["text"].startswith(f"{row}: ")
+@pytest.mark.parametrize("row, make", ILLEGAL)
+def test_illegal_calls_are_torchs_errors_too(row: str, make: Callable[[], Any]) -> None:
+    assert _core.infer(row, make(), {})["status"] == "ILLEGAL"
     with pytest.raises((RuntimeError, IndexError, ValueError)):
         CALLABLES[row](*opcalls.changed(make(), lambda t: t.detach()))
 

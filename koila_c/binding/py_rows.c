@@ -851,7 +851,7 @@ bind_and_append(Recording *recording, PyObject **results)
     KlStatus status = infer_merging_axes(recording, &error);
     if (status == KL_OK) {
         result = append(recording, results);
-    } else if (status == KL_ERROR_SHAPE || status == KL_ERROR_ARGUMENT) {
+    } else if (status == KL_ILLEGAL) {
         result = KL_ROWS_ILLEGAL;
     } else if (status == KL_ERROR_MEMORY || status == KL_ERROR_INTERNAL) {
         (void)kl_py_raise(&error);

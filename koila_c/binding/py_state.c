@@ -9,17 +9,8 @@ _Thread_local bool kl_py_is_in_function;
 PyObject *
 kl_py_raise(const KlError *error)
 {
-    switch (error->status) {
-    case KL_ERROR_MEMORY:
-        PyErr_SetString(PyExc_MemoryError, error->text);
-        break;
-    case KL_ERROR_SHAPE:
-    case KL_ERROR_ARGUMENT:
-        PyErr_SetString(PyExc_RuntimeError, error->text);
-        break;
-    default:
-        PyErr_SetString(PyExc_SystemError, error->text);
-    }
+    bool is_memory = error->status == KL_ERROR_MEMORY;
+    PyErr_SetString(is_memory ? PyExc_MemoryError : PyExc_SystemError, error->text);
     return NULL;
 }
 

@@ -24,9 +24,8 @@ typedef uint32_t KlStorageId; /* memory that values may share */
 typedef enum {
     KL_OK = 0,
     KL_DECLINED,       /* not an error: the row cannot describe this call */
+    KL_ILLEGAL,        /* torch itself refuses the call, and raises its own error when it runs */
     KL_ERROR_MEMORY,   /* an allocation of the core failed */
-    KL_ERROR_SHAPE,    /* illegal sizes: torch itself refuses the call */
-    KL_ERROR_ARGUMENT, /* illegal argument: torch itself refuses the call */
     KL_ERROR_INTERNAL, /* a bug of koila's */
 } KlStatus;
 

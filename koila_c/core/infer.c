@@ -1,10 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* infer.c - applies the rules of a row to a call: shape, dtype, then target of a write, device and requires_grad, then
- * place. It contains nothing about particular ops, and adds the op's name to an error. */
+ * place. It contains nothing about particular ops. */
 #include "infer.h"
-
-#include <stdio.h>
-#include <string.h>
 
 #include "alloc.h"
 #include "rules.h"
@@ -40,16 +37,16 @@ find_device(const KlCall *call, KlInferred *result)
 }
 
 static KlStatus
-prepare(const KlCall *call, KlInferred *result, KlError *error)
+prepare(const KlCall *call, KlInferred *result)
 {
     KlStatus status = KL_OK;
     void *places = result->split.places;
     if (result->n_outs_max < KL_OUTS_FEW) {
-        status = kl_ops_reserve_outs(result, KL_OUTS_FEW, error);
+        status = kl_ops_reserve_outs(result, KL_OUTS_FEW, NULL);
     }
     if (status == KL_OK) {
-        status = kl_alloc_reserve(&places, &result->n_places_max, call->n_inputs, sizeof(KlPlace),
-                                  error);
+        status =
+            kl_alloc_reserve(&places, &result->n_places_max, call->n_inputs, sizeof(KlPlace), NULL);
     }
     if (status != KL_OK) {
         return status;
@@ -82,36 +79,24 @@ prepare(const KlCall *call, KlInferred *result, KlError *error)
 
 /* Apply a rule. If it could not read an argument, that counts and not what the rule made of the others. */
 static KlStatus
-apply(KlRule *rule, const KlCall *call, KlInferred *result, KlError *error)
+apply(KlRule *rule, const KlCall *call, KlInferred *result)
 {
-    KlStatus status = rule(call, result, error);
-    if (call->unread->status == KL_OK) {
-        return status;
-    }
-    return kl_error_set(error, call->unread->status, "%s", call->unread->text);
+    KlStatus status = rule(call, result);
+    return *call->unread == KL_OK ? status : *call->unread;
 }
 
 /* Make the first input the output of an in-place op. Its rules describe the out-of-place op, whose result must fit into
  * that input. */
 static KlStatus
-settle_inplace(const KlCall *call, KlInferred *result, KlError *error)
+settle_inplace(const KlCall *call, KlInferred *result)
 {
     const KlMeta *target = kl_rules_input(call, 0);
     if (target == NULL || result->n_outs != 1) {
         return KL_DECLINED;
     }
     KlMeta *out = &result->outs[0];
-    bool is_fitting = out->n_dims == target->n_dims;
-    for (int32_t dim = 0; is_fitting && dim < out->n_dims; dim++) {
-        is_fitting = out->shape[dim] == target->shape[dim];
-    }
-    if (!is_fitting) {
-        return kl_error_set(error, KL_ERROR_SHAPE,
-                            "the result does not have the shape of the tensor it is written to");
-    }
-    if (!kl_rules_can_cast(out->dtype, target->dtype)) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "result type %s cannot be written to %s",
-                            kl_meta_dtype_name(out->dtype), kl_meta_dtype_name(target->dtype));
+    if (!kl_rules_is_shape(out, target) || !kl_rules_can_cast(out->dtype, target->dtype)) {
+        return KL_ILLEGAL;
     }
     *out = *target;
     out->place = KL_PLACE_WHOLE;
@@ -206,8 +191,7 @@ is_gathering(const KlCall *call, uint32_t kept, KlInferred *result)
     seen.inputs = inputs;
     begin_split(&seen, call->inputs[kept]->place.axis, result);
     const KlSplit *split = &result->split;
-    KlError ignored;
-    if (apply(call->row->place, &seen, result, &ignored) != KL_OK || split->mode == KL_MODE_ONCE ||
+    if (apply(call->row->place, &seen, result) != KL_OK || split->mode == KL_MODE_ONCE ||
         split->is_open || split->row_ranges != 0) {
         return false;
     }
@@ -271,7 +255,7 @@ gather_others(const KlCall *call, KlInferred *result)
 
 /* Place a call by its rule, with all inputs that have rows. */
 static KlStatus
-place_all_rows(const KlCall *call, KlAxisId axis, bool is_mixed, KlInferred *result, KlError *error)
+place_all_rows(const KlCall *call, KlAxisId axis, bool is_mixed, KlInferred *result)
 {
     begin_split(call, axis, result);
     if (is_mixed && !call->row->is_joining) {
@@ -280,7 +264,7 @@ place_all_rows(const KlCall *call, KlAxisId axis, bool is_mixed, KlInferred *res
     if (call->axis_rows[axis] <= 0) {
         return kl_rules_once(result, "the batch has no samples");
     }
-    KlStatus status = apply(call->row->place, call, result, error);
+    KlStatus status = apply(call->row->place, call, result);
     if (status == KL_OK && result->split.mode == KL_MODE_ROWS && !result->split.is_open &&
         has_whole_gradient(result)) {
         status = kl_rules_once(result, "its result has no samples, and gets one gradient");
@@ -289,7 +273,7 @@ place_all_rows(const KlCall *call, KlAxisId axis, bool is_mixed, KlInferred *res
 }
 
 static KlStatus
-settle_rows(const KlCall *call, KlInferred *result, KlError *error)
+settle_rows(const KlCall *call, KlInferred *result)
 {
     KlSplit *split = &result->split;
     KlAxisId axis = KL_ID_NONE;
@@ -302,8 +286,7 @@ settle_rows(const KlCall *call, KlInferred *result, KlError *error)
         const KlPlace *place = &input->place;
         if (place->axis >= call->n_axes || place->dim < 0 || place->dim >= input->n_dims ||
             input->shape[place->dim] != kl_rules_span(place, call->axis_rows[place->axis])) {
-            return kl_error_set(error, KL_ERROR_INTERNAL,
-                                "the place of input %u does not fit its shape", i);
+            return KL_ERROR_INTERNAL;
         }
         is_mixed = is_mixed || (axis != KL_ID_NONE && axis != place->axis);
         axis = place->axis;
@@ -311,9 +294,9 @@ settle_rows(const KlCall *call, KlInferred *result, KlError *error)
     if (axis == KL_ID_NONE) {
         return KL_OK;
     }
-    KlStatus status = place_all_rows(call, axis, is_mixed, result, error);
+    KlStatus status = place_all_rows(call, axis, is_mixed, result);
     if (status == KL_OK && split->mode == KL_MODE_ONCE && !gather_others(call, result)) {
-        status = place_all_rows(call, axis, is_mixed, result, error);
+        status = place_all_rows(call, axis, is_mixed, result);
     }
     if (status == KL_OK && split->mode == KL_MODE_ONCE) {
         *split = (KlSplit){.mode = KL_MODE_ONCE,
@@ -333,20 +316,20 @@ settle_rows(const KlCall *call, KlInferred *result, KlError *error)
 
 /* Place a call. If it reads an order, it must be right in each chunk; else decline it: the order must be broken first. */
 static KlStatus
-settle_places(const KlCall *call, KlInferred *result, KlError *error)
+settle_places(const KlCall *call, KlInferred *result)
 {
     KlAxisId order = kl_rules_order(call);
     for (uint32_t i = 0; i < result->n_outs; i++) {
         result->outs[i].role = KL_ROLE_NONE; /* it may be a copy of an input's meta */
     }
     if (order == KL_ID_NONE) {
-        return settle_rows(call, result, error);
+        return settle_rows(call, result);
     }
     KlStatus status = KL_OK;
     result->is_ordered = kl_rules_goes_in_order(call, order, result);
     if (!result->is_ordered) {
         begin_split(call, order, result);
-        status = settle_rows(call, result, error);
+        status = settle_rows(call, result);
         result->is_ordered = status == KL_OK && kl_rules_keeps_order(call, order, result);
     }
     if (result->is_ordered) {
@@ -358,34 +341,32 @@ settle_places(const KlCall *call, KlInferred *result, KlError *error)
 }
 
 static KlStatus
-apply_rules(const KlCall *call, KlInferred *result, KlError *error)
+apply_rules(const KlCall *call, KlInferred *result)
 {
-    KlStatus status = prepare(call, result, error);
-    status = status == KL_OK ? apply(call->row->shape, call, result, error) : status;
-    status = status == KL_OK ? apply(call->row->dtype, call, result, error) : status;
+    KlStatus status = prepare(call, result);
+    status = status == KL_OK ? apply(call->row->shape, call, result) : status;
+    status = status == KL_OK ? apply(call->row->dtype, call, result) : status;
     if (status == KL_OK && call->row->kind == KL_ROW_INPLACE) {
-        status = settle_inplace(call, result, error);
+        status = settle_inplace(call, result);
     }
     if (status == KL_OK) {
         status = settle_grads(call, result);
         kl_rules_settle_layout(call, result);
     }
-    status = status == KL_OK ? settle_places(call, result, error) : status;
-    return status;
+    return status == KL_OK ? settle_places(call, result) : status;
 }
 
 KlStatus
 kl_infer_call(const KlCall *call, KlInferred *result, KlError *error)
 {
-    KlError unread;
+    KlStatus unread = KL_OK;
     KlCall read = *call;
     read.unread = &unread;
-    unread.status = KL_OK;
-    KlStatus status = apply_rules(&read, result, error);
-    if (status != KL_OK && status != KL_DECLINED && error != NULL) {
-        char text[KL_ERROR_TEXT_MAX];
-        (void)snprintf(text, sizeof(text), "%s: %.400s", call->row->name, error->text);
-        memcpy(error->text, text, sizeof(text));
+    KlStatus status = apply_rules(&read, result);
+    if (status == KL_ERROR_MEMORY || status == KL_ERROR_INTERNAL) {
+        (void)kl_error_set(error, status, "%s: %s", call->row->name,
+                           status == KL_ERROR_MEMORY ? "no memory to infer its results"
+                                                     : "the place of an input does not fit it");
     }
     return status;
 }

@@ -4,8 +4,7 @@
 
 #include "ops.h"
 
-/* Fill `result` for one call. KL_DECLINED: the row cannot describe it. KL_ERROR_SHAPE and
- * KL_ERROR_ARGUMENT: torch refuses such a call; the text starts with the op's name.
+/* Fill `result` for one call. KL_DECLINED: the row cannot describe it. KL_ILLEGAL: torch refuses such a call.
  * requires_grad of each output follows from grad mode, the inputs and the output's dtype. */
 KlStatus kl_infer_call(const KlCall *call, KlInferred *result, KlError *error);
 

@@ -199,7 +199,7 @@ typedef struct KlCall {
     const KlOrder *orders;    /* [n_axes], or NULL: no axis is an order */
     uint64_t row_ranges; /* bit i: input i, of a call that reads an order, counts 0, 1, 2, ... */
     uint32_t n_axes;
-    KlError *unread; /* why infer.c refuses the call: what rules could not read; or NULL */
+    KlStatus *unread; /* why infer.c refuses the call: what rules could not read; or NULL */
 } KlCall;
 
 /* How the outputs share memory with an input. */
@@ -238,7 +238,7 @@ typedef struct KlInferred {
     KlAxisId breaks;  /* declined: the order that must be broken first; else KL_ID_NONE */
 } KlInferred;
 
-typedef KlStatus KlRule(const KlCall *call, KlInferred *result, KlError *error);
+typedef KlStatus KlRule(const KlCall *call, KlInferred *result);
 typedef void KlSavesRule(const KlCall *call, const KlInferred *result, KlSaves *saves);
 
 /* Bytes as multiples of a call's result, of its first operand, and of masks: a byte per element of the larger. */

@@ -19,9 +19,8 @@
 bool kl_rules_is_given(const KlCall *call, uint32_t arg);
 /* Decline the call unless it is what the rule can describe. The rule goes on, so the rest must be safe for any call. */
 void kl_rules_require(const KlCall *call, bool is_met);
-/* Likewise, refuse a call as torch does, with `status` and the reason why, unless it is legal. The first reason counts. */
-void kl_rules_check(const KlCall *call, bool is_legal, KlStatus status, const char *format, ...)
-    __attribute__((format(printf, 4, 5)));
+/* Likewise, leave a call that torch refuses to torch. What was found first counts. */
+void kl_rules_check(const KlCall *call, bool is_legal);
 
 /* Get an int; `fallback` if it is absent or None. A bool is an int, as in Python. */
 int64_t kl_rules_int(const KlCall *call, uint32_t arg, int64_t fallback);
@@ -84,6 +83,8 @@ void kl_rules_broadcast_all(const KlCall *call, KlMeta *out);
 bool kl_rules_fits(const KlMeta *meta, const KlMeta *to);
 /* Whether both have these first dims, with the same sizes. */
 bool kl_rules_are_alike(const KlMeta *left, const KlMeta *right, int32_t n_dims);
+/* Whether both have the same shape. */
+bool kl_rules_is_shape(const KlMeta *left, const KlMeta *right);
 /* Set the strides that torch's TensorIterator gives a new elementwise output of `out`'s shape. `has_number`: an
  * operand is a Python number. If an operand has unknown strides, so has the output. */
 void kl_rules_iterate(KlMeta *out, const KlMeta *const *operands, uint32_t n, bool has_number);
@@ -248,8 +249,7 @@ KlStatus kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta
 #define KL_RULE(name)                                                                              \
     KlRule name;                                                                                   \
     KlStatus name(const KlCall *call __attribute__((unused)),                                      \
-                  KlInferred *result __attribute__((unused)),                                      \
-                  KlError *error __attribute__((unused)))
+                  KlInferred *result __attribute__((unused)))
 #define KL_SAVES(word)                                                                             \
     KlSavesRule saves_##word;                                                                      \
     void saves_##word(const KlCall *call __attribute__((unused)),                                  \

@@ -3,9 +3,6 @@
  * declined: it may be legal, but the rule cannot describe it. */
 #include "rules.h"
 
-#include <stdarg.h>
-#include <stdio.h>
-
 bool
 kl_rules_is_given(const KlCall *call, uint32_t arg)
 {
@@ -14,24 +11,18 @@ kl_rules_is_given(const KlCall *call, uint32_t arg)
 }
 
 void
-kl_rules_check(const KlCall *call, bool is_legal, KlStatus status, const char *format, ...)
+kl_rules_check(const KlCall *call, bool is_legal)
 {
-    KlError *reason = call->unread;
-    if (!is_legal && reason != NULL && reason->status == KL_OK) {
-        va_list arguments;
-        va_start(arguments, format);
-        (void)vsnprintf(reason->text, sizeof(reason->text), format, arguments);
-        va_end(arguments);
-        reason->status = status;
+    if (!is_legal && call->unread != NULL && *call->unread == KL_OK) {
+        *call->unread = KL_ILLEGAL;
     }
 }
 
 void
 kl_rules_require(const KlCall *call, bool is_met)
 {
-    if (!is_met && call->unread != NULL && call->unread->status == KL_OK) {
-        call->unread->status = KL_DECLINED; /* which has no text: declined calls are many */
-        call->unread->text[0] = '\0';
+    if (!is_met && call->unread != NULL && *call->unread == KL_OK) {
+        *call->unread = KL_DECLINED;
     }
 }
 
@@ -108,8 +99,7 @@ kl_rules_wrap(const KlCall *call, int64_t dim, int32_t n_dims)
 {
     int64_t n = n_dims == 0 ? 1 : n_dims;
     bool is_legal = dim >= -n && dim < n;
-    kl_rules_check(call, is_legal, KL_ERROR_ARGUMENT, "dim %lld is not in the range [%lld, %lld]",
-                   (long long)dim, (long long)-n, (long long)(n - 1));
+    kl_rules_check(call, is_legal);
     return is_legal ? (int32_t)(dim < 0 ? dim + n : dim) : 0;
 }
 
@@ -127,8 +117,7 @@ kl_rules_dims(const KlCall *call, uint32_t arg, int32_t n_dims)
     uint32_t found = n == 0 ? (UINT32_C(1) << n_dims) - 1 : 0;
     for (uint32_t i = 0; i < n; i++) {
         int32_t dim = kl_rules_wrap(call, ints[i], n_dims);
-        kl_rules_check(call, (found >> dim & 1) == 0, KL_ERROR_ARGUMENT, "dim %d appears twice",
-                       (int)dim);
+        kl_rules_check(call, (found >> dim & 1) == 0);
         found |= UINT32_C(1) << dim;
     }
     return found;

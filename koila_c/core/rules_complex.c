@@ -5,14 +5,14 @@
 KL_SHAPE(conj)
 {
     bool is_complex = kl_meta_dtype_is_complex(call->inputs[0]->dtype);
-    return is_complex ? shape_alias(call, result, error) : shape_itself(call, result, error);
+    return is_complex ? shape_alias(call, result) : shape_itself(call, result);
 }
 
 /* A view of every second number of a complex value. */
 KL_SHAPE(imag)
 {
     kl_rules_require(call, kl_meta_dtype_is_complex(call->inputs[0]->dtype));
-    (void)shape_alias(call, result, error);
+    (void)shape_alias(call, result);
     for (int32_t dim = 0; dim < result->outs[0].n_dims; dim++) {
         result->outs[0].strides[dim] *= 2;
     }
@@ -22,12 +22,12 @@ KL_SHAPE(imag)
 KL_SHAPE(real)
 {
     bool is_complex = kl_meta_dtype_is_complex(call->inputs[0]->dtype);
-    return is_complex ? shape_imag(call, result, error) : shape_itself(call, result, error);
+    return is_complex ? shape_imag(call, result) : shape_itself(call, result);
 }
 
 KL_SHAPE(view_as_real)
 {
-    (void)shape_imag(call, result, error);
+    (void)shape_imag(call, result);
     KlMeta *out = &result->outs[0];
     if (out->n_dims == KL_DIMS_MAX) {
         return KL_DECLINED;
@@ -49,9 +49,9 @@ KL_SHAPE(view_as_complex)
         is_pairs = dim == last ? input->strides[dim] == 1 : input->strides[dim] % 2 == 0;
     }
     if (!is_pairs) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "the last dim is none of pairs");
+        return KL_ILLEGAL;
     }
-    (void)shape_alias(call, result, error);
+    (void)shape_alias(call, result);
     KlMeta *out = &result->outs[0];
     out->n_dims = last;
     for (int32_t dim = 0; dim < last; dim++) {
@@ -66,6 +66,6 @@ KL_DTYPE(to_complex)
 {
     bool is_double = call->inputs[0]->dtype == KL_DTYPE_FLOAT64;
     kl_rules_require(call, is_double || call->inputs[0]->dtype == KL_DTYPE_FLOAT32);
-    (void)dtype_all_same(call, result, error);
+    (void)dtype_all_same(call, result);
     return kl_rules_set_dtypes(result, is_double ? KL_DTYPE_COMPLEX128 : KL_DTYPE_COMPLEX64);
 }

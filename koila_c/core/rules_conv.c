@@ -79,21 +79,18 @@ read_conv(const KlCall *call, Conv *conv)
 }
 
 static KlStatus
-check_operands(const KlCall *call, const Conv *conv, KlError *error)
+check_operands(const KlCall *call, const Conv *conv)
 {
     const KlMeta *input = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
     const KlMeta *weight = kl_rules_tensor(call, 1, 0, KL_DIMS_MAX);
     int32_t n = conv->n;
     if (weight->n_dims != n + 2 || (input->n_dims != n + 1 && input->n_dims != n + 2)) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "the input has %d dims, the weight %d",
-                            (int)input->n_dims, (int)weight->n_dims);
+        return KL_ILLEGAL;
     }
     const KlMeta *bias = kl_rules_optional(call, 2, 1, 1);
     int64_t channels = input->shape[input->n_dims - n - 1];
     int64_t expected = conv->is_transposed ? weight->shape[0] : weight->shape[1] * conv->groups;
-    kl_rules_check(call, channels == expected, KL_ERROR_SHAPE,
-                   "the input has %lld channels, the weight %lld", (long long)channels,
-                   (long long)expected);
+    kl_rules_check(call, channels == expected);
     int64_t channels_out = conv->is_transposed ? weight->shape[1] * conv->groups : weight->shape[0];
     kl_rules_require(call, weight->shape[0] % conv->groups == 0 && channels != 0 &&
                                channels_out != 0 &&
@@ -118,7 +115,7 @@ KL_SHAPE(conv)
     Conv conv;
     const int32_t n = call->row->n_spatial;
     KlStatus status = read_conv(call, &conv);
-    status = status == KL_OK ? check_operands(call, &conv, error) : status;
+    status = status == KL_OK ? check_operands(call, &conv) : status;
     if (status != KL_OK) {
         return status;
     }
@@ -130,9 +127,7 @@ KL_SHAPE(conv)
         int32_t dim = input->n_dims - n + i;
         kl_rules_require(call, input->shape[dim] != 0 && weight->shape[2 + i] != 0);
         out.shape[dim] = size_out(&conv, i, input->shape[dim], weight->shape[2 + i]);
-        kl_rules_check(call, out.shape[dim] > 0, KL_ERROR_SHAPE,
-                       "a kernel of %lld does not fit into %lld", (long long)weight->shape[2 + i],
-                       (long long)input->shape[dim]);
+        kl_rules_check(call, out.shape[dim] > 0);
     }
     (void)kl_rules_out(result, &out);
     bool is_copied = n == 1 && input->is_strided && !kl_meta_is_contiguous(input);

@@ -83,7 +83,7 @@ KL_DTYPE(promote_sub)
         kl_rules_require(call, call->args[i].kind != KL_ARG_BOOL &&
                                    (input == NULL || input->dtype != KL_DTYPE_BOOL));
     }
-    return dtype_promote(call, result, error);
+    return dtype_promote(call, result);
 }
 
 /* Likewise, and ints become the default dtype. */
@@ -95,7 +95,7 @@ KL_DTYPE(promote_float)
 KL_DTYPE(div)
 {
     return kl_rules_is_given(call, 2) ? promote_among(call, result, KL_KINDS_REAL)
-                                      : dtype_promote_float(call, result, error);
+                                      : dtype_promote_float(call, result);
 }
 
 KL_DTYPE(to_bool)
@@ -106,8 +106,8 @@ KL_DTYPE(to_bool)
 /* A comparison needs a common dtype, although its result is a bool. */
 KL_DTYPE(compare)
 {
-    (void)dtype_promote(call, result, error);
-    return dtype_to_bool(call, result, error);
+    (void)dtype_promote(call, result);
+    return dtype_to_bool(call, result);
 }
 
 /* lerp, addcdiv and similar ops: floats of one dtype */
@@ -116,14 +116,14 @@ KL_DTYPE(all_same)
     for (uint32_t i = 1; i < call->n_inputs; i++) {
         kl_rules_require(call, call->inputs[i]->dtype == call->inputs[0]->dtype);
     }
-    return dtype_same(call, result, error);
+    return dtype_same(call, result);
 }
 
 /* All tensors of one type, float or complex. */
 KL_DTYPE(all_float)
 {
     KlDtype dtype = call->inputs[0]->dtype;
-    return kl_rules_is_integral(dtype) ? KL_DECLINED : dtype_all_same(call, result, error);
+    return kl_rules_is_integral(dtype) ? KL_DECLINED : dtype_all_same(call, result);
 }
 
 /* Promote the dtypes of the two arguments besides the condition. */
@@ -170,8 +170,7 @@ KL_DTYPE(to_sum)
 KL_DTYPE(to_mean)
 {
     KlDtype dtype = kl_rules_dtype(call, call->inputs[0]->dtype);
-    kl_rules_check(call, !kl_rules_is_integral(dtype), KL_ERROR_ARGUMENT, "no mean of %s",
-                   kl_meta_dtype_name(dtype));
+    kl_rules_check(call, !kl_rules_is_integral(dtype));
     return kl_rules_set_dtypes(result, dtype);
 }
 
@@ -180,8 +179,7 @@ KL_DTYPE(to_mean)
 KL_DTYPE(to_var)
 {
     KlDtype dtype = kl_rules_dtype(call, call->inputs[0]->dtype);
-    kl_rules_check(call, !kl_rules_is_integral(dtype), KL_ERROR_ARGUMENT, "no variance of %s",
-                   kl_meta_dtype_name(dtype));
+    kl_rules_check(call, !kl_rules_is_integral(dtype));
     kl_rules_set_dtypes(result, dtype);
     result->outs[0].dtype = real_of(dtype);
     return KL_OK;
@@ -191,7 +189,7 @@ KL_DTYPE(vector_norm)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     bool is_other = kl_rules_is_integral(dtype) || kl_rules_dtype(call, dtype) != dtype;
-    return is_other ? KL_DECLINED : dtype_abs(call, result, error);
+    return is_other ? KL_DECLINED : dtype_abs(call, result);
 }
 
 /* all, any: a bool, but uint8 for uint8, for backward compatibility */

@@ -57,8 +57,7 @@ KL_SHAPE(gather)
     int32_t dim = 0;
     const KlMeta *index = get_index(call, 1, KL_DIMS_MAX, &dim);
     kl_rules_require(call, kl_meta_n_elements(index) > 0 && !kl_rules_is_given(call, 3));
-    kl_rules_check(call, fits(index, call->inputs[0], dim), KL_ERROR_SHAPE,
-                   "the index does not fit into the value");
+    kl_rules_check(call, fits(index, call->inputs[0], dim));
     return kl_rules_out_contiguous(result, index);
 }
 
@@ -95,7 +94,7 @@ KL_PLACE(gather)
 {
     int32_t dim = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims);
     return is_read_whole(call, dim) ? kl_rules_at(result, call->inputs[1]->place)
-                                    : place_scatter(call, result, error);
+                                    : place_scatter(call, result);
 }
 
 /* searchsorted(sequence, x): the sequence has one dim, or all dims of x but the last in common with it */
@@ -131,8 +130,7 @@ KL_SHAPE(scatter)
     kl_rules_require(call, kl_meta_n_elements(index) > 0 &&
                                (source == NULL ? kl_rules_is_number(&call->args[3])
                                                : source->dtype == input->dtype));
-    kl_rules_check(call, fits(index, input, dim) && (source == NULL || fits(index, source, -1)),
-                   KL_ERROR_SHAPE, "the index does not fit into the value and the source");
+    kl_rules_check(call, fits(index, input, dim) && (source == NULL || fits(index, source, -1)));
     return kl_rules_out_contiguous(result, input);
 }
 
@@ -173,8 +171,7 @@ KL_SHAPE(select_masked)
         if (dim >= mask->n_dims) {
             out->shape[dim - mask->n_dims + 1] = input->shape[dim];
         } else {
-            kl_rules_check(call, mask->shape[dim] == input->shape[dim], KL_ERROR_SHAPE,
-                           "the mask does not have the value's shape");
+            kl_rules_check(call, mask->shape[dim] == input->shape[dim]);
         }
     }
     if (kl_meta_is_contiguous(input) || mask->n_dims == input->n_dims) {
@@ -219,9 +216,7 @@ KL_SHAPE(index_add)
     kl_rules_require(call, source->dtype == input->dtype && source->n_dims == input->n_dims);
     for (int32_t i = 0; i < input->n_dims; i++) {
         int64_t size = i == dim ? kl_meta_n_elements(index) : input->shape[i];
-        kl_rules_check(call, source->shape[i] == size, KL_ERROR_SHAPE,
-                       "the source has size %lld, not %lld, at dim %d", (long long)source->shape[i],
-                       (long long)size, (int)i);
+        kl_rules_check(call, source->shape[i] == size);
     }
     KlMeta *out = kl_rules_out(result, input);
     if (kl_meta_is_contiguous(input)) {
@@ -288,5 +283,5 @@ KL_PLACE(take_along_dim)
         return kl_rules_at(result, call->inputs[1]->place);
     }
     bool is_coupled = call->inputs[kl_rules_first_rows(call)]->place.dim == dim;
-    return is_coupled ? kl_rules_once(result, index_couples) : place_rowwise(call, result, error);
+    return is_coupled ? kl_rules_once(result, index_couples) : place_rowwise(call, result);
 }

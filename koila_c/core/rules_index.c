@@ -238,8 +238,7 @@ check_mask(const KlCall *call)
                                (value == NULL || value->n_dims == 0 ||
                                 (target->n_dims - value->n_dims >= mask->n_dims &&
                                  value->dtype == target->dtype && kl_rules_fits(value, target))));
-    kl_rules_check(call, kl_rules_are_alike(mask, target, mask->n_dims), KL_ERROR_SHAPE,
-                   "the mask does not have the value's shape");
+    kl_rules_check(call, kl_rules_are_alike(mask, target, mask->n_dims));
 }
 
 static void
@@ -253,8 +252,7 @@ check_value(const KlCall *call, const KlOutline *outline)
                                          : value->n_dims <= shape.n_dims &&
                                                (outline->n_tensors == 0 ||
                                                 value->dtype == call->inputs[0]->dtype));
-    kl_rules_check(call, value == NULL || kl_rules_fits(value, &shape), KL_ERROR_SHAPE,
-                   "the value does not fit where it is written");
+    kl_rules_check(call, value == NULL || kl_rules_fits(value, &shape));
 }
 
 KL_SHAPE(setitem)
@@ -269,8 +267,7 @@ KL_SHAPE(setitem)
     if (!kl_outline_read(call, &outline)) {
         return KL_DECLINED;
     }
-    result->writes_view =
-        basic->n_dims != input->n_dims || !kl_rules_are_alike(basic, input, input->n_dims);
+    result->writes_view = !kl_rules_is_shape(basic, input);
     check_value(call, &outline);
     return KL_OK;
 }

@@ -53,12 +53,9 @@ set_join_strides(const KlCall *call, KlMeta *out, int32_t n_added)
 static void
 join_shape(const KlCall *call, KlMeta *out, const KlMeta *input, int32_t at)
 {
-    kl_rules_check(call, input->n_dims == out->n_dims, KL_ERROR_SHAPE,
-                   "values of %d and %d dims do not join", (int)out->n_dims, (int)input->n_dims);
+    kl_rules_check(call, input->n_dims == out->n_dims);
     for (int32_t dim = 0; dim < out->n_dims; dim++) {
-        kl_rules_check(call, dim == at || input->shape[dim] == out->shape[dim], KL_ERROR_SHAPE,
-                       "sizes %lld and %lld do not join at dim %d", (long long)out->shape[dim],
-                       (long long)input->shape[dim], (int)dim);
+        kl_rules_check(call, dim == at || input->shape[dim] == out->shape[dim]);
     }
     out->shape[at] += input->shape[at];
 }
@@ -89,10 +86,7 @@ KL_SHAPE(stack)
     KlMeta *out = kl_rules_outs(result, 1);
     int32_t at = kl_rules_dim(call, 1, 0, first->n_dims + 1);
     for (uint32_t i = 1; i < call->n_inputs; i++) {
-        kl_rules_check(call,
-                       call->inputs[i]->n_dims == first->n_dims &&
-                           kl_rules_are_alike(call->inputs[i], first, first->n_dims),
-                       KL_ERROR_SHAPE, "value %u does not have the shape of the first", i);
+        kl_rules_check(call, kl_rules_is_shape(call->inputs[i], first));
     }
     for (int32_t dim = 0; dim <= first->n_dims; dim++) {
         if (dim == at) {
@@ -199,7 +193,7 @@ finish_parts(const KlCall *call, KlInferred *result)
 }
 
 static KlStatus
-split_evenly(const KlCall *call, KlInferred *result, int32_t at, int64_t size, KlError *error)
+split_evenly(const KlCall *call, KlInferred *result, int32_t at, int64_t size)
 {
     int64_t total = call->inputs[0]->shape[at];
     int64_t n = size == 0 ? 1 : (total + size - 1) / size;
@@ -207,7 +201,7 @@ split_evenly(const KlCall *call, KlInferred *result, int32_t at, int64_t size, K
     if (size < 0 || (size == 0 && total != 0) || n > 4096) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_ops_reserve_outs(result, (uint32_t)n, error);
+    KlStatus status = kl_ops_reserve_outs(result, (uint32_t)n, NULL);
     for (int64_t i = 0; status == KL_OK && i < n; i++) {
         take_part(call, &result->outs[i], at, i + 1 < n ? size : total - size * (n - 1));
     }
@@ -215,19 +209,15 @@ split_evenly(const KlCall *call, KlInferred *result, int32_t at, int64_t size, K
 }
 
 static KlStatus
-split_by(const KlCall *call, KlInferred *result, int32_t at, const int64_t *sizes, uint32_t n,
-         KlError *error)
+split_by(const KlCall *call, KlInferred *result, int32_t at, const int64_t *sizes, uint32_t n)
 {
     int64_t total = 0;
     for (uint32_t i = 0; i < n; i++) {
-        kl_rules_check(call, sizes[i] >= 0, KL_ERROR_ARGUMENT, "a part of size %lld",
-                       (long long)sizes[i]);
+        kl_rules_check(call, sizes[i] >= 0);
         total += sizes[i];
     }
-    kl_rules_check(call, total == call->inputs[0]->shape[at], KL_ERROR_SHAPE,
-                   "parts of %lld do not fill size %lld", (long long)total,
-                   (long long)call->inputs[0]->shape[at]);
-    KlStatus status = kl_ops_reserve_outs(result, n, error);
+    kl_rules_check(call, total == call->inputs[0]->shape[at]);
+    KlStatus status = kl_ops_reserve_outs(result, n, NULL);
     for (uint32_t i = 0; status == KL_OK && i < n; i++) {
         take_part(call, &result->outs[i], at, sizes[i]);
     }
@@ -241,10 +231,9 @@ KL_SHAPE(split)
     kl_rules_require(call, call->inputs[0]->n_dims > 0);
     int32_t at = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims);
     if (sizes->kind == KL_ARG_INTS && sizes->n > 0) {
-        return split_by(call, result, at, sizes->u.ints, sizes->n, error);
+        return split_by(call, result, at, sizes->u.ints, sizes->n);
     }
-    return sizes->kind == KL_ARG_INT ? split_evenly(call, result, at, sizes->u.i, error)
-                                     : KL_DECLINED;
+    return sizes->kind == KL_ARG_INT ? split_evenly(call, result, at, sizes->u.i) : KL_DECLINED;
 }
 
 KL_SHAPE(chunk)
@@ -255,7 +244,7 @@ KL_SHAPE(chunk)
     if (input->n_dims == 0 || n < 1 || input->shape[at] == 0) {
         return KL_DECLINED;
     }
-    return split_evenly(call, result, at, (input->shape[at] + n - 1) / n, error);
+    return split_evenly(call, result, at, (input->shape[at] + n - 1) / n);
 }
 
 KL_SHAPE(unbind)
@@ -265,7 +254,7 @@ KL_SHAPE(unbind)
     if (input->n_dims == 0 || input->shape[at] > 4096) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_ops_reserve_outs(result, (uint32_t)input->shape[at], error);
+    KlStatus status = kl_ops_reserve_outs(result, (uint32_t)input->shape[at], NULL);
     for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
         KlMeta *out = &result->outs[i];
         out->is_strided = input->is_strided;
@@ -297,7 +286,7 @@ KL_PLACE(split)
     int64_t turn = kl_rules_rows(call, result) * place->inner;
     int32_t at = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims);
     if (at != place->dim) {
-        return place_moved(call, result, error);
+        return place_moved(call, result);
     }
     for (uint32_t i = 0; i < result->n_outs; i++) {
         if (!set_turns(&result->outs[i], place, turn)) {
@@ -322,7 +311,7 @@ KL_PLACE(chunk)
     const KlPlace *place = &call->inputs[0]->place;
     int32_t at = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims);
     if (at != place->dim) {
-        return place_moved(call, result, error);
+        return place_moved(call, result);
     }
     /* The number of parts is fixed: in each chunk, each part must hold all rows a whole number of times. */
     if (place->outer % call->args[1].u.i != 0) {

@@ -212,8 +212,7 @@ KL_SHAPE(new)
     check_numbers(call, 2);
     read_options(call, result);
     for (uint32_t i = 0; i < n; i++) {
-        kl_rules_check(call, sizes[i] >= 0, KL_ERROR_ARGUMENT, "a size of %lld",
-                       (long long)sizes[i]);
+        kl_rules_check(call, sizes[i] >= 0);
     }
     if (n > KL_DIMS_MAX) {
         return KL_DECLINED;

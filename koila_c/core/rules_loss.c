@@ -78,8 +78,7 @@ KL_SHAPE(loss_equal)
 {
     const KlMeta *input = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
     const KlMeta *target = kl_rules_tensor(call, 1, 0, KL_DIMS_MAX);
-    kl_rules_require(call, target->n_dims == input->n_dims &&
-                               kl_rules_are_alike(input, target, input->n_dims));
+    kl_rules_require(call, kl_rules_is_shape(input, target));
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         kl_rules_require(call, kl_rules_fits(call->inputs[i], input));
     }
@@ -277,6 +276,6 @@ KL_DTYPE(loss)
 KL_DTYPE(loss_wide)
 {
     KlDtype dtype = call->inputs[0]->dtype;
-    return dtype == KL_DTYPE_FLOAT32 || dtype == KL_DTYPE_FLOAT64 ? dtype_loss(call, result, error)
+    return dtype == KL_DTYPE_FLOAT32 || dtype == KL_DTYPE_FLOAT64 ? dtype_loss(call, result)
                                                                   : KL_DECLINED;
 }

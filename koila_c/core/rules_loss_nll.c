@@ -37,11 +37,9 @@ read_terms(const KlCall *call)
                                                    weight->dtype == input->dtype)));
     const bool is_number = has_class_numbers(call);
     const KlMeta *wanted = is_number ? &terms : input;
-    kl_rules_require(call, target->n_dims == wanted->n_dims &&
-                               kl_rules_are_alike(target, wanted, wanted->n_dims));
-    kl_rules_check(call,
-                   !is_number || target->dtype == KL_DTYPE_INT64 || target->dtype == KL_DTYPE_UINT8,
-                   KL_ERROR_ARGUMENT, "class numbers are int64 or uint8");
+    kl_rules_require(call, kl_rules_is_shape(target, wanted));
+    kl_rules_check(call, !is_number || target->dtype == KL_DTYPE_INT64 ||
+                             target->dtype == KL_DTYPE_UINT8);
     kl_rules_require(call, is_number ? target->dtype == KL_DTYPE_INT64 && !target->requires_grad
                                      : target->dtype == input->dtype);
     return terms;
@@ -68,13 +66,13 @@ KL_SHAPE(nll)
 KL_SHAPE(nll_flat)
 {
     const KlMeta *input = kl_rules_input(call, INPUT);
-    return input == NULL || input->n_dims > 2 ? KL_DECLINED : shape_nll(call, result, error);
+    return input == NULL || input->n_dims > 2 ? KL_DECLINED : shape_nll(call, result);
 }
 
 KL_SHAPE(nll_2d)
 {
     const KlMeta *input = kl_rules_input(call, INPUT);
-    return input == NULL || input->n_dims != 4 ? KL_DECLINED : shape_nll(call, result, error);
+    return input == NULL || input->n_dims != 4 ? KL_DECLINED : shape_nll(call, result);
 }
 
 KL_DTYPE(nll)

@@ -12,16 +12,14 @@ static const KlMeta *
 expect_dims(const KlCall *call, uint32_t arg, int32_t n_dims)
 {
     const KlMeta *meta = kl_rules_tensor(call, arg, 0, KL_DIMS_MAX);
-    kl_rules_check(call, meta->n_dims == n_dims, KL_ERROR_SHAPE, "expected %d dims, got %d",
-                   (int)n_dims, (int)meta->n_dims);
+    kl_rules_check(call, meta->n_dims == n_dims);
     return meta;
 }
 
 static void
 expect_size(const KlCall *call, int64_t left, int64_t right)
 {
-    kl_rules_check(call, left == right, KL_ERROR_SHAPE, "sizes %lld and %lld do not match",
-                   (long long)left, (long long)right);
+    kl_rules_check(call, left == right);
 }
 
 static KlLabels
@@ -66,8 +64,7 @@ KL_SHAPE(product)
     KlMeta out;
     const KlMeta *first = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
     read_product(call, terms, &out);
-    kl_rules_check(call, !call->row->has_addend || kl_rules_fits(first, &out), KL_ERROR_SHAPE,
-                   "the first argument does not broadcast to the product");
+    kl_rules_check(call, !call->row->has_addend || kl_rules_fits(first, &out));
     return kl_rules_out_contiguous(result, &out);
 }
 
@@ -91,7 +88,7 @@ KL_PLACE(product)
 /* A product of two vectors, which sums over nothing: torch computes it as an elementwise op on a column and a row. */
 KL_SHAPE(outer)
 {
-    (void)shape_product(call, result, error);
+    (void)shape_product(call, result);
     if (call->row->has_addend) {
         kl_rules_settle_plain(call, result);
         return KL_OK;

@@ -103,12 +103,10 @@ KL_SHAPE(matmul)
     const KlMeta *left = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
     const KlMeta *right = kl_rules_tensor(call, 1, 0, KL_DIMS_MAX);
     if (left->n_dims == 0 || right->n_dims == 0) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "both arguments need at least one dim");
+        return KL_ILLEGAL;
     }
     int64_t size_sum = left->shape[left->n_dims - 1];
-    kl_rules_check(call, size_sum == size_sum_right(right), KL_ERROR_SHAPE,
-                   "sizes %lld and %lld do not match", (long long)size_sum,
-                   (long long)size_sum_right(right));
+    kl_rules_check(call, size_sum == size_sum_right(right));
     KlMeta batch_left = *left, batch_right = *right, out = {.n_dims = 0};
     batch_left.n_dims = n_batch(left);
     batch_right.n_dims = n_batch(right);

@@ -59,8 +59,7 @@ KL_SHAPE(permute)
     uint32_t n = 0;
     const int64_t *dims = kl_rules_ints(call, 1, &n);
     if ((int32_t)n != n_dims) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT, "%u dims given for a value of %d", n,
-                            (int)n_dims);
+        return KL_ILLEGAL;
     }
     (void)kl_rules_dims(call, 1, n_dims); /* each at most once */
     for (uint32_t i = 0; i < n; i++) {
@@ -90,7 +89,7 @@ KL_SHAPE(transpose)
 KL_SHAPE(t)
 {
     int32_t n_dims = call->inputs[0]->n_dims;
-    kl_rules_check(call, n_dims <= 2, KL_ERROR_SHAPE, "a value of %d dims has no t()", (int)n_dims);
+    kl_rules_check(call, n_dims <= 2);
     return swap_dims(call, result, 0, n_dims == 2 ? 1 : 0);
 }
 
@@ -110,7 +109,7 @@ KL_SHAPE(movedim)
         int32_t source = kl_rules_wrap(call, from[i], n_dims);
         int32_t target = kl_rules_wrap(call, to[i], n_dims);
         if ((used >> source & 1) != 0 || order[target] >= 0) {
-            return kl_error_set(error, KL_ERROR_ARGUMENT, "a dim appears twice");
+            return KL_ILLEGAL;
         }
         order[target] = source;
         used |= UINT32_C(1) << source;
@@ -174,7 +173,7 @@ KL_PLACE(squeeze)
     if ((squeezed_dims(call) >> place->dim & 1) != 0 && place->outer * place->inner == 1) {
         return kl_rules_once(result, "squeeze would drop the batch in a chunk of one sample");
     }
-    return place_moved(call, result, error);
+    return place_moved(call, result);
 }
 
 void
@@ -183,8 +182,7 @@ kl_rules_expand(const KlCall *call, const KlMeta *input, KlMeta *out, const int6
 {
     int32_t shift = n - input->n_dims;
     if (shift < 0) {
-        kl_rules_check(call, false, KL_ERROR_SHAPE, "a value of %d dims does not expand to %d",
-                       (int)input->n_dims, (int)n);
+        kl_rules_check(call, false);
         return;
     }
     out->n_dims = n;
@@ -197,9 +195,7 @@ kl_rules_expand(const KlCall *call, const KlMeta *input, KlMeta *out, const int6
             stride = out->shape[dim + 1] * out->strides[dim + 1];
         }
         int64_t wanted = sizes[dim] == -1 && dim >= shift ? size : sizes[dim];
-        kl_rules_check(call, wanted >= 0 && (size == wanted || size == 1), KL_ERROR_SHAPE,
-                       "size %lld does not expand to %lld at dim %d", (long long)size,
-                       (long long)wanted, (int)dim);
+        kl_rules_check(call, wanted >= 0 && (size == wanted || size == 1));
         out->shape[dim] = wanted;
         out->strides[dim] = size == wanted ? stride : 0;
     }
@@ -250,7 +246,7 @@ KL_SHAPE(diagonal)
     const int64_t offset = kl_rules_int(call, 1, 0);
     int32_t dim1 = kl_rules_dim(call, 2, 0, input->n_dims);
     int32_t dim2 = kl_rules_dim(call, 3, 1, input->n_dims);
-    kl_rules_check(call, dim1 != dim2, KL_ERROR_ARGUMENT, "the two dims of a diagonal must differ");
+    kl_rules_check(call, dim1 != dim2);
     KlMeta *out = view_without(call, result, UINT32_C(1) << dim1 | UINT32_C(1) << dim2);
     int64_t size1 = input->shape[dim1] + (offset < 0 ? offset : 0);
     int64_t size2 = input->shape[dim2] - (offset > 0 ? offset : 0);
@@ -269,9 +265,7 @@ KL_SHAPE(unfold)
         return KL_DECLINED;
     }
     if (size < 0 || size > input->shape[at] || step <= 0) {
-        return kl_error_set(error, KL_ERROR_ARGUMENT,
-                            "windows of %lld by %lld do not fit into size %lld", (long long)size,
-                            (long long)step, (long long)input->shape[at]);
+        return KL_ILLEGAL;
     }
     KlMeta *out = begin_view(call, result);
     for (int32_t dim = 0; dim < input->n_dims; dim++) {
@@ -292,9 +286,7 @@ KL_SHAPE(select)
     int32_t at = kl_rules_dim(call, 1, 0, input->n_dims);
     const int64_t index = kl_rules_int(call, 2, 0);
     kl_rules_require(call, input->n_dims > 0);
-    kl_rules_check(call, index < input->shape[at] && index >= -input->shape[at], KL_ERROR_ARGUMENT,
-                   "index %lld is out of range for size %lld", (long long)index,
-                   (long long)input->shape[at]);
+    kl_rules_check(call, index < input->shape[at] && index >= -input->shape[at]);
     (void)view_without(call, result, UINT32_C(1) << at);
     return KL_OK;
 }
@@ -318,10 +310,8 @@ KL_SHAPE(narrow)
     kl_rules_require(call, input->n_dims > 0);
     int64_t size = input->shape[at];
     start += start < 0 ? size : 0;
-    kl_rules_check(call, start >= 0 && length >= 0 && start <= size - length, KL_ERROR_ARGUMENT,
-                   "%lld entries from %lld are not within size %lld", (long long)length,
-                   (long long)start, (long long)size);
-    (void)shape_alias(call, result, error);
+    kl_rules_check(call, start >= 0 && length >= 0 && start <= size - length);
+    (void)shape_alias(call, result);
     result->outs[0].shape[at] = length;
     return KL_OK;
 }
@@ -333,7 +323,7 @@ KL_PLACE(narrow)
     int64_t turn = kl_rules_rows(call, result) * place.inner;
     int32_t at = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims);
     if (at != place.dim) {
-        return place_moved(call, result, error);
+        return place_moved(call, result);
     }
     int64_t start = call->args[2].u.i, length = call->args[3].u.i;
     if (start % turn != 0 || length % turn != 0 || length == 0) {

@@ -55,9 +55,7 @@ check_normalized(const KlCall *call, uint32_t n_weights)
                                kl_meta_n_elements(input) > 0);
     for (uint32_t i = 0; i < n && is_within; i++) {
         int64_t size = input->shape[(uint32_t)input->n_dims - n + i];
-        kl_rules_check(call, size == ints[i], KL_ERROR_SHAPE,
-                       "normalized_shape has %lld where the input has %lld", (long long)ints[i],
-                       (long long)size);
+        kl_rules_check(call, size == ints[i]);
     }
     for (uint32_t arg = 2; arg < 2 + n_weights; arg++) {
         const KlMeta *weight = kl_rules_optional(call, arg, 1, KL_DIMS_MAX);
@@ -153,9 +151,7 @@ KL_SHAPE(group_norm)
     kl_rules_require(call, n_groups > 0 && kl_meta_n_elements(input) > 0 &&
                                is_vector(call, 2, input->shape[1]) &&
                                is_vector(call, 3, input->shape[1]));
-    kl_rules_check(call, n_groups <= 0 || input->shape[1] % n_groups == 0, KL_ERROR_SHAPE,
-                   "%lld channels do not make %lld groups", (long long)input->shape[1],
-                   (long long)n_groups);
+    kl_rules_check(call, n_groups <= 0 || input->shape[1] % n_groups == 0);
     return make_like(call, result);
 }
 

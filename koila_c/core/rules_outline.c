@@ -47,8 +47,7 @@ read_slice(Reader *reader, const KlIndex *item, int32_t at)
     int64_t step = item->has_step ? item->step : 1;
     int64_t start = 0, stop = 0;
     if (step <= 0) {
-        kl_rules_check(reader->call, false, KL_ERROR_ARGUMENT, "a slice goes by step %lld",
-                       (long long)step);
+        kl_rules_check(reader->call, false);
         return false;
     }
     kl_outline_slice_bounds(item, size, &start, &stop);
@@ -111,9 +110,7 @@ read_item(Reader *reader, const KlIndex *item, int32_t at, int32_t n_skipped)
     }
     if (item->kind == KL_INDEX_INT) {
         int64_t size = input->shape[reader->next];
-        kl_rules_check(reader->call, item->start < size && item->start >= -size, KL_ERROR_ARGUMENT,
-                       "index %lld is out of range for size %lld", (long long)item->start,
-                       (long long)size);
+        kl_rules_check(reader->call, item->start < size && item->start >= -size);
         reader->outline->basic_of[reader->next++] = -1;
         return true;
     }
@@ -160,8 +157,7 @@ kl_outline_read(const KlCall *call, KlOutline *outline)
         return false;
     }
     if (n_taken > input->n_dims) {
-        kl_rules_check(call, false, KL_ERROR_ARGUMENT, "%d indices for %d dims", (int)n_taken,
-                       (int)input->n_dims);
+        kl_rules_check(call, false);
         return false;
     }
     Reader reader = {.call = call, .input = input, .outline = outline};

@@ -54,8 +54,7 @@ KL_SHAPE(im2col)
     out.n_dims = input->n_dims - 1;
     out.shape[channel] *= window.kernel[0] * window.kernel[1];
     out.shape[channel + 1] = count_windows(&window, &input->shape[channel + 1]);
-    kl_rules_check(call, out.shape[channel + 1] > 0, KL_ERROR_SHAPE,
-                   "the window does not fit into the input");
+    kl_rules_check(call, out.shape[channel + 1] > 0);
     return kl_rules_out_plain(call, result, &out);
 }
 
@@ -71,10 +70,8 @@ KL_SHAPE(col2im)
     }
     int32_t channel = input->n_dims - 2;
     int64_t kernel = window.kernel[0] * window.kernel[1];
-    kl_rules_check(call,
-                   input->shape[channel] % kernel == 0 &&
-                       input->shape[channel + 1] == count_windows(&window, size),
-                   KL_ERROR_SHAPE, "the input does not have the size of the windows");
+    kl_rules_check(call, input->shape[channel] % kernel == 0 &&
+                             input->shape[channel + 1] == count_windows(&window, size));
     KlMeta out = *input;
     out.n_dims = input->n_dims + 1;
     out.shape[channel] /= kernel;
@@ -92,8 +89,7 @@ KL_SHAPE(grid_sampler)
     int32_t last = grid->n_dims - 1;
     kl_rules_require(call, input->n_dims == grid->n_dims && kl_meta_n_elements(input) > 0 &&
                                !(is_bicubic && input->n_dims == 5));
-    kl_rules_check(call, input->shape[0] == grid->shape[0] && grid->shape[last] == last - 1,
-                   KL_ERROR_SHAPE, "the grid does not fit the input");
+    kl_rules_check(call, input->shape[0] == grid->shape[0] && grid->shape[last] == last - 1);
     KlMeta out = *input;
     for (int32_t dim = 2; dim <= last; dim++) {
         out.shape[dim] = grid->shape[dim - 1];
@@ -119,10 +115,8 @@ KL_SHAPE(affine_grid)
         return KL_DECLINED;
     }
     int64_t n_spatial = (int64_t)n - 2;
-    kl_rules_check(call,
-                   theta->n_dims == 3 && theta->shape[0] == size[0] &&
-                       theta->shape[1] == n_spatial && theta->shape[2] == n_spatial + 1,
-                   KL_ERROR_SHAPE, "theta does not fit the size");
+    kl_rules_check(call, theta->n_dims == 3 && theta->shape[0] == size[0] &&
+                             theta->shape[1] == n_spatial && theta->shape[2] == n_spatial + 1);
     KlMeta out = {.n_dims = (int32_t)n, .shape = {size[0]}};
     for (uint32_t i = 2; i < n; i++) {
         kl_rules_require(call, size[i] >= 1);

@@ -80,7 +80,7 @@ KL_PLACE(scan)
     const KlPlace *place = &call->inputs[0]->place;
     bool has_starts = call->n_args > 2 && call->args[call->n_args - 1].kind == KL_ARG_VALUE;
     if (is_kept(call, result) || place->outer != 1) {
-        return place_along(call, result, error);
+        return place_along(call, result);
     }
     if (!has_starts) {
         return KL_DECLINED; /* recorded again, with the starts as a call before it */

@@ -86,9 +86,7 @@ pool_windows(const KlCall *call, bool has_dilation, KlInferred *result)
     for (int32_t i = 0; i < n; i++) {
         int32_t dim = input->n_dims - n + i;
         out.shape[dim] = size_out(&pool, i, input->shape[dim]);
-        kl_rules_check(call, out.shape[dim] > 0, KL_ERROR_SHAPE,
-                       "a window of %lld does not fit into %lld", (long long)pool.kernel[i],
-                       (long long)input->shape[dim]);
+        kl_rules_check(call, out.shape[dim] > 0);
         /* avg_pool3d does not count the padding */
         kl_rules_require(call, n != 3 || has_dilation || input->shape[dim] >= pool.kernel[i]);
     }
@@ -135,7 +133,7 @@ KL_SHAPE(max_pool)
 /* The second output holds positions. */
 KL_DTYPE(with_indices)
 {
-    KlStatus status = dtype_uniform_float(call, result, error);
+    KlStatus status = dtype_uniform_float(call, result);
     result->outs[1].dtype = KL_DTYPE_INT64;
     return status;
 }

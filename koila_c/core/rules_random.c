@@ -82,7 +82,7 @@ KL_SHAPE(native_dropout)
 
 KL_DTYPE(native_dropout)
 {
-    KlStatus status = dtype_same(call, result, error);
+    KlStatus status = dtype_same(call, result);
     result->outs[1].dtype = KL_DTYPE_BOOL;
     return status;
 }

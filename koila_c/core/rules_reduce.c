@@ -100,15 +100,15 @@ KL_SHAPE(median)
 KL_SHAPE(max)
 {
     if (call->args[1].kind == KL_ARG_VALUE) {
-        return kl_rules_is_given(call, 2) ? KL_DECLINED : shape_broadcast(call, result, error);
+        return kl_rules_is_given(call, 2) ? KL_DECLINED : shape_broadcast(call, result);
     }
-    return shape_median(call, result, error);
+    return shape_median(call, result);
 }
 
 KL_DTYPE(max)
 {
     bool is_other = call->args[1].kind == KL_ARG_VALUE;
-    return (is_other ? dtype_promote : dtype_value_index)(call, result, error);
+    return (is_other ? dtype_promote : dtype_value_index)(call, result);
 }
 
 /* max without dim is split like amax, with the number of elements that have the maximum. With a dim it is not: if
@@ -116,9 +116,9 @@ KL_DTYPE(max)
 KL_PLACE(max)
 {
     if (call->args[1].kind == KL_ARG_VALUE) {
-        return place_rowwise(call, result, error);
+        return place_rowwise(call, result);
     }
-    return kl_rules_is_given(call, 1) ? place_along(call, result, error)
+    return kl_rules_is_given(call, 1) ? place_along(call, result)
                                       : kl_rules_reduce_moved(call, result, KL_REDUCE_AMAX);
 }
 
@@ -136,7 +136,7 @@ KL_PLACE(vector_norm)
 {
     double order = kl_rules_float(call, 1, 2);
     if (result->dim_map[call->inputs[0]->place.dim] >= 0) {
-        return place_along(call, result, error);
+        return place_along(call, result);
     }
     if (order > 1e300 || order < -1e300) {
         return kl_rules_once(result, "an infinity norm shares ties among the samples");
@@ -187,8 +187,7 @@ KL_SHAPE(topk)
     int64_t k = kl_rules_int(call, 1, 0);
     int32_t dim = along_dim(call, result, 2, 2);
     int64_t size = input->n_dims == 0 ? 1 : input->shape[dim];
-    kl_rules_check(call, k >= 0 && k <= size, KL_ERROR_ARGUMENT, "k = %lld is not within size %lld",
-                   (long long)k, (long long)size);
+    kl_rules_check(call, k >= 0 && k <= size);
     for (uint32_t i = 0; i < 2; i++) {
         if (input->n_dims > 0) {
             result->outs[i].shape[dim] = k;

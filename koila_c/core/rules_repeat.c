@@ -14,8 +14,7 @@ shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result)
         return KL_DECLINED;
     }
     const int32_t n = (int32_t)n_given;
-    kl_rules_check(call, n >= n_least, KL_ERROR_ARGUMENT, "%u repeats for %d dims", n_given,
-                   (int)n_least);
+    kl_rules_check(call, n >= n_least);
     KlMeta *out = kl_rules_outs(result, 1);
     int32_t n_dims = n > input->n_dims ? n : input->n_dims;
     out->n_dims = n_dims;
@@ -24,8 +23,7 @@ shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result)
         int32_t at = dim - (n_dims - n);
         int64_t size = own >= 0 ? input->shape[own] : 1;
         int64_t times = at >= 0 ? repeats[at] : 1;
-        kl_rules_check(call, times >= 0, KL_ERROR_ARGUMENT, "repeated %lld times",
-                       (long long)times);
+        kl_rules_check(call, times >= 0);
         out->shape[dim] = size * times;
         if (own >= 0) {
             result->dim_map[own] = (int8_t)dim;
@@ -66,7 +64,7 @@ KL_SHAPE(repeat_interleave)
     bool is_number = call->args[1].kind == KL_ARG_INT;
     int64_t times = is_number ? call->args[1].u.i : 0;
     kl_rules_require(call, is_number && !kl_rules_is_given(call, 3));
-    kl_rules_check(call, times >= 0, KL_ERROR_ARGUMENT, "repeated %lld times", (long long)times);
+    kl_rules_check(call, times >= 0);
     if (!kl_rules_is_given(call, 2)) {
         const KlMeta flat = {.n_dims = 1, .shape = {kl_meta_n_elements(input) * times}};
         return kl_rules_out_contiguous(result, &flat);
@@ -148,8 +146,7 @@ KL_SHAPE(tril)
 {
     const KlMeta *input = call->inputs[0];
     if (input->n_dims < 2) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "a triangle needs two dims, not %d",
-                            (int)input->n_dims);
+        return KL_ILLEGAL;
     }
     (void)kl_rules_int(call, 1, 0);
     result->dim_map[input->n_dims - 1] = -1;

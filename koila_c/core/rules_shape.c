@@ -61,9 +61,7 @@ kl_rules_broadcast(const KlCall *call, KlMeta *out, const KlMeta *meta)
         if (out->shape[dim] == 1) {
             out->shape[dim] = size;
         } else {
-            kl_rules_check(call, size == 1 || size == out->shape[dim], KL_ERROR_SHAPE,
-                           "sizes %lld and %lld do not broadcast at dim %d",
-                           (long long)out->shape[dim], (long long)size, (int)dim);
+            kl_rules_check(call, size == 1 || size == out->shape[dim]);
         }
     }
 }
@@ -110,7 +108,7 @@ KL_SHAPE(broadcast)
 KL_SHAPE(tensor_pair)
 {
     bool is_pair = call->args[0].kind == KL_ARG_VALUE && call->args[1].kind == KL_ARG_VALUE;
-    return is_pair ? shape_broadcast(call, result, error) : KL_DECLINED;
+    return is_pair ? shape_broadcast(call, result) : KL_DECLINED;
 }
 
 /* Numbers are parameters, no operands. */
@@ -123,7 +121,7 @@ KL_SHAPE(tensors)
 KL_SHAPE(pow)
 {
     bool is_parameter = kl_rules_is_number(&call->args[1]);
-    return is_parameter ? shape_tensors(call, result, error) : shape_broadcast(call, result, error);
+    return is_parameter ? shape_tensors(call, result) : shape_broadcast(call, result);
 }
 
 /* The first two inputs are exchanged: rsub(x, y) is y - x; x.where(condition, y). */
@@ -199,9 +197,9 @@ KL_SHAPE(isfinite)
 {
     KlDtype dtype = call->inputs[0]->dtype;
     if (!kl_meta_dtype_is_float(dtype) && !kl_meta_dtype_is_complex(dtype)) {
-        return shape_preserve(call, result, error);
+        return shape_preserve(call, result);
     }
-    (void)shape_same(call, result, error);
+    (void)shape_same(call, result);
     KlMeta between = result->outs[0];
     const KlMeta *operands[2] = {&between, &between};
     kl_rules_iterate(&result->outs[0], operands, 2, false);
@@ -211,7 +209,7 @@ KL_SHAPE(isfinite)
 /* isinf runs abs and a comparison with a number, so the rule for the layout is applied twice. */
 KL_SHAPE(isinf)
 {
-    (void)shape_same(call, result, error);
+    (void)shape_same(call, result);
     KlMeta between = result->outs[0];
     const KlMeta *operand = &between;
     kl_rules_iterate(&result->outs[0], &operand, 1, true);

@@ -173,8 +173,7 @@ KL_SHAPE(cdist)
     KlMeta lead = *left, other = *right, out = {.n_dims = 0};
     kl_rules_require(call, kl_meta_n_elements(left) > 0 && kl_meta_n_elements(right) > 0 &&
                                kl_rules_float(call, 2, 2.0) >= 0.0);
-    kl_rules_check(call, left->shape[left->n_dims - 1] == right->shape[right->n_dims - 1],
-                   KL_ERROR_SHAPE, "the points do not have the same dims");
+    kl_rules_check(call, left->shape[left->n_dims - 1] == right->shape[right->n_dims - 1]);
     lead.n_dims -= 2;
     other.n_dims -= 2;
     kl_rules_broadcast(call, &out, &lead);
@@ -224,8 +223,7 @@ KL_SHAPE(glu)
 {
     const KlMeta *input = kl_rules_tensor(call, 0, 1, KL_DIMS_MAX);
     int32_t dim = kl_rules_dim(call, 1, -1, input->n_dims);
-    kl_rules_check(call, input->shape[dim] % 2 == 0, KL_ERROR_SHAPE,
-                   "dim %d of size %lld is not even", (int)dim, (long long)input->shape[dim]);
+    kl_rules_check(call, input->shape[dim] % 2 == 0);
     KlMeta half = *input, *out = kl_rules_out(result, input);
     const KlMeta *halves[2] = {&half, &half};
     half.shape[dim] /= 2;
@@ -247,8 +245,7 @@ KL_SHAPE(prelu)
 {
     const KlMeta *input = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
     int64_t n = kl_meta_n_elements(kl_rules_tensor(call, 1, 0, 1));
-    kl_rules_check(call, n == 1 || (input->n_dims >= 2 && input->shape[1] == n), KL_ERROR_SHAPE,
-                   "%lld weights do not fit the channels", (long long)n);
+    kl_rules_check(call, n == 1 || (input->n_dims >= 2 && input->shape[1] == n));
     return kl_rules_out_plain(call, result, input);
 }
 

@@ -20,6 +20,12 @@ kl_rules_are_alike(const KlMeta *left, const KlMeta *right, int32_t n_dims)
 }
 
 bool
+kl_rules_is_shape(const KlMeta *left, const KlMeta *right)
+{
+    return left->n_dims == right->n_dims && kl_rules_are_alike(left, right, left->n_dims);
+}
+
+bool
 kl_rules_is_dense(const KlMeta *meta)
 {
     if (!meta->is_strided) {
@@ -95,8 +101,7 @@ iterate_fast(KlMeta *out, const KlMeta *const *operands, uint32_t n)
 {
     bool is_contiguous = true, is_last = true, is_dense = true;
     for (uint32_t i = 0; i < n; i++) {
-        if (operands[i]->n_dims != out->n_dims ||
-            !kl_rules_are_alike(operands[i], out, out->n_dims)) {
+        if (!kl_rules_is_shape(operands[i], out)) {
             return false;
         }
         is_contiguous = is_contiguous && kl_meta_is_contiguous(operands[i]);
@@ -229,7 +234,7 @@ kl_rules_view_strides(const KlMeta *meta, KlMeta *out)
     int64_t n_elements = kl_meta_n_elements(meta);
     out->is_strided = true;
     if (n_elements == 0) {
-        if (meta->n_dims == out->n_dims && kl_rules_are_alike(meta, out, out->n_dims)) {
+        if (kl_rules_is_shape(meta, out)) {
             memcpy(out->strides, meta->strides, sizeof(out->strides));
         } else {
             kl_meta_set_contiguous(out);

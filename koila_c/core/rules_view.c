@@ -5,7 +5,7 @@
 
 /* Fill `out` with the requested sizes; -1 stands for the remaining factor. */
 static KlStatus
-resolve_sizes(const int64_t *sizes, uint32_t n, int64_t n_elements, KlMeta *out, KlError *error)
+resolve_sizes(const int64_t *sizes, uint32_t n, int64_t n_elements, KlMeta *out)
 {
     int64_t known = 1;
     int32_t free_dim = -1;
@@ -18,19 +18,16 @@ resolve_sizes(const int64_t *sizes, uint32_t n, int64_t n_elements, KlMeta *out,
         if (sizes[dim] == -1 && free_dim < 0) {
             free_dim = dim;
         } else if (sizes[dim] < 0 || __builtin_mul_overflow(known, sizes[dim], &known)) {
-            return kl_error_set(error, KL_ERROR_SHAPE, "size %lld is not legal at dim %d",
-                                (long long)sizes[dim], (int)dim);
+            return KL_ILLEGAL;
         }
     }
     if (free_dim >= 0) {
         if (known == 0 || n_elements % known != 0) {
-            return kl_error_set(error, KL_ERROR_SHAPE, "%lld elements do not divide by %lld",
-                                (long long)n_elements, (long long)known);
+            return KL_ILLEGAL;
         }
         out->shape[free_dim] = n_elements / known;
     } else if (known != n_elements) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "%lld elements do not fill a shape of %lld",
-                            (long long)n_elements, (long long)known);
+        return KL_ILLEGAL;
     }
     return KL_OK;
 }
@@ -38,7 +35,7 @@ resolve_sizes(const int64_t *sizes, uint32_t n, int64_t n_elements, KlMeta *out,
 /* Set the strides of the first output, whose shape is known: a view of the first input; if that is impossible, a copy, or
  * an error if the op never copies. */
 static KlStatus
-settle_view(const KlCall *call, KlInferred *result, bool can_copy, KlError *error)
+settle_view(const KlCall *call, KlInferred *result, bool can_copy)
 {
     const KlMeta *input = call->inputs[0];
     KlMeta *out = &result->outs[0];
@@ -52,7 +49,7 @@ settle_view(const KlCall *call, KlInferred *result, bool can_copy, KlError *erro
         return KL_OK;
     }
     if (!can_copy) {
-        return kl_error_set(error, KL_ERROR_SHAPE, "the strides do not allow a view of that shape");
+        return KL_ILLEGAL;
     }
     kl_rules_alias(result, KL_ALIAS_NONE, 0);
     kl_meta_set_contiguous(out);
@@ -65,8 +62,8 @@ KL_SHAPE(view)
     kl_rules_require(call, kl_rules_is_given(call, 1));
     const int64_t *sizes = kl_rules_ints(call, 1, &n);
     int64_t n_elements = kl_meta_n_elements(call->inputs[0]);
-    KlStatus status = resolve_sizes(sizes, n, n_elements, kl_rules_outs(result, 1), error);
-    return status == KL_OK ? settle_view(call, result, call->row->can_copy, error) : status;
+    KlStatus status = resolve_sizes(sizes, n, n_elements, kl_rules_outs(result, 1));
+    return status == KL_OK ? settle_view(call, result, call->row->can_copy) : status;
 }
 
 KL_SHAPE(view_as)
@@ -74,11 +71,9 @@ KL_SHAPE(view_as)
     const KlMeta *other = kl_rules_tensor(call, 1, 0, KL_DIMS_MAX);
     int64_t n_elements = kl_meta_n_elements(call->inputs[0]), n_other = kl_meta_n_elements(other);
     kl_rules_lend(call, result, 1);
-    kl_rules_check(call, n_elements == n_other, KL_ERROR_SHAPE,
-                   "%lld elements do not fill a shape of %lld", (long long)n_elements,
-                   (long long)n_other);
+    kl_rules_check(call, n_elements == n_other);
     (void)kl_rules_out(result, other);
-    return settle_view(call, result, call->row->can_copy, error);
+    return settle_view(call, result, call->row->can_copy);
 }
 
 KL_SHAPE(flatten)
@@ -86,8 +81,7 @@ KL_SHAPE(flatten)
     const KlMeta *input = call->inputs[0];
     int32_t first = kl_rules_dim(call, 1, 0, input->n_dims);
     int32_t last = kl_rules_dim(call, 2, -1, input->n_dims);
-    kl_rules_check(call, first <= last, KL_ERROR_ARGUMENT, "start_dim %d comes after end_dim %d",
-                   (int)first, (int)last);
+    kl_rules_check(call, first <= last);
     KlMeta *out = kl_rules_outs(result, 1);
     if (first == last && input->n_dims > 0) {
         *out = *input;
@@ -106,7 +100,7 @@ KL_SHAPE(flatten)
         out->n_dims = 1;
         out->shape[0] = 1;
     }
-    return settle_view(call, result, true, error);
+    return settle_view(call, result, true);
 }
 
 KL_SHAPE(ravel)
@@ -117,7 +111,7 @@ KL_SHAPE(ravel)
         return kl_rules_out_contiguous(result, &flat); /* ravel is contiguous().view(-1) */
     }
     (void)kl_rules_out(result, &flat);
-    return settle_view(call, result, true, error);
+    return settle_view(call, result, true);
 }
 
 KL_SHAPE(unflatten)
@@ -130,7 +124,7 @@ KL_SHAPE(unflatten)
     if (n == 0 || input->n_dims == 0 || input->n_dims - 1 + (int64_t)n > KL_DIMS_MAX) {
         return KL_DECLINED;
     }
-    KlStatus status = resolve_sizes(sizes, n, input->shape[at], &middle, error);
+    KlStatus status = resolve_sizes(sizes, n, input->shape[at], &middle);
     if (status != KL_OK) {
         return status;
     }
@@ -140,7 +134,7 @@ KL_SHAPE(unflatten)
         out->shape[dim] = is_middle ? middle.shape[dim - at]
                                     : input->shape[dim < at ? dim : dim - (int32_t)n + 1];
     }
-    return settle_view(call, result, false, error);
+    return settle_view(call, result, false);
 }
 
 static const char cut_in_two[] = "the batch is cut in two";

@@ -175,10 +175,8 @@ status_name(KlStatus status)
         return "OK";
     case KL_DECLINED:
         return "DECLINED";
-    case KL_ERROR_SHAPE:
-        return "ERROR_SHAPE";
-    case KL_ERROR_ARGUMENT:
-        return "ERROR_ARGUMENT";
+    case KL_ILLEGAL:
+        return "ILLEGAL";
     case KL_ERROR_MEMORY:
         return "ERROR_MEMORY";
     case KL_ERROR_INTERNAL:

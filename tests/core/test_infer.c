@@ -114,14 +114,10 @@ test_layout_of_attention(void)
 }
 
 static void
-test_illegal_calls_name_the_op(void)
+test_illegal_calls(void)
 {
     const KlMeta x = TENSOR(FLOAT32, 8, 4), w = TENSOR(FLOAT32, 3, 5);
-    CHECK(INFER("linear", &x, &w) == KL_ERROR_SHAPE);
-    CHECK(error.status == KL_ERROR_SHAPE);
-    CHECK(strncmp(error.text, "linear: ", 8) == 0);
-    CHECK(infer(&bound, &result, NULL, "linear", 2, (const KlMeta *[]){&x, &w}, (KlArg){0}) ==
-          KL_ERROR_SHAPE); /* nobody wants the words */
+    CHECK(INFER("linear", &x, &w) == KL_ILLEGAL);
     KlMeta misplaced = by_rows(0, TENSOR(FLOAT32, 7, 4));
     CHECK(INFER("relu", &misplaced) == KL_ERROR_INTERNAL);
     CHECK(strncmp(error.text, "relu: ", 6) == 0);
@@ -137,10 +133,8 @@ static void
 test_inplace_results_must_fit(void)
 {
     const KlMeta row = TENSOR(FLOAT32, 4), block = TENSOR(FLOAT64, 8, 4), ints = TENSOR(INT64, 4);
-    CHECK(INFER("add_", &row, &block) == KL_ERROR_SHAPE);
-    CHECK(strncmp(error.text, "add_: ", 6) == 0);
-    CHECK(INFER("add_", &ints, &row) == KL_ERROR_ARGUMENT);
-    CHECK(strcmp(error.text, "add_: result type float32 cannot be written to int64") == 0);
+    CHECK(INFER("add_", &row, &block) == KL_ILLEGAL);
+    CHECK(INFER("add_", &ints, &row) == KL_ILLEGAL);
     CHECK(INFER("add_", &block, &row) == KL_OK);
     CHECK(result.n_outs == 1 && result.effects == 1);
     CHECK(result.alias == KL_ALIAS_SAME && result.alias_input == 0);
@@ -299,7 +293,7 @@ main(void)
     test_what_is_declined();
     test_devices();
     test_layout_of_attention();
-    test_illegal_calls_name_the_op();
+    test_illegal_calls();
     test_inplace_results_must_fit();
     test_who_requires_grad();
     test_grad_mode_off();
