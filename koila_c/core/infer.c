@@ -51,20 +51,18 @@ prepare(const KlCall *call, KlInferred *result)
     if (status != KL_OK) {
         return status;
     }
-    result->split = (KlSplit){.mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = places};
+    *result = (KlInferred){
+        .outs = result->outs,
+        .n_outs_max = result->n_outs_max,
+        .n_places_max = result->n_places_max,
+        .is_random = call->row->draws != NULL,
+        .effects = call->row->effects,
+        .split = {.mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = places},
+        .breaks = KL_ID_NONE,
+    };
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         result->split.places[i] = KL_PLACE_WHOLE;
     }
-    result->n_outs = 0;
-    result->alias = KL_ALIAS_NONE;
-    result->alias_input = 0;
-    result->inputs_no_grad = 0;
-    result->outs_no_grad = 0;
-    result->is_ordered = result->reads_aside = false;
-    result->breaks = KL_ID_NONE;
-    result->is_random = call->row->draws != NULL;
-    result->effects = call->row->effects;
-    result->writes_view = false;
     for (int8_t dim = 0; dim < KL_DIMS_MAX; dim++) {
         result->dim_map[dim] = dim;
     }
@@ -253,7 +251,6 @@ gather_others(const KlCall *call, KlInferred *result)
     return best != KL_ID_NONE && is_gathering(call, best, result);
 }
 
-/* Place a call by its rule, with all inputs that have rows. */
 static KlStatus
 place_all_rows(const KlCall *call, KlAxisId axis, bool is_mixed, KlInferred *result)
 {
@@ -326,9 +323,9 @@ settle_places(const KlCall *call, KlInferred *result)
         return settle_rows(call, result);
     }
     KlStatus status = KL_OK;
+    begin_split(call, order, result);
     result->is_ordered = kl_rules_goes_in_order(call, order, result);
     if (!result->is_ordered) {
-        begin_split(call, order, result);
         status = settle_rows(call, result);
         result->is_ordered = status == KL_OK && kl_rules_keeps_order(call, order, result);
     }

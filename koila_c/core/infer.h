@@ -11,5 +11,4 @@ KlStatus kl_infer_call(const KlCall *call, KlInferred *result, KlError *error);
 /* Fill `saves` with the tensors that autograd saves for an inferred call. */
 void kl_infer_saves(const KlCall *call, const KlInferred *result, KlSaves *saves);
 
-/* Free the arrays of `result`. */
 void kl_infer_fini(KlInferred *result);

@@ -72,25 +72,14 @@ kl_meta_set_contiguous(KlMeta *meta)
 bool
 kl_meta_is_contiguous(const KlMeta *meta)
 {
-    if (!meta->is_strided) {
-        return false;
-    }
     int64_t stride = 1;
-    for (int32_t dim = meta->n_dims - 1; dim >= 0; dim--) {
-        if (meta->shape[dim] == 0) {
-            return true; /* without elements every layout is row-major */
-        }
-    }
-    for (int32_t dim = meta->n_dims - 1; dim >= 0; dim--) {
-        if (meta->shape[dim] == 1) {
-            continue;
-        }
-        if (meta->strides[dim] != stride) {
-            return false;
-        }
+    bool is_row_major = meta->is_strided;
+    for (int32_t dim = meta->n_dims - 1; dim >= 0 && is_row_major; dim--) {
+        is_row_major = meta->shape[dim] == 1 || meta->strides[dim] == stride;
         stride *= meta->shape[dim];
     }
-    return true;
+    /* without elements every layout is row-major */
+    return is_row_major || (meta->is_strided && kl_meta_n_elements(meta) == 0);
 }
 
 bool

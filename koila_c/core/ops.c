@@ -73,18 +73,22 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8, W4 = 16 };
 #define shape_added(equation_) shape_product, .equation = equation_, .has_addend = true
 #define shape_added_outer(equation_) shape_outer, .equation = equation_, .has_addend = true
 #define shape_adaptive_pool(n_, outs_) shape_adaptive_pool, .n_spatial = n_, .n_outs = outs_
-#define shape_avg_pool(n_) shape_avg_pool, .n_spatial = n_, .n_outs = 1
+#define shape_avg_pool(n_) shape_pool, .n_spatial = n_, .n_outs = 1
 #define shape_conv(n_) shape_conv, .n_spatial = n_
 #define shape_conv_transpose(n_) shape_conv, .n_spatial = n_, .is_transposed = true
 #define shape_cumulate(outs_) shape_cumulate, .n_outs = outs_
+#define shape_cross shape_cross, .pair_dim = -1
 #define shape_feature_dropout shape_dropout, .is_feature = true
 #define shape_like(option_) shape_like, .first_option = option_
-#define shape_loss_cosine shape_loss_cosine, .plain = W2
+#define shape_loss_cosine shape_loss_vectors, .n_vectors = 2, .plain = W2
 #define shape_loss_equal(plain_) shape_loss_equal, .plain = plain_
 #define shape_loss_margin shape_loss_margin, .plain = W4
 #define shape_loss_plain(plain_) shape_loss, .plain = plain_
-#define shape_max_pool(n_, outs_) shape_max_pool, .n_spatial = n_, .n_outs = outs_
+#define shape_loss_triplet shape_loss_vectors, .n_vectors = 3
+#define shape_max_pool(n_, outs_)                                                                  \
+    shape_max_pool, .n_spatial = n_, .n_outs = outs_, .has_dilation = true
 #define shape_new(option_) shape_new, .first_option = option_
+#define shape_nll(least_, most_) shape_nll, .n_least = least_, .n_most = most_
 #define shape_outer(equation_) shape_outer, .equation = equation_
 #define shape_packed_rnn(gates_) shape_rnn, .n_gates = gates_, .is_packed = true
 #define shape_pair(dim_) shape_pair, .pair_dim = dim_
@@ -95,9 +99,11 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8, W4 = 16 };
 #define shape_rnn_cell(gates_) shape_rnn_cell, .n_gates = gates_
 #define shape_sort(outs_) shape_sort, .n_outs = outs_
 #define shape_std(outs_) shape_std, .n_outs = outs_
+#define shape_tile shape_repeat, .adds_dims = true
 #define shape_unsafe_chunk shape_chunk, .is_untracked = true
 #define shape_unsafe_split shape_split, .is_untracked = true
 #define shape_upsample(n_) shape_upsample, .n_spatial = n_
+#define dtype_all_float dtype_all_same, .kinds = KL_KINDS_FLOAT | KL_KINDS_COMPLEX
 #define dtype_compare_ordered dtype_compare, .kinds = KL_KINDS_ORDERED
 #define dtype_like_float dtype_like, .kinds = KL_KINDS_FLOAT
 #define dtype_like_real dtype_like, .kinds = KL_KINDS_ORDERED
@@ -111,6 +117,9 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8, W4 = 16 };
 #define dtype_same_ordered dtype_same, .kinds = KL_KINDS_ORDERED
 #define dtype_same_real dtype_same, .kinds = KL_KINDS_REAL
 #define dtype_to_float_real dtype_to_float, .kinds = KL_KINDS_ORDERED
+#define dtype_uniform dtype_all_same, .kinds = KL_KINDS_NUMBER
+#define dtype_uniform_float dtype_all_same, .kinds = KL_KINDS_FLOAT
+#define dtype_with_indices dtype_with_indices, .kinds = KL_KINDS_FLOAT
 #define dtype_cast(to_) dtype_cast, .dtype_to = KL_DTYPE_##to_
 #define place_batch_norm place_batch_norm, .is_batch_norm = true
 #define place_but_last(n_, reason_) place_but_last, .n_mixed = n_, .reason = reason_

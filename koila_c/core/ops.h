@@ -319,12 +319,16 @@ struct KlRow {
     bool is_packed;       /* a recurrent layer over sequences of several lengths */
     uint8_t n_mixed;    /* dims at the end whose entries the op mixes: they cannot hold the rows */
     const char *reason; /* why the call runs once: always, or if its rows are in a mixed dim */
-    uint8_t first_option; /* the word `dtype` of a new value, before other options */
-    bool can_copy;        /* a view, or a copy if the strides allow none */
-    bool is_feature;      /* a dropout that drops whole features */
-    bool is_untracked;    /* parts that autograd does not track */
-    uint8_t plain;        /* bit i: a loss that is declined if word i requires grad */
-    int8_t pair_dim;      /* the dim along which two arguments are compared, or KL_PAIR_LAST */
+    uint8_t first_option;    /* the word `dtype` of a new value, before other options */
+    bool can_copy;           /* a view, or a copy if the strides allow none */
+    bool is_feature;         /* a dropout that drops whole features */
+    bool is_untracked;       /* parts that autograd does not track */
+    uint8_t plain;           /* bit i: a loss that is declined if word i requires grad */
+    uint8_t n_vectors;       /* inputs of a loss that are vectors; others have an entry for each */
+    uint8_t n_least, n_most; /* dims of the input of a loss */
+    bool has_dilation;       /* windows of a pool */
+    bool adds_dims;          /* fewer repeats than dims are those of the last dims */
+    int8_t pair_dim;         /* the dim along which two arguments are compared, or KL_PAIR_LAST */
     KlDtype dtype_to;
     KlKinds kinds; /* of dtypes that a dtype rule accepts */
     KlReduce reduce;

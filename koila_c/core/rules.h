@@ -67,10 +67,16 @@ KlDtype kl_rules_dtype(const KlCall *call, KlDtype fallback);
 
 /* Make `n` outputs, at most KL_OUTS_FEW, zeroed and WHOLE; infer.c has reserved the memory. */
 KlMeta *kl_rules_outs(KlInferred *result, uint32_t n);
-/* Make one output with the shape of `like` and unknown strides. */
+/* Likewise, with the shape of `like` and unknown strides. */
+KlMeta *kl_rules_outs_like(KlInferred *result, uint32_t n, const KlMeta *like);
+/* Likewise, one output. */
 KlMeta *kl_rules_out(KlInferred *result, const KlMeta *like);
 /* Likewise, contiguous. Return KL_OK. */
 KlStatus kl_rules_out_contiguous(KlInferred *result, const KlMeta *like);
+/* Make the results row-major. */
+void kl_rules_set_contiguous(KlInferred *result);
+/* Return the shape and strides of the first input without the dims of the set, or with size 1 instead. Set dim_map. */
+KlMeta kl_rules_without(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept);
 /* Make every output a view of (or the same as) that input. */
 void kl_rules_alias(KlInferred *result, KlAlias alias, uint32_t input);
 /* Note that only the shape or dtype of the tensor in args[arg] is read, so that it gets no gradient. */
@@ -83,7 +89,6 @@ void kl_rules_broadcast_all(const KlCall *call, KlMeta *out);
 bool kl_rules_fits(const KlMeta *meta, const KlMeta *to);
 /* Whether both have these first dims, with the same sizes. */
 bool kl_rules_are_alike(const KlMeta *left, const KlMeta *right, int32_t n_dims);
-/* Whether both have the same shape. */
 bool kl_rules_is_shape(const KlMeta *left, const KlMeta *right);
 /* Set the strides that torch's TensorIterator gives a new elementwise output of `out`'s shape. `has_number`: an
  * operand is a Python number. If an operand has unknown strides, so has the output. */
@@ -182,6 +187,9 @@ typedef struct KlLabels {
     uint8_t of[KL_DIMS_MAX]; /* [n_dims] */
 } KlLabels;
 
+/* Letters of dims of products and tables; those of batch dims are 1, 2, ... */
+enum { KL_LETTER_ROW = 20, KL_LETTER_SUM, KL_LETTER_COLUMN };
+
 enum { KL_LABELS_MAX = 8 }; /* the inputs that a rule can label; later ones have no letters */
 
 /* The letters of a call's inputs and outputs. */
@@ -257,7 +265,7 @@ KlStatus kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta
 
 /* Rules that other rules call, and that infer.c knows. */
 KlRule shape_alias, shape_broadcast, shape_cast, shape_itself, shape_like, shape_tensor_pair;
-KlRule dtype_all_same, dtype_promote, dtype_same, dtype_uniform_float, dtype_value_index;
+KlRule dtype_all_same, dtype_promote, dtype_same, dtype_value_index;
 KlRule place_along, place_moved, place_rowwise, place_scan;
 KlSavesRule kl_rules_keep; /* as KlRow.keeps says */
 KlSavesRule saves_all, saves_index;

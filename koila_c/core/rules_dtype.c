@@ -110,7 +110,7 @@ KL_DTYPE(compare)
     return dtype_to_bool(call, result);
 }
 
-/* lerp, addcdiv and similar ops: floats of one dtype */
+/* All tensors have the dtype of the first. Others are refused by torch, or mended by autocast. */
 KL_DTYPE(all_same)
 {
     for (uint32_t i = 1; i < call->n_inputs; i++) {
@@ -119,14 +119,6 @@ KL_DTYPE(all_same)
     return dtype_same(call, result);
 }
 
-/* All tensors of one type, float or complex. */
-KL_DTYPE(all_float)
-{
-    KlDtype dtype = call->inputs[0]->dtype;
-    return kl_rules_is_integral(dtype) ? KL_DECLINED : dtype_all_same(call, result);
-}
-
-/* Promote the dtypes of the two arguments besides the condition. */
 static KlStatus
 promote_beside(const KlCall *call, KlInferred *result, uint32_t input)
 {

@@ -175,8 +175,8 @@ read_result(const char *text, Equation *equation, const uint8_t *counts)
     return true;
 }
 
-/* Parse the equation. Decline whatever torch refuses, so that torch raises its own error. */
-static KlStatus
+/* Parse the equation. Return false if torch refuses it, or the rules do not describe it. */
+static bool
 read_equation(const KlCall *call, Equation *equation)
 {
     const char *text = kl_rules_text(call, 0, NULL);
@@ -184,12 +184,11 @@ read_equation(const KlCall *call, Equation *equation)
     *equation = (Equation){.n_operands = call->n_inputs};
     if (text == NULL || call->n_inputs < 2 || call->n_inputs > KL_LABELS_MAX ||
         call->args[1].kind != KL_ARG_VALUES) {
-        return KL_DECLINED;
+        return false;
     }
-    bool is_read = read_operands(call, &text, equation) && (*text == '\0' || *text == '-') &&
-                   read_sizes(call, equation, counts) && read_result(text, equation, counts) &&
-                   equation->n_out <= KL_DIMS_MAX;
-    return is_read ? KL_OK : KL_DECLINED;
+    return read_operands(call, &text, equation) && (*text == '\0' || *text == '-') &&
+           read_sizes(call, equation, counts) && read_result(text, equation, counts) &&
+           equation->n_out <= KL_DIMS_MAX;
 }
 
 /* Align an operand as einsum does, with a dim for each letter; a letter that occurs twice takes the diagonal. */
@@ -210,16 +209,17 @@ align_operand(const Equation *equation, const KlMeta *meta, const KlLabels *labe
     }
 }
 
+/* Dims in both operands, in the left only, the rest of the result, and dims that the product sums over. */
+typedef enum { BOTH, LEFT, RIGHT, SUMMED } Group;
+
 /* The steps of sumproduct_pair for two aligned operands. */
 typedef struct {
     KlMeta operands[2];
     bool is_summed[2];             /* dims that only this one has are summed before: a new tensor */
     bool is_product;               /* nothing is summed over both: an elementwise product */
     bool is_swapped;               /* right @ left, which stores the result in the order wanted */
-    int32_t order[3][KL_DIMS_MAX]; /* dims in both, in the left only, and the rest of the result */
-    int32_t n[3];
-    int32_t sums[KL_DIMS_MAX];
-    int32_t n_sums;
+    int32_t order[4][KL_DIMS_MAX]; /* [n] the dims of each Group */
+    int32_t n[4];
 } Pair;
 
 static void
@@ -232,10 +232,10 @@ plan_pair(const KlCall *call, const Equation *equation, Pair *pair)
     for (int32_t dim = 0; dim < equation->n_all; dim++) {
         int64_t *left = &pair->operands[0].shape[dim], *right = &pair->operands[1].shape[dim];
         if (dim < equation->n_out) {
-            int group = *left == 1 ? 2 : *right == 1 ? 1 : 0;
+            Group group = *left == 1 ? RIGHT : *right == 1 ? LEFT : BOTH;
             pair->order[group][pair->n[group]++] = dim;
         } else if (*left != 1 && *right != 1) {
-            pair->sums[pair->n_sums++] = dim;
+            pair->order[SUMMED][pair->n[SUMMED]++] = dim;
             pair->is_product = false;
         } else {
             /* summed before, or of size 1: from here on it is a dim like those of the result */
@@ -243,11 +243,11 @@ plan_pair(const KlCall *call, const Equation *equation, Pair *pair)
             pair->is_summed[1] = pair->is_summed[1] || *right != 1;
             *left = 1;
             *right = 1;
-            pair->order[2][pair->n[2]++] = dim;
+            pair->order[RIGHT][pair->n[RIGHT]++] = dim;
         }
     }
-    pair->is_swapped =
-        pair->n[1] > 0 && pair->n[2] > 0 && pair->order[2][pair->n[2] - 1] < pair->order[1][0];
+    pair->is_swapped = pair->n[LEFT] > 0 && pair->n[RIGHT] > 0 &&
+                       pair->order[RIGHT][pair->n[RIGHT] - 1] < pair->order[LEFT][0];
 }
 
 /* Whether bmm's operand is a view of the einsum operand, and the strides of that are known. */
@@ -256,15 +256,13 @@ is_pair_view(const Pair *pair, int operand)
 {
     const KlMeta *meta = &pair->operands[operand];
     bool is_right = (operand == 1) != pair->is_swapped;
-    int own = operand + 1;
-    int groups[3] = {0, is_right ? -1 : own, is_right ? own : -1}; /* -1: the summed dims */
+    Group own = operand == 0 ? LEFT : RIGHT;
+    Group groups[3] = {BOTH, is_right ? SUMMED : own, is_right ? own : SUMMED};
     KlMeta permuted = {.n_dims = 0, .is_strided = true};
     KlMeta merged = {.n_dims = 3, .shape = {1, 1, 1}};
     for (int part = 0; part < 3; part++) {
-        int group = groups[part];
-        int32_t n = group < 0 ? pair->n_sums : pair->n[group];
-        const int32_t *dims = group < 0 ? pair->sums : pair->order[group];
-        for (int32_t i = 0; i < n; i++) {
+        const int32_t *dims = pair->order[groups[part]];
+        for (int32_t i = 0; i < pair->n[groups[part]]; i++) {
             permuted.shape[permuted.n_dims] = meta->shape[dims[i]];
             permuted.strides[permuted.n_dims++] = meta->strides[dims[i]];
             merged.shape[part] *= meta->shape[dims[i]];
@@ -279,16 +277,16 @@ set_pair_strides(const Equation *equation, const Pair *pair, KlMeta *out)
 {
     KlMeta produced = {.n_dims = 0};
     int32_t dims[KL_DIMS_MAX];
-    int groups[4] = {0, pair->is_swapped ? 2 : 1, -1, pair->is_swapped ? 1 : 2};
-    for (int group = 0; group < 4; group++) {
-        int from = groups[group];
-        int32_t n = from < 0 ? pair->n_sums : pair->n[from];
-        for (int32_t i = 0; i < n; i++) {
-            int32_t dim = from < 0 ? pair->sums[i] : pair->order[from][i];
-            int64_t left = from < 0 ? 1 : pair->operands[0].shape[dim];
-            int64_t right = from < 0 ? 1 : pair->operands[1].shape[dim];
+    bool is_swapped = pair->is_swapped;
+    Group groups[4] = {BOTH, is_swapped ? RIGHT : LEFT, SUMMED, is_swapped ? LEFT : RIGHT};
+    for (int part = 0; part < 4; part++) {
+        for (int32_t i = 0; i < pair->n[groups[part]]; i++) {
+            int32_t dim = pair->order[groups[part]][i];
+            int64_t left = pair->operands[0].shape[dim], right = pair->operands[1].shape[dim];
             dims[produced.n_dims] = dim;
-            produced.shape[produced.n_dims++] = left == 1 ? right : left;
+            produced.shape[produced.n_dims++] = groups[part] == SUMMED ? 1
+                                                : left == 1            ? right
+                                                                       : left;
         }
     }
     kl_meta_set_contiguous(&produced);
@@ -305,21 +303,11 @@ set_pair_strides(const Equation *equation, const Pair *pair, KlMeta *out)
     }
 }
 
-static void
-set_product_strides(const Pair *pair, const Equation *equation, KlMeta *out)
-{
-    const KlMeta *operands[2] = {&pair->operands[0], &pair->operands[1]};
-    if (!pair->is_summed[0] && !pair->is_summed[1] && equation->n_all == equation->n_out) {
-        kl_rules_iterate(out, operands, 2, false);
-    }
-}
-
 KL_SHAPE(einsum)
 {
     Equation equation;
-    KlStatus status = read_equation(call, &equation);
-    if (status != KL_OK) {
-        return status;
+    if (!read_equation(call, &equation)) {
+        return KL_DECLINED;
     }
     KlMeta *out = kl_rules_outs(result, 1);
     for (; out->n_dims < equation.n_out; out->n_dims++) {
@@ -328,10 +316,12 @@ KL_SHAPE(einsum)
     if (call->n_inputs == 2 && equation.n_all <= KL_DIMS_MAX) {
         Pair pair;
         plan_pair(call, &equation, &pair);
-        if (pair.is_product) {
-            set_product_strides(&pair, &equation, out);
-        } else {
+        const KlMeta *operands[2] = {&pair.operands[0], &pair.operands[1]};
+        bool is_summed = pair.is_summed[0] || pair.is_summed[1] || equation.n_all > equation.n_out;
+        if (!pair.is_product) {
             set_pair_strides(&equation, &pair, out);
+        } else if (!is_summed) {
+            kl_rules_iterate(out, operands, 2, false);
         }
     }
     return KL_OK;

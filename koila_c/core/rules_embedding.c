@@ -24,15 +24,14 @@ KL_SHAPE(embedding)
 
 KL_PLACE(embedding)
 {
-    enum { LETTER_FEATURE = 20 };
     int32_t n = call->inputs[1]->n_dims;
     if (kl_rules_bool(call, 3, false)) {
         return kl_rules_once(result, "the gradient is scaled by frequency in the batch");
     }
-    KlWiring wiring = {.inputs = {{{0, LETTER_FEATURE}}, kl_rules_letters(n)},
+    KlWiring wiring = {.inputs = {{{0, KL_LETTER_COLUMN}}, kl_rules_letters(n)},
                        .outs = {kl_rules_letters(n)},
                        .reason = "the batch is in entries of the table"};
-    wiring.outs[0].of[n] = LETTER_FEATURE;
+    wiring.outs[0].of[n] = KL_LETTER_COLUMN;
     return kl_rules_wire(call, result, &wiring);
 }
 
@@ -99,9 +98,8 @@ KL_DTYPE(embedding_bag)
 
 KL_PLACE(embedding_bag)
 {
-    enum { LETTER_FEATURE = 20 };
-    const KlWiring wiring = {.inputs = {{{1}}, {{0, LETTER_FEATURE}}, {{1}}},
-                             .outs = {{{1, LETTER_FEATURE}}},
+    const KlWiring wiring = {.inputs = {{{1}}, {{0, KL_LETTER_COLUMN}}, {{1}}},
+                             .outs = {{{1, KL_LETTER_COLUMN}}},
                              .reason = "the batch is in entries of the table, or of a bag"};
     return kl_rules_wire(call, result, &wiring);
 }

@@ -103,10 +103,8 @@ KL_SHAPE(searchsorted)
     const KlMeta *sequence = kl_rules_tensor(call, 0, 1, KL_DIMS_MAX);
     const KlMeta *input = kl_rules_tensor(call, 1, 1, KL_DIMS_MAX);
     bool is_fit = sequence->n_dims == 1 || sequence->n_dims == input->n_dims;
-    for (int32_t dim = 0; is_fit && dim < sequence->n_dims - 1; dim++) {
-        is_fit = sequence->shape[dim] == input->shape[dim];
-    }
-    kl_rules_require(call, is_fit && !kl_rules_bool(call, 2, false) && !kl_rules_is_given(call, 5));
+    kl_rules_require(call, is_fit && kl_rules_are_alike(sequence, input, sequence->n_dims - 1) &&
+                               !kl_rules_bool(call, 2, false) && !kl_rules_is_given(call, 5));
     return kl_rules_out_contiguous(result, input);
 }
 
@@ -167,12 +165,9 @@ KL_SHAPE(select_masked)
     KlMeta *out = kl_rules_outs(result, 1);
     out->n_dims = input->n_dims - mask->n_dims + 1;
     out->shape[0] = mask->shape[0] * n_each;
-    for (int32_t dim = 0; dim < input->n_dims; dim++) {
-        if (dim >= mask->n_dims) {
-            out->shape[dim - mask->n_dims + 1] = input->shape[dim];
-        } else {
-            kl_rules_check(call, mask->shape[dim] == input->shape[dim]);
-        }
+    kl_rules_check(call, kl_rules_are_alike(mask, input, mask->n_dims));
+    for (int32_t dim = mask->n_dims; dim < input->n_dims; dim++) {
+        out->shape[dim - mask->n_dims + 1] = input->shape[dim];
     }
     if (kl_meta_is_contiguous(input) || mask->n_dims == input->n_dims) {
         kl_meta_set_contiguous(out);
@@ -213,11 +208,10 @@ KL_SHAPE(index_add)
     int32_t dim = 0;
     const KlMeta *input = call->inputs[0], *index = get_index(call, 0, 1, &dim);
     const KlMeta *source = kl_rules_tensor(call, 3, 0, KL_DIMS_MAX);
+    KlMeta wanted = *input;
+    wanted.shape[dim] = kl_meta_n_elements(index);
     kl_rules_require(call, source->dtype == input->dtype && source->n_dims == input->n_dims);
-    for (int32_t i = 0; i < input->n_dims; i++) {
-        int64_t size = i == dim ? kl_meta_n_elements(index) : input->shape[i];
-        kl_rules_check(call, source->shape[i] == size);
-    }
+    kl_rules_check(call, kl_rules_is_shape(source, &wanted));
     KlMeta *out = kl_rules_out(result, input);
     if (kl_meta_is_contiguous(input)) {
         kl_meta_set_contiguous(out);

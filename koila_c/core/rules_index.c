@@ -293,7 +293,7 @@ follow_value(const KlCall *call, KlInferred *result, const KlOutline *outline, c
     if (value == NULL) {
         return NULL;
     }
-    own.dim -= outline->basic.n_dims - outline->n_tensors + outline->block.n_dims - value->n_dims;
+    own.dim -= outline->n_dims - value->n_dims;
     return kl_rules_follow(call, result, call->args[2].input, &own);
 }
 
@@ -306,8 +306,7 @@ target_place(const KlCall *call, const KlInferred *result, const KlOutline *outl
         !kl_place_is_rows(&value->place)) {
         return "samples are written where an index says";
     }
-    int32_t n_dims = outline->basic.n_dims - outline->n_tensors + outline->block.n_dims;
-    int32_t wanted = value->place.dim + n_dims - value->n_dims;
+    int32_t wanted = value->place.dim + outline->n_dims - value->n_dims;
     for (int32_t i = 0; i < outline->basic.n_dims; i++) {
         int32_t origin = outline->origin[i];
         if (kl_outline_is_indexed(outline, i) || origin < 0 ||

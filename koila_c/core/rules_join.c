@@ -49,17 +49,6 @@ set_join_strides(const KlCall *call, KlMeta *out, int32_t n_added)
     }
 }
 
-/* Add an input to the shape of the output, along dim `at`. */
-static void
-join_shape(const KlCall *call, KlMeta *out, const KlMeta *input, int32_t at)
-{
-    kl_rules_check(call, input->n_dims == out->n_dims);
-    for (int32_t dim = 0; dim < out->n_dims; dim++) {
-        kl_rules_check(call, dim == at || input->shape[dim] == out->shape[dim]);
-    }
-    out->shape[at] += input->shape[at];
-}
-
 KL_SHAPE(cat)
 {
     uint32_t first = first_joined(call);
@@ -68,9 +57,13 @@ KL_SHAPE(cat)
     int32_t at = kl_rules_dim(call, 1, 0, call->inputs[first]->n_dims);
     KlMeta *out = kl_rules_out(result, call->inputs[first]);
     for (uint32_t i = 0; i < call->n_inputs; i++) {
-        kl_rules_require(call, call->inputs[i]->n_dims > 0);
-        if (i > first && !is_legacy_empty(call->inputs[i])) {
-            join_shape(call, out, call->inputs[i], at);
+        KlMeta other = *call->inputs[i];
+        kl_rules_require(call, other.n_dims > 0);
+        if (i > first && !is_legacy_empty(&other)) {
+            int64_t size = out->shape[at] + other.shape[at];
+            other.shape[at] = out->shape[at];
+            kl_rules_check(call, kl_rules_is_shape(&other, out));
+            out->shape[at] = size;
         }
     }
     set_join_strides(call, out, 0);
@@ -111,9 +104,8 @@ KL_DTYPE(join)
     return kl_rules_set_dtypes(result, dtype);
 }
 
-/* Place a join along another dim than the rows': all inputs follow the rows of the first input that has them. */
-static KlStatus
-join_beside(const KlCall *call, KlInferred *result)
+/* A join along another dim than the rows': all inputs follow the rows of the first input that has them. */
+KL_PLACE(stack)
 {
     KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
     for (uint32_t i = 0; i < call->n_inputs; i++) {
@@ -161,35 +153,31 @@ KL_PLACE(cat)
 {
     int32_t at = kl_rules_dim(call, 1, 0, call->inputs[first_joined(call)]->n_dims);
     bool is_batch = call->inputs[kl_rules_first_rows(call)]->place.dim == at;
-    return is_batch ? join_batch(call, result, at) : join_beside(call, result);
-}
-
-KL_PLACE(stack)
-{
-    return join_beside(call, result);
+    return is_batch ? join_batch(call, result, at) : place_stack(call, result);
 }
 
 /* --- split ---------------------------------------------------------------------------------------------- */
 
-/* Make `out` a view of `size` entries of dim `at` of the first input. */
-static void
-take_part(const KlCall *call, KlMeta *out, int32_t at, int64_t size)
+/* Make `n` views of parts of dim `at`: with these sizes, or (NULL) of `size` each, the last one of what is left. */
+static KlStatus
+make_parts(const KlCall *call, KlInferred *result, int32_t at, uint32_t n, const int64_t *sizes,
+           int64_t size)
 {
     const KlMeta *input = call->inputs[0];
-    *out = *input;
-    out->requires_grad = false;
-    out->place = KL_PLACE_WHOLE;
-    out->shape[at] = size;
-}
-
-/* Autograd does not track the views of unsafe ops, so in no_grad mode they require no grad. */
-static KlStatus
-finish_parts(const KlCall *call, KlInferred *result)
-{
+    KlStatus status = kl_ops_reserve_outs(result, n, NULL);
+    for (uint32_t i = 0; status == KL_OK && i < n; i++) {
+        KlMeta *out = &result->outs[i];
+        *out = *input;
+        out->requires_grad = false;
+        out->place = KL_PLACE_WHOLE;
+        out->shape[at] = sizes != NULL ? sizes[i] : i + 1 < n ? size : input->shape[at] - size * i;
+    }
+    /* Autograd does not track the views of unsafe ops, so in no_grad mode they require no grad. */
     bool is_untracked = call->row->is_untracked && !call->is_grad_enabled;
     result->outs_no_grad = is_untracked ? UINT64_MAX : 0;
     kl_rules_alias(result, KL_ALIAS_VIEW, 0);
-    return is_untracked && result->n_outs > 64 ? KL_DECLINED : KL_OK;
+    kl_rules_require(call, !is_untracked || n <= 64);
+    return status;
 }
 
 static KlStatus
@@ -201,11 +189,7 @@ split_evenly(const KlCall *call, KlInferred *result, int32_t at, int64_t size)
     if (size < 0 || (size == 0 && total != 0) || n > 4096) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_ops_reserve_outs(result, (uint32_t)n, NULL);
-    for (int64_t i = 0; status == KL_OK && i < n; i++) {
-        take_part(call, &result->outs[i], at, i + 1 < n ? size : total - size * (n - 1));
-    }
-    return status == KL_OK ? finish_parts(call, result) : status;
+    return make_parts(call, result, at, (uint32_t)n, NULL, size);
 }
 
 static KlStatus
@@ -217,11 +201,7 @@ split_by(const KlCall *call, KlInferred *result, int32_t at, const int64_t *size
         total += sizes[i];
     }
     kl_rules_check(call, total == call->inputs[0]->shape[at]);
-    KlStatus status = kl_ops_reserve_outs(result, n, NULL);
-    for (uint32_t i = 0; status == KL_OK && i < n; i++) {
-        take_part(call, &result->outs[i], at, sizes[i]);
-    }
-    return status == KL_OK ? finish_parts(call, result) : status;
+    return make_parts(call, result, at, n, sizes, 0);
 }
 
 /* split(x, size, dim) and split(x, [sizes], dim) */
@@ -255,29 +235,26 @@ KL_SHAPE(unbind)
         return KL_DECLINED;
     }
     KlStatus status = kl_ops_reserve_outs(result, (uint32_t)input->shape[at], NULL);
+    const KlMeta out = kl_rules_without(call, result, UINT32_C(1) << at, false);
     for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
-        KlMeta *out = &result->outs[i];
-        out->is_strided = input->is_strided;
-        for (int32_t dim = 0; dim < input->n_dims; dim++) {
-            result->dim_map[dim] = dim == at ? -1 : (int8_t)out->n_dims;
-            if (dim != at) {
-                out->shape[out->n_dims] = input->shape[dim];
-                out->strides[out->n_dims] = input->strides[dim];
-                out->n_dims++;
-            }
-        }
+        result->outs[i] = out;
     }
     kl_rules_alias(result, KL_ALIAS_VIEW, 0);
     return status;
 }
 
-/* Whether a part of the rows' dim consists of whole repetitions of all rows; if so, set its place. */
+/* Set the places of the parts of the rows' dim. Return whether each consists of whole repetitions of all rows. */
 static bool
-set_turns(KlMeta *out, const KlPlace *place, int64_t turn)
+place_turns(const KlCall *call, KlInferred *result, int64_t turn)
 {
-    out->place = *place;
-    out->place.outer = out->shape[place->dim] / turn;
-    return out->shape[place->dim] % turn == 0 && out->place.outer > 0;
+    bool is_fit = true;
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        KlMeta *out = &result->outs[i];
+        out->place = call->inputs[0]->place;
+        out->place.outer = out->shape[out->place.dim] / turn;
+        is_fit = is_fit && out->shape[out->place.dim] % turn == 0 && out->place.outer > 0;
+    }
+    return is_fit;
 }
 
 KL_PLACE(split)
@@ -288,10 +265,8 @@ KL_PLACE(split)
     if (at != place->dim) {
         return place_moved(call, result);
     }
-    for (uint32_t i = 0; i < result->n_outs; i++) {
-        if (!set_turns(&result->outs[i], place, turn)) {
-            return kl_rules_once_again(result, batch_split, at);
-        }
+    if (!place_turns(call, result, turn)) {
+        return kl_rules_once_again(result, batch_split, at);
     }
     const KlArg *sizes = &call->args[1];
     if (sizes->kind == KL_ARG_INT && result->n_outs == 1) {
@@ -314,12 +289,7 @@ KL_PLACE(chunk)
         return place_moved(call, result);
     }
     /* The number of parts is fixed: in each chunk, each part must hold all rows a whole number of times. */
-    if (place->outer % call->args[1].u.i != 0) {
-        return kl_rules_once_again(result, batch_split, at);
-    }
-    for (uint32_t i = 0; i < result->n_outs; i++) {
-        result->outs[i].place = *place;
-        result->outs[i].place.outer = place->outer / call->args[1].u.i;
-    }
-    return KL_OK;
+    bool is_fit = place->outer % call->args[1].u.i == 0 &&
+                  place_turns(call, result, kl_rules_rows(call, result) * place->inner);
+    return is_fit ? KL_OK : kl_rules_once_again(result, batch_split, at);
 }

@@ -211,20 +211,6 @@ kl_rules_merges(const KlMeta *meta, int32_t n_last)
     return meta->is_strided && kl_rules_view_strides(meta, &merged);
 }
 
-/* Every tensor of the call has the dtype of the first, which is no bool. */
-KL_DTYPE(uniform)
-{
-    /* Other dtypes are refused by torch, or mended by autocast. */
-    return call->inputs[0]->dtype == KL_DTYPE_BOOL ? KL_DECLINED : dtype_all_same(call, result);
-}
-
-/* As uniform, of real floating-point dtypes. */
-KL_DTYPE(uniform_float)
-{
-    bool is_float = kl_meta_dtype_is_float(call->inputs[0]->dtype);
-    return is_float ? dtype_all_same(call, result) : KL_DECLINED;
-}
-
 /* Every tensor argument, whichever needs the gradient. */
 KL_SAVES(all)
 {

@@ -17,26 +17,24 @@ set_format(KlMeta *out, const KlMeta *input, KlFormat format)
 {
     if (format == KL_FORMAT_PRESERVE) {
         kl_rules_preserve(out, input);
-        return KL_OK;
-    }
-    if (format == KL_FORMAT_CONTIGUOUS) {
+    } else if (format == KL_FORMAT_CONTIGUOUS) {
         kl_meta_set_contiguous(out);
-        return KL_OK;
-    }
-    if (format == KL_FORMAT_CHANNELS_LAST && out->n_dims == 4) {
+    } else if (format == KL_FORMAT_CHANNELS_LAST && out->n_dims == 4) {
         kl_rules_set_channels_last(out);
-        return KL_OK;
+    } else {
+        return KL_DECLINED;
     }
-    return KL_DECLINED;
+    return KL_OK;
 }
 
-/* Make the output the first input, the same Python object. */
-static void
-set_same(const KlCall *call, KlInferred *result)
+/* The first input itself, the same Python object. */
+KL_SHAPE(itself)
 {
-    result->outs[0] = *call->inputs[0];
-    result->outs[0].place = KL_PLACE_WHOLE;
+    KlMeta *out = kl_rules_outs(result, 1);
+    *out = *call->inputs[0];
+    out->place = KL_PLACE_WHOLE;
     kl_rules_alias(result, KL_ALIAS_SAME, 0);
+    return KL_OK;
 }
 
 /* Whether a dim has size 1. Without one, a dense value has only one row-major stride order. */
@@ -60,8 +58,7 @@ KL_SHAPE(contiguous)
     bool is_last = format == KL_FORMAT_CHANNELS_LAST && kl_rules_is_channels_last(input);
     kl_rules_require(call, format != KL_FORMAT_PRESERVE);
     if (is_contiguous || is_last) {
-        set_same(call, result);
-        return KL_OK;
+        return shape_itself(call, result);
     }
     if (!input->is_strided) {
         kl_rules_alias(result, KL_ALIAS_MAYBE, 0);
@@ -70,21 +67,12 @@ KL_SHAPE(contiguous)
     return set_format(out, input, format);
 }
 
-/* The first input itself. */
-KL_SHAPE(itself)
-{
-    (void)kl_rules_out(result, call->inputs[0]);
-    set_same(call, result);
-    return KL_OK;
-}
-
 KL_SHAPE(clone)
 {
     KlFormat format = get_format(call, 1, KL_FORMAT_PRESERVE);
     return set_format(kl_rules_out(result, call->inputs[0]), call->inputs[0], format);
 }
 
-/* Return the memory format among a cast's arguments. */
 static KlFormat
 find_format(const KlCall *call)
 {
@@ -112,8 +100,7 @@ cast_to(const KlCall *call, KlInferred *result, KlDtype dtype, bool is_copied)
     bool is_laid_out = format == KL_FORMAT_PRESERVE ||
                        format == (is_last ? KL_FORMAT_CHANNELS_LAST : KL_FORMAT_CONTIGUOUS);
     if (dtype == input->dtype && result->device == input->device && !is_copied && is_laid_out) {
-        set_same(call, result);
-        return KL_OK;
+        return shape_itself(call, result);
     }
     result->outs[0].dtype = dtype;
     return KL_OK;

@@ -46,30 +46,27 @@ kl_rules_make_loss(const KlCall *call, KlInferred *result, const KlMeta *terms)
                                     : kl_rules_out_plain(call, result, terms);
 }
 
-/* Place a loss whose inputs have n_dims dims, aligned from the right; the first n_dims_terms are dims of its terms. */
-static KlStatus
-wire_loss(const KlCall *call, KlInferred *result, int32_t n_dims, int32_t n_dims_terms)
+/* --- terms are elements: all tensors broadcast ------------------------------------------------ */
+
+static KlMeta
+find_terms(const KlCall *call)
 {
-    const bool is_reduced = kl_rules_reduction(call);
-    KlLabels full = kl_rules_letters(n_dims_terms);
-    KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_LOSS : KL_REDUCE_NONE,
-                       .reason = "the batch is in features of the loss"};
-    for (uint32_t i = 0; i < call->n_inputs && i < KL_LABELS_MAX; i++) {
-        wiring.inputs[i] = kl_rules_letters_right(full, n_dims, call->inputs[i]->n_dims);
-    }
-    if (!is_reduced) {
-        wiring.outs[0] = full;
-    }
-    return kl_rules_wire(call, result, &wiring);
+    KlMeta terms = {.n_dims = 0};
+    kl_rules_broadcast_all(call, &terms);
+    return terms;
 }
 
-/* --- terms are elements: all tensors broadcast ------------------------------------------------ */
+static int64_t
+count_terms(const KlCall *call)
+{
+    const KlMeta terms = find_terms(call);
+    return kl_meta_n_elements(&terms);
+}
 
 KL_SHAPE(loss)
 {
-    KlMeta terms = {.n_dims = 0};
     kl_rules_require(call, kl_rules_input(call, 0) != NULL && kl_rules_input(call, 1) != NULL);
-    kl_rules_broadcast_all(call, &terms);
+    const KlMeta terms = find_terms(call);
     return kl_rules_make_loss(call, result, &terms);
 }
 
@@ -87,8 +84,7 @@ KL_SHAPE(loss_equal)
 
 KL_PLACE(loss)
 {
-    KlMeta terms = {.n_dims = 0};
-    kl_rules_broadcast_all(call, &terms);
+    const KlMeta terms = find_terms(call);
     const KlMeta *first = call->inputs[kl_rules_first_rows(call)];
     const bool is_reduced = kl_rules_reduction(call);
     int32_t dim = first->place.dim + terms.n_dims - first->n_dims;
@@ -101,15 +97,14 @@ KL_PLACE(loss)
             return kl_rules_once(result, "a loss broadcasts its operands");
         }
     }
-    return wire_loss(call, result, terms.n_dims, terms.n_dims);
-}
-
-static int64_t
-count_terms(const KlCall *call)
-{
-    KlMeta terms = {.n_dims = 0};
-    kl_rules_broadcast_all(call, &terms);
-    return kl_meta_n_elements(&terms);
+    KlLabels full = kl_rules_letters(terms.n_dims);
+    KlWiring wiring = {.reduce = is_reduced ? KL_REDUCE_LOSS : KL_REDUCE_NONE,
+                       .reason = "the batch is in features of the loss"};
+    for (uint32_t i = 0; i < call->n_inputs && i < KL_LABELS_MAX; i++) {
+        wiring.inputs[i] = kl_rules_letters_right(full, terms.n_dims, call->inputs[i]->n_dims);
+    }
+    wiring.outs[0] = is_reduced ? (KlLabels){{0}} : full;
+    return kl_rules_wire(call, result, &wiring);
 }
 
 /* l1_loss: the difference */
@@ -161,31 +156,20 @@ KL_SAVES(loss_ranking)
 
 /* --- terms are vectors: the last dim is summed into each -------------------------------------- */
 
-/* Make a loss of vectors (n, d) or (d): the first `n_vectors` inputs have that shape, the others (n) or (). */
-static KlStatus
-shape_vectors(const KlCall *call, uint32_t n_vectors, KlInferred *result)
+/* Of vectors (n, d) or (d): the first n_vectors inputs have that shape, the others (n) or (). */
+KL_SHAPE(loss_vectors)
 {
     const KlMeta *first = call->inputs[0];
     int32_t n = first->n_dims;
     bool is_fit = call->n_inputs == 3 && (n == 1 || n == 2) && kl_meta_n_elements(first) > 0;
     for (uint32_t i = 1; i < call->n_inputs && is_fit; i++) {
-        int32_t n_own = i < n_vectors ? n : n - 1;
+        int32_t n_own = i < call->row->n_vectors ? n : n - 1;
         is_fit =
             call->inputs[i]->n_dims == n_own && kl_rules_are_alike(first, call->inputs[i], n_own);
     }
     KlMeta terms = *first;
     terms.n_dims = n - 1;
     return is_fit ? kl_rules_make_loss(call, result, &terms) : KL_DECLINED;
-}
-
-KL_SHAPE(loss_cosine)
-{
-    return shape_vectors(call, 2, result);
-}
-
-KL_SHAPE(loss_triplet)
-{
-    return shape_vectors(call, 3, result);
 }
 
 /* Make the loss of input (n, c) and a target of n_dims dims: (n) of one class, or (n, c) of several. */

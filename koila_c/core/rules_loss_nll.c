@@ -55,30 +55,13 @@ KL_SHAPE(cross_entropy)
     return kl_rules_make_loss(call, result, &terms);
 }
 
+/* nll_loss takes one or two dims, nll_loss2d four; nll_loss_nd reshapes others for one of them */
 KL_SHAPE(nll)
 {
+    (void)kl_rules_tensor(call, INPUT, call->row->n_least, call->row->n_most);
     const KlMeta terms = read_terms(call);
     kl_rules_require(call, has_class_numbers(call));
     return kl_rules_make_loss(call, result, &terms);
-}
-
-/* nll_loss takes one or two dims, nll_loss2d four; nll_loss_nd reshapes others for one of them */
-KL_SHAPE(nll_flat)
-{
-    const KlMeta *input = kl_rules_input(call, INPUT);
-    return input == NULL || input->n_dims > 2 ? KL_DECLINED : shape_nll(call, result);
-}
-
-KL_SHAPE(nll_2d)
-{
-    const KlMeta *input = kl_rules_input(call, INPUT);
-    return input == NULL || input->n_dims != 4 ? KL_DECLINED : shape_nll(call, result);
-}
-
-KL_DTYPE(nll)
-{
-    kl_rules_set_dtypes(result, call->inputs[INPUT]->dtype);
-    return kl_meta_dtype_is_float(call->inputs[INPUT]->dtype) ? KL_OK : KL_DECLINED;
 }
 
 /* Place a loss whose classes are the rows: the logit of each label is in one chunk, and the exponentials of a term's

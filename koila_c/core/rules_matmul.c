@@ -4,9 +4,6 @@
 
 #include <string.h>
 
-/* Letters: batch dims 1, 2, ... from the left of the output, then these. */
-enum { LETTER_ROW = 20, LETTER_SUM = 21, LETTER_COLUMN = 22 };
-
 /* Get a tensor argument; with another number of dims the call is refused. */
 static const KlMeta *
 expect_dims(const KlCall *call, uint32_t arg, int32_t n_dims)
@@ -20,12 +17,6 @@ static void
 expect_size(const KlCall *call, int64_t left, int64_t right)
 {
     kl_rules_check(call, left == right);
-}
-
-static KlLabels
-letters(uint8_t first, uint8_t second, uint8_t third)
-{
-    return (KlLabels){{first, second, third}};
 }
 
 /* Read the equation of a product, as "rs,sc->rc", and check the dims of its two operands: equal letters have one size.
@@ -151,13 +142,14 @@ KL_PLACE(linear)
 {
     int32_t last = call->inputs[0]->n_dims - 1;
     bool has_bias = call->n_inputs > 2;
-    KlWiring wiring = {.inputs = {kl_rules_letters(last), letters(LETTER_COLUMN, LETTER_SUM, 0),
-                                  letters(LETTER_COLUMN, 0, 0)},
+    KlWiring wiring = {.inputs = {kl_rules_letters(last),
+                                  {{KL_LETTER_COLUMN, KL_LETTER_SUM}},
+                                  {{KL_LETTER_COLUMN}}},
                        .outs = {kl_rules_letters(last)},
                        .reduce = has_bias ? KL_REDUCE_NONE : KL_REDUCE_SUM,
                        .reason = "a tensor is added to a product that sums over the batch"};
-    wiring.inputs[0].of[last] = LETTER_SUM;
-    wiring.outs[0].of[last] = LETTER_COLUMN;
+    wiring.inputs[0].of[last] = KL_LETTER_SUM;
+    wiring.outs[0].of[last] = KL_LETTER_COLUMN;
     return kl_rules_wire(call, result, &wiring);
 }
 

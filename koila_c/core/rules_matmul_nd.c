@@ -4,31 +4,12 @@
  * LinearAlgebra.cpp, because autograd saves the copies that it makes. */
 #include "rules.h"
 
-enum { LETTER_ROW = 20, LETTER_SUM = 21, LETTER_COLUMN = 22 };
+#include <string.h>
 
 static int32_t
 n_batch(const KlMeta *meta)
 {
     return meta->n_dims > 2 ? meta->n_dims - 2 : 0;
-}
-
-static int64_t
-size_sum_right(const KlMeta *right)
-{
-    return right->shape[right->n_dims >= 2 ? right->n_dims - 2 : 0];
-}
-
-/* Return `meta` without its first dim, if that has size 1. */
-static KlMeta
-squeeze_first(const KlMeta *meta)
-{
-    KlMeta squeezed = *meta;
-    squeezed.n_dims = meta->n_dims - 1;
-    for (int32_t dim = 0; dim < squeezed.n_dims; dim++) {
-        squeezed.shape[dim] = meta->shape[dim + 1];
-        squeezed.strides[dim] = meta->strides[dim + 1];
-    }
-    return squeezed;
 }
 
 static KlMeta
@@ -47,13 +28,12 @@ swap_last(const KlMeta *meta)
 static void
 squeeze_pair(KlMeta *left, KlMeta *right)
 {
-    if (left->n_dims != 3 || right->n_dims != 3 || left->shape[0] == right->shape[0]) {
-        return;
-    }
-    if (left->shape[0] == 1 && left->requires_grad) {
-        *left = squeeze_first(left);
-    } else if (right->shape[0] == 1 && right->requires_grad) {
-        *right = squeeze_first(right);
+    bool is_pair = left->n_dims == 3 && right->n_dims == 3 && left->shape[0] != right->shape[0];
+    KlMeta *squeezed = left->shape[0] == 1 && left->requires_grad ? left : right;
+    if (is_pair && squeezed->shape[0] == 1 && squeezed->requires_grad) {
+        squeezed->n_dims = 2;
+        memmove(squeezed->shape, &squeezed->shape[1], 2 * sizeof(squeezed->shape[0]));
+        memmove(squeezed->strides, &squeezed->strides[1], 2 * sizeof(squeezed->strides[0]));
     }
 }
 
@@ -105,8 +85,8 @@ KL_SHAPE(matmul)
     if (left->n_dims == 0 || right->n_dims == 0) {
         return KL_ILLEGAL;
     }
-    int64_t size_sum = left->shape[left->n_dims - 1];
-    kl_rules_check(call, size_sum == size_sum_right(right));
+    int64_t size_sum = right->shape[right->n_dims >= 2 ? right->n_dims - 2 : 0];
+    kl_rules_check(call, left->shape[left->n_dims - 1] == size_sum);
     KlMeta batch_left = *left, batch_right = *right, out = {.n_dims = 0};
     batch_left.n_dims = n_batch(left);
     batch_right.n_dims = n_batch(right);
@@ -144,19 +124,19 @@ KL_PLACE(matmul)
 {
     const KlMeta *left = call->inputs[0], *right = call->inputs[1];
     int32_t n_out = n_batch(left) > n_batch(right) ? n_batch(left) : n_batch(right);
-    KlWiring wiring = {.inputs = {label_operand(left, n_out, LETTER_ROW, LETTER_SUM),
-                                  label_operand(right, n_out, LETTER_SUM, LETTER_COLUMN)},
+    KlWiring wiring = {.inputs = {label_operand(left, n_out, KL_LETTER_ROW, KL_LETTER_SUM),
+                                  label_operand(right, n_out, KL_LETTER_SUM, KL_LETTER_COLUMN)},
                        .outs = {kl_rules_letters(n_out)},
                        .reduce = KL_REDUCE_SUM};
     if (left->n_dims == 1) {
-        wiring.inputs[0].of[0] = LETTER_SUM;
+        wiring.inputs[0].of[0] = KL_LETTER_SUM;
     } else {
-        wiring.outs[0].of[n_out++] = LETTER_ROW;
+        wiring.outs[0].of[n_out++] = KL_LETTER_ROW;
     }
     if (right->n_dims == 1) {
-        wiring.inputs[1].of[0] = LETTER_SUM;
+        wiring.inputs[1].of[0] = KL_LETTER_SUM;
     } else {
-        wiring.outs[0].of[n_out] = LETTER_COLUMN;
+        wiring.outs[0].of[n_out] = KL_LETTER_COLUMN;
     }
     return kl_rules_wire(call, result, &wiring);
 }

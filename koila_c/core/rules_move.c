@@ -27,15 +27,8 @@ push_dim(KlMeta *out, int64_t size, int64_t stride)
 static KlMeta *
 view_without(const KlCall *call, KlInferred *result, uint32_t dims)
 {
-    const KlMeta *input = call->inputs[0];
     KlMeta *out = begin_view(call, result);
-    for (int32_t dim = 0; dim < input->n_dims; dim++) {
-        bool is_dropped = (dims >> dim & 1) != 0;
-        result->dim_map[dim] = is_dropped ? -1 : (int8_t)out->n_dims;
-        if (!is_dropped) {
-            push_dim(out, input->shape[dim], input->strides[dim]);
-        }
-    }
+    *out = kl_rules_without(call, result, dims, false);
     return out;
 }
 

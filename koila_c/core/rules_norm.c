@@ -53,17 +53,14 @@ check_normalized(const KlCall *call, uint32_t n_weights)
     const bool is_within = n <= (uint32_t)input->n_dims;
     kl_rules_require(call, call->args[1].kind == KL_ARG_INTS && n > 0 && is_within &&
                                kl_meta_n_elements(input) > 0);
-    for (uint32_t i = 0; i < n && is_within; i++) {
-        int64_t size = input->shape[(uint32_t)input->n_dims - n + i];
-        kl_rules_check(call, size == ints[i]);
+    KlMeta normalized = {.n_dims = is_within ? (int32_t)n : 0};
+    for (int32_t i = 0; i < normalized.n_dims; i++) {
+        normalized.shape[i] = ints[i];
+        kl_rules_check(call, input->shape[input->n_dims - normalized.n_dims + i] == ints[i]);
     }
     for (uint32_t arg = 2; arg < 2 + n_weights; arg++) {
         const KlMeta *weight = kl_rules_optional(call, arg, 1, KL_DIMS_MAX);
-        bool is_fitting = weight == NULL || weight->n_dims == (int32_t)n;
-        for (uint32_t i = 0; weight != NULL && is_fitting && i < n; i++) {
-            is_fitting = weight->shape[i] == ints[i];
-        }
-        kl_rules_require(call, is_fitting);
+        kl_rules_require(call, weight == NULL || kl_rules_is_shape(weight, &normalized));
     }
 }
 
@@ -165,13 +162,12 @@ static void
 save_dense(const KlCall *call, const KlInferred *result, KlSaves *saves)
 {
     const KlMeta *input = call->inputs[0];
-    KlMeta last = *input;
     bool is_dense = kl_meta_is_contiguous(input);
     if (!is_dense && input->is_strided && result->outs[0].is_strided && kl_rules_is_dense(input)) {
         /* channels_last, and the output is too */
         is_dense = true;
-        for (int32_t dim = 0; dim < last.n_dims; dim++) {
-            is_dense = is_dense && (last.shape[dim] == 1 ||
+        for (int32_t dim = 0; dim < input->n_dims; dim++) {
+            is_dense = is_dense && (input->shape[dim] == 1 ||
                                     result->outs[0].strides[dim] == input->strides[dim]);
         }
     }
@@ -199,7 +195,6 @@ is_training(const KlCall *call)
     return kl_rules_bool(call, 5, false);
 }
 
-/* Decline the call unless its arguments fit together. */
 static void
 check_batch_norm(const KlCall *call)
 {

@@ -54,15 +54,18 @@ is_plain(const KlMeta *meta)
     return meta->role == KL_ROLE_NONE || meta->role == KL_ROLE_KEYS;
 }
 
-/* Make the call run by rows: each input at its own place, the result at `place`. */
+/* Whether input `i` has positions in the order of rows or of their entries. */
 static bool
-go(KlInferred *result, const KlCall *call, const KlPlace *place)
+has_points(const KlCall *call, uint32_t i, KlAxisId order)
 {
-    result->split =
-        (KlSplit){.mode = KL_MODE_ROWS, .axis = place->axis, .places = result->split.places};
-    for (uint32_t i = 0; i < call->n_inputs; i++) {
-        result->split.places[i] = call->inputs[i]->place;
-    }
+    return has_role(call, i, KL_ROLE_SOURCES, order) || has_role(call, i, KL_ROLE_POINTS, order);
+}
+
+/* Make the call run by rows: each input at its own place, as infer.c has set, the result at `place`. Return true. */
+static bool
+go(KlInferred *result, const KlPlace *place)
+{
+    result->split.axis = place->axis;
     result->outs[0].place = *place;
     return true;
 }
@@ -74,13 +77,11 @@ take(const KlCall *call, uint32_t x, uint32_t index, KlAxisId order, KlInferred 
     const KlMeta *of = call->inputs[index];
     KlAxisId rows = call->orders[order].of;
     KlPlace place = of->place;
-    bool points = has_role(call, index, KL_ROLE_SOURCES, order) ||
-                  has_role(call, index, KL_ROLE_POINTS, order);
-    bool is_into = points && place.axis == order && is_along(call, x, rows, of->n_of_row);
+    bool is_into = has_points(call, index, order) && place.axis == order &&
+                   is_along(call, x, rows, of->n_of_row);
     bool is_back = has_role(call, index, KL_ROLE_TARGETS, order) && place.axis == rows &&
                    is_along(call, x, order, place.inner);
-    return call->inputs[x]->role == KL_ROLE_NONE && (is_into || is_back) &&
-           go(result, call, &place);
+    return call->inputs[x]->role == KL_ROLE_NONE && (is_into || is_back) && go(result, &place);
 }
 
 /* Return the input that is the index in x[index] or x[index] = ...; KL_ID_NONE: the index has more items. */
@@ -118,7 +119,7 @@ put_back(const KlCall *call, KlAxisId order, KlInferred *result)
         !is_fitting || !(is_range ? target->n_dims == 1 : is_moved)) {
         return false;
     }
-    (void)go(result, call, &back);
+    (void)go(result, &back);
     if (is_range) {
         result->split.places[value] = place;
         result->split.row_ranges |= UINT64_C(1) << value;
@@ -137,12 +138,10 @@ add_back(const KlCall *call, KlAxisId order, KlInferred *result)
     }
     uint32_t index = call->args[2].input, source = call->args[3].input;
     const KlMeta *of = call->inputs[index];
-    bool points = has_role(call, index, KL_ROLE_SOURCES, order) ||
-                  has_role(call, index, KL_ROLE_POINTS, order);
-    return points && is_along(call, 0, call->orders[order].of, of->n_of_row) &&
-           is_plain(call->inputs[0]) && is_plain(call->inputs[source]) &&
-           is_along(call, source, order, of->place.inner) &&
-           go(result, call, &call->inputs[0]->place);
+    return has_points(call, index, order) &&
+           is_along(call, 0, call->orders[order].of, of->n_of_row) && is_plain(call->inputs[0]) &&
+           is_plain(call->inputs[source]) && is_along(call, source, order, of->place.inner) &&
+           go(result, &call->inputs[0]->place);
 }
 
 /* The rule for sources // n: from positions of entries to positions of the groups of n entries that they are in. */
@@ -150,13 +149,11 @@ static bool
 divide(const KlCall *call, KlAxisId order, KlInferred *result)
 {
     const KlMeta *of = call->inputs[0];
-    bool points =
-        has_role(call, 0, KL_ROLE_SOURCES, order) || has_role(call, 0, KL_ROLE_POINTS, order);
     int64_t by = call->args[1].kind == KL_ARG_INT ? call->args[1].u.i : 0;
-    if (!points || call->n_inputs != 1 || by <= 0 || of->n_of_row % by != 0) {
+    if (!has_points(call, 0, order) || call->n_inputs != 1 || by <= 0 || of->n_of_row % by != 0) {
         return false;
     }
-    (void)go(result, call, &of->place);
+    (void)go(result, &of->place);
     result->outs[0].role = KL_ROLE_POINTS;
     result->outs[0].n_of_row = of->n_of_row / by;
     return true;
@@ -172,7 +169,7 @@ invert(const KlCall *call, KlAxisId order, KlInferred *result)
         return false;
     }
     place.axis = call->orders[order].of;
-    (void)go(result, call, &place);
+    (void)go(result, &place);
     result->outs[0].role = KL_ROLE_TARGETS;
     return true;
 }
@@ -186,7 +183,7 @@ count(const KlCall *call, KlAxisId order, KlInferred *result)
         call->n_inputs != 1 || least > 0 || most <= least) {
         return false;
     }
-    (void)go(result, call, &call->inputs[0]->place);
+    (void)go(result, &call->inputs[0]->place);
     result->outs[0].place = KL_PLACE_WHOLE;
     result->outs[0].role = KL_ROLE_COUNTS;
     return true;
@@ -194,9 +191,9 @@ count(const KlCall *call, KlAxisId order, KlInferred *result)
 
 /* Make the call run on COUNTS or OFFSETS: they are whole, but each chunk has its own. */
 static bool
-go_on(const KlCall *call, KlAxisId order, KlRole role, KlInferred *result)
+go_on(KlAxisId order, KlRole role, KlInferred *result)
 {
-    (void)go(result, call, &KL_PLACE_WHOLE);
+    (void)go(result, &KL_PLACE_WHOLE);
     result->split.axis = order;
     result->outs[0].role = (uint8_t)role;
     return true;
@@ -212,7 +209,7 @@ multiply_groups(const KlCall *call, KlAxisId order, KlInferred *result)
            call->n_inputs == 3 && call->inputs[0]->n_dims == 2 &&
            is_along(call, 0, order, place.inner) && call->inputs[0]->role == KL_ROLE_NONE &&
            call->inputs[1]->role == KL_ROLE_NONE && !kl_place_is_rows(&call->inputs[1]->place) &&
-           go(result, call, &place);
+           go(result, &place);
 }
 
 static bool
@@ -239,7 +236,7 @@ kl_rules_goes_in_order(const KlCall *call, KlAxisId order, KlInferred *result)
     }
     bool is_whole = first->role == KL_ROLE_COUNTS || first->role == KL_ROLE_OFFSETS;
     if (is_whole && is_cast_of_integers(call, result)) {
-        return go_on(call, order, (KlRole)first->role, result);
+        return go_on(order, (KlRole)first->role, result);
     }
     uint32_t index = KL_ID_NONE;
     switch (call->row->tie) {
@@ -261,7 +258,7 @@ kl_rules_goes_in_order(const KlCall *call, KlAxisId order, KlInferred *result)
         return count(call, order, result);
     case KL_TIE_ADD_UP:
         return first->role == KL_ROLE_COUNTS && call->n_inputs == 1 &&
-               go_on(call, order, KL_ROLE_OFFSETS, result);
+               go_on(order, KL_ROLE_OFFSETS, result);
     case KL_TIE_GROUPS:
         return multiply_groups(call, order, result);
     default:

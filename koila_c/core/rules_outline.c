@@ -121,17 +121,16 @@ read_item(Reader *reader, const KlIndex *item, int32_t at, int32_t n_skipped)
 static bool
 settle_block(const KlCall *call, KlOutline *outline)
 {
-    outline->is_adjacent = true;
+    bool is_adjacent = outline->n_tensors > 0;
     for (int32_t i = 0; i < outline->n_tensors; i++) {
         kl_rules_broadcast(call, &outline->block, &outline->tensors[i].meta);
         if (i > 0 && outline->tensors[i].dim != outline->tensors[i - 1].dim + 1) {
-            outline->is_adjacent = false;
+            is_adjacent = false;
         }
     }
-    outline->block_start =
-        outline->is_adjacent && outline->n_tensors > 0 ? outline->tensors[0].dim : 0;
-    int32_t n_dims = outline->basic.n_dims - outline->n_tensors + outline->block.n_dims;
-    return n_dims <= KL_DIMS_MAX;
+    outline->block_start = is_adjacent ? outline->tensors[0].dim : 0;
+    outline->n_dims = outline->basic.n_dims - outline->n_tensors + outline->block.n_dims;
+    return outline->n_dims <= KL_DIMS_MAX;
 }
 
 bool
@@ -199,7 +198,7 @@ kl_outline_result_dim(const KlOutline *outline, int32_t basic_dim)
 void
 kl_outline_result_shape(const KlOutline *outline, KlMeta *out)
 {
-    out->n_dims = outline->basic.n_dims - outline->n_tensors + outline->block.n_dims;
+    out->n_dims = outline->n_dims;
     for (int32_t i = 0; i < outline->basic.n_dims; i++) {
         if (!kl_outline_is_indexed(outline, i)) {
             int32_t dim = kl_outline_result_dim(outline, i);

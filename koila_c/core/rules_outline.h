@@ -23,8 +23,9 @@ typedef struct {
     KlOutlineTensor tensors[KL_OUTLINE_TENSORS_MAX]; /* [n_tensors] */
     int32_t n_tensors;
     KlMeta block;        /* the broadcast shape of the index tensors */
-    int32_t block_start; /* first dim of the block in the result */
-    bool is_adjacent; /* the block replaces the dim of the first index tensor; else it is first */
+    int32_t block_start; /* first dim of the block in the result: that of the first index tensor if
+                            these are adjacent, else 0 */
+    int32_t n_dims;      /* of the result */
 } KlOutline;
 
 /* Read args[1], the index of args[0]. Return false if the call is refused, or if it is declined: a mask, or another index

@@ -50,20 +50,6 @@ size_out(const Pool *pool, int32_t i, int64_t size)
     return is_outside ? out - 1 : out;
 }
 
-/* Make the outputs with that shape; the second one, indices, has the strides of the first. */
-static void
-make_outs(const KlCall *call, KlInferred *result, const KlMeta *like)
-{
-    (void)kl_rules_outs(result, call->row->n_outs);
-    for (uint32_t i = 0; i < result->n_outs; i++) {
-        result->outs[i].n_dims = like->n_dims;
-        for (int32_t dim = 0; dim < like->n_dims; dim++) {
-            result->outs[i].shape[dim] = like->shape[dim];
-        }
-    }
-    kl_rules_settle_format(call, result, 1);
-}
-
 /* Return the input, whose last dims are spatial; an empty one is declined. */
 static const KlMeta *
 get_input(const KlCall *call, int32_t n)
@@ -73,10 +59,10 @@ get_input(const KlCall *call, int32_t n)
     return input;
 }
 
-static KlStatus
-pool_windows(const KlCall *call, bool has_dilation, KlInferred *result)
+KL_SHAPE(pool)
 {
     const int32_t n = call->row->n_spatial;
+    const bool has_dilation = call->row->has_dilation;
     const KlMeta *input = get_input(call, n);
     Pool pool = {.n = n, .has_dilation = has_dilation};
     if (!read_pool(call, &pool)) {
@@ -90,7 +76,8 @@ pool_windows(const KlCall *call, bool has_dilation, KlInferred *result)
         /* avg_pool3d does not count the padding */
         kl_rules_require(call, n != 3 || has_dilation || input->shape[dim] >= pool.kernel[i]);
     }
-    make_outs(call, result, &out);
+    (void)kl_rules_outs_like(result, call->row->n_outs, &out);
+    kl_rules_settle_format(call, result, 1);
     return KL_OK;
 }
 
@@ -107,7 +94,8 @@ KL_SHAPE(adaptive_pool)
         is_mean = is_mean && sizes[i] == 1;
         out.shape[input->n_dims - n + i] = sizes[i];
     }
-    make_outs(call, result, &out);
+    (void)kl_rules_outs_like(result, call->row->n_outs, &out);
+    kl_rules_settle_format(call, result, 1);
     /* an unbatched volume has four dims, too, but memory formats do not apply to it */
     bool is_volume = n == 3 && input->n_dims == n + 1;
     if (is_volume || (result->n_outs == 1 && is_mean)) {
@@ -116,24 +104,19 @@ KL_SHAPE(adaptive_pool)
     return KL_OK;
 }
 
-KL_SHAPE(avg_pool)
-{
-    return pool_windows(call, false, result);
-}
-
 KL_SHAPE(max_pool)
 {
     /* With a gradient torch calls another kernel, whose result lies otherwise: it is recorded as that (composed.py). */
     bool is_other = call->row->n_spatial == 1 && call->row->n_outs == 1 && call->is_grad_enabled &&
                     kl_rules_needs_grad(call, 0);
-    KlStatus status = pool_windows(call, true, result);
+    KlStatus status = shape_pool(call, result);
     return is_other ? KL_DECLINED : status;
 }
 
 /* The second output holds positions. */
 KL_DTYPE(with_indices)
 {
-    KlStatus status = dtype_uniform_float(call, result);
+    KlStatus status = dtype_all_same(call, result);
     result->outs[1].dtype = KL_DTYPE_INT64;
     return status;
 }

@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* rules_random.c - ops that draw random numbers: dropouts and fills. A call that draws none (dropout in
- * evaluation) clears is_random. A call with a generator of the user's is declined, because a rerun would
- * have to restore that generator, too. */
+ * evaluation) clears is_random. infer.c declines a call with a generator of the user's (KL_ARG_OTHER):
+ * a rerun would have to restore that generator, too. */
 #include "rules.h"
 
 enum { INPUT, PROBABILITY, TRAIN };
 
-/* Read p, and whether a dropout draws. */
-static void
-read_dropout(const KlCall *call, double *p, bool *is_drawn)
+/* Read p. Return whether a dropout draws. */
+static bool
+read_dropout(const KlCall *call, double *p)
 {
     const KlMeta *input = kl_rules_input(call, INPUT);
     *p = kl_rules_float(call, PROBABILITY, 0.0);
     kl_rules_require(call, input != NULL && *p >= 0.0 && *p <= 1.0);
-    *is_drawn = kl_rules_bool(call, TRAIN, true) && *p > 0.0 && input != NULL &&
-                kl_meta_n_elements(input) > 0;
+    return kl_rules_bool(call, TRAIN, true) && *p > 0.0 && input != NULL &&
+           kl_meta_n_elements(input) > 0;
 }
 
 /* Return the shape of a dropout's noise: the input's shape, or (n, c, 1, ...) for feature dropouts. */
@@ -36,18 +36,14 @@ shape_noise(const KlCall *call, const KlMeta *input)
 KL_SHAPE(dropout)
 {
     double p = 0.0;
-    bool is_drawn = false;
-    read_dropout(call, &p, &is_drawn);
+    const bool is_drawn = read_dropout(call, &p);
     const KlMeta *input = call->inputs[0];
     KlMeta *out = kl_rules_out(result, input);
     kl_rules_require(call, !call->row->is_feature || input->n_dims >= 2);
     result->is_random = is_drawn && p < 1.0;
     if (!is_drawn) {
-        *out = *input;
-        out->place = KL_PLACE_WHOLE;
         result->effects = 0;
-        kl_rules_alias(result, KL_ALIAS_SAME, 0);
-        return KL_OK;
+        return shape_itself(call, result);
     }
     const KlMeta zero = {.n_dims = 0, .is_strided = true}; /* p = 1: torch multiplies by it */
     const KlMeta noise = p < 1.0 ? shape_noise(call, input) : zero;
@@ -60,18 +56,13 @@ KL_SHAPE(dropout)
 KL_SHAPE(native_dropout)
 {
     double p = 0.0;
-    bool is_drawn = false;
-    read_dropout(call, &p, &is_drawn);
+    (void)read_dropout(call, &p);
     const KlMeta *input = call->inputs[0];
     /* For an empty input torch returns another mask. */
     kl_rules_require(call, kl_meta_n_elements(input) > 0);
-    KlMeta *outs = kl_rules_outs(result, 2);
-    for (uint32_t i = 0; i < 2; i++) {
-        outs[i] = *input;
-        outs[i].place = KL_PLACE_WHOLE;
-        outs[i].requires_grad = false;
-        kl_rules_preserve(&outs[i], input);
-    }
+    KlMeta *outs = kl_rules_outs_like(result, 2, input);
+    kl_rules_preserve(&outs[0], input);
+    kl_rules_preserve(&outs[1], input);
     result->is_random = kl_rules_bool(call, TRAIN, true);
     if (result->is_random) {
         const KlMeta *operands[2] = {input, &outs[1]};
@@ -97,9 +88,7 @@ KL_PLACE(feature_dropout)
 KL_SAVES(dropout)
 {
     double p = 0.0;
-    bool is_drawn = false;
-    read_dropout(call, &p, &is_drawn);
-    if (is_drawn) {
+    if (read_dropout(call, &p)) {
         const KlMeta *input = call->inputs[0];
         KlMeta noise = shape_noise(call, input);
         kl_rules_save_new(result, saves, p < 1.0 ? kl_meta_n_elements(&noise) : 1, input->dtype);
@@ -108,20 +97,12 @@ KL_SAVES(dropout)
 
 /* --- draws whose parameters are tensors ------------------------------------------------------- */
 
-/* Whether the call uses the default generator: any other argument has kind OTHER. */
-static bool
-has_default_generator(const KlCall *call)
-{
-    return kl_rules_find(call, KL_ARG_OTHER) == NULL;
-}
-
 /* bernoulli, normal, and in place uniform_ and others: a row-major value of the shape the tensors broadcast to */
 KL_SHAPE(draw)
 {
     KlMeta out = {.n_dims = 0};
     kl_rules_broadcast_all(call, &out);
-    (void)kl_rules_out_contiguous(result, &out);
-    return has_default_generator(call) ? KL_OK : KL_DECLINED;
+    return kl_rules_out_contiguous(result, &out);
 }
 
 /* input, num_samples, replacement: (n, c) -> (n, num_samples) */
@@ -131,7 +112,6 @@ KL_SHAPE(multinomial)
     int64_t n = kl_rules_int(call, 1, 0);
     bool is_replaced = kl_rules_bool(call, 2, false);
     kl_rules_require(call, n >= 1 && kl_meta_dtype_is_float(input->dtype) &&
-                               has_default_generator(call) &&
                                (is_replaced || n <= input->shape[input->n_dims - 1]));
     KlMeta out = *input;
     out.shape[input->n_dims - 1] = n;

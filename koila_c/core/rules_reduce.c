@@ -3,26 +3,13 @@
  * rules (rules_place.c) follow from dim_map: a dim that is reduced or mixed has -1 there. */
 #include "rules.h"
 
-#include <string.h>
-
 /* Make `n_outs` dense outputs without the dims of the set, or with size 1 instead. Return KL_OK. */
 static KlStatus
 reduce_dims(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept, uint32_t n_outs)
 {
-    const KlMeta *input = call->inputs[0];
-    KlMeta out = {.place = KL_PLACE_WHOLE};
-    for (int32_t dim = 0; dim < input->n_dims; dim++) {
-        bool is_reduced = (dims >> dim & 1) != 0;
-        result->dim_map[dim] = is_reduced ? -1 : (int8_t)out.n_dims;
-        if (!is_reduced || is_kept) {
-            out.shape[out.n_dims++] = is_reduced ? 1 : input->shape[dim];
-        }
-    }
-    kl_meta_set_contiguous(&out);
-    (void)kl_rules_outs(result, n_outs);
-    for (uint32_t i = 0; i < n_outs; i++) {
-        result->outs[i] = out;
-    }
+    const KlMeta out = kl_rules_without(call, result, dims, is_kept);
+    (void)kl_rules_outs_like(result, n_outs, &out);
+    kl_rules_set_contiguous(result);
     return KL_OK;
 }
 
@@ -150,13 +137,8 @@ KL_PLACE(vector_norm)
 static int32_t
 along_dim(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs)
 {
-    const KlMeta *input = call->inputs[0];
-    int32_t dim = kl_rules_dim(call, arg, -1, input->n_dims);
-    KlMeta *outs = kl_rules_outs(result, n_outs);
-    for (uint32_t i = 0; i < n_outs; i++) {
-        outs[i].n_dims = input->n_dims;
-        memcpy(outs[i].shape, input->shape, sizeof(outs[i].shape));
-    }
+    int32_t dim = kl_rules_dim(call, arg, -1, call->inputs[0]->n_dims);
+    (void)kl_rules_outs_like(result, n_outs, call->inputs[0]);
     result->dim_map[dim] = -1;
     return dim;
 }
@@ -165,9 +147,7 @@ along_dim(const KlCall *call, KlInferred *result, uint32_t arg, uint32_t n_outs)
 KL_SHAPE(cumulate)
 {
     (void)along_dim(call, result, 1, call->row->n_outs);
-    for (uint32_t i = 0; i < result->n_outs; i++) {
-        kl_meta_set_contiguous(&result->outs[i]);
-    }
+    kl_rules_set_contiguous(result);
     return kl_rules_is_given(call, 1) ? KL_OK : KL_DECLINED;
 }
 
@@ -188,12 +168,10 @@ KL_SHAPE(topk)
     int32_t dim = along_dim(call, result, 2, 2);
     int64_t size = input->n_dims == 0 ? 1 : input->shape[dim];
     kl_rules_check(call, k >= 0 && k <= size);
-    for (uint32_t i = 0; i < 2; i++) {
-        if (input->n_dims > 0) {
-            result->outs[i].shape[dim] = k;
-        }
-        kl_meta_set_contiguous(&result->outs[i]);
+    for (uint32_t i = 0; i < 2 && input->n_dims > 0; i++) {
+        result->outs[i].shape[dim] = k;
     }
+    kl_rules_set_contiguous(result);
     return KL_OK;
 }
 

@@ -3,9 +3,8 @@
  * roll, flip; and triangles. */
 #include "rules.h"
 
-/* Make the shape of repeat: copies along each dim, as many as args[1] says, new dims first. */
-static KlStatus
-shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result)
+/* Copies along each dim, as many as args[1] says, new dims first. */
+KL_SHAPE(repeat)
 {
     const KlMeta *input = call->inputs[0];
     uint32_t n_given = 0;
@@ -14,7 +13,7 @@ shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result)
         return KL_DECLINED;
     }
     const int32_t n = (int32_t)n_given;
-    kl_rules_check(call, n >= n_least);
+    kl_rules_check(call, n >= input->n_dims || call->row->adds_dims);
     KlMeta *out = kl_rules_outs(result, 1);
     int32_t n_dims = n > input->n_dims ? n : input->n_dims;
     out->n_dims = n_dims;
@@ -31,16 +30,6 @@ shape_repeats(const KlCall *call, int32_t n_least, KlInferred *result)
     }
     kl_meta_set_contiguous(out);
     return KL_OK;
-}
-
-KL_SHAPE(repeat)
-{
-    return shape_repeats(call, call->inputs[0]->n_dims, result);
-}
-
-KL_SHAPE(tile)
-{
-    return shape_repeats(call, 0, result);
 }
 
 /* [b0 b1] repeated is [b0 b1 b0 b1]: `outer` of the row's digit grows. */

@@ -85,7 +85,6 @@ are_weights(const KlMeta *const *params, const Layer *layer, int64_t n_inputs, b
     return is_fit && (!is_projected || is_shape(params[2 + n_biases], 2, n_hidden, n_cells));
 }
 
-/* Check that the arguments fit together; decline other calls. */
 static KlStatus
 check_layer(const KlCall *call, Layer *layer)
 {
@@ -147,28 +146,15 @@ KL_SHAPE(rnn)
     if (read_layer(call, &layer) != KL_OK) {
         return KL_DECLINED;
     }
-    int32_t batch = layer.is_batch_first ? 0 : 1;
-    KlMeta *out = kl_rules_outs(result, 1 + layer.n_states);
-    out->n_dims = 3;
-    out->shape[0] = layer.input->shape[1 - batch];
-    out->shape[1] = layer.input->shape[batch];
-    out->shape[2] = layer.n_directions * layer.states[0]->shape[2];
-    kl_meta_set_contiguous(out);
-    if (layer.is_batch_first) {
-        int64_t size = out->shape[0], stride = out->strides[0];
-        out->shape[0] = out->shape[1];
-        out->strides[0] = out->strides[1];
-        out->shape[1] = size;
-        out->strides[1] = stride;
-        if (!layer.has_sorted_lengths) {
-            kl_meta_set_contiguous(out);
-        }
-    }
+    KlMeta *outs = kl_rules_outs_like(result, 1 + layer.n_states, layer.input);
+    outs[0].shape[2] = layer.n_directions * layer.states[0]->shape[2];
     for (uint32_t i = 0; i < layer.n_states; i++) {
-        KlMeta *state = &result->outs[1 + i];
-        state->n_dims = 3;
-        memcpy(state->shape, layer.states[i]->shape, sizeof(state->shape));
-        kl_meta_set_contiguous(state);
+        memcpy(outs[1 + i].shape, layer.states[i]->shape, sizeof(outs[0].shape));
+    }
+    kl_rules_set_contiguous(result);
+    if (layer.is_batch_first && layer.has_sorted_lengths) {
+        outs[0].strides[0] = outs[0].strides[1];
+        outs[0].strides[1] *= kl_larger(outs[0].shape[0], 1);
     }
     bool is_drawn = layer.dropout > 0.0 && layer.dropout < 1.0; /* with 0 and 1 torch draws none */
     result->is_random = is_drawn && layer.is_training && layer.n_layers > 1;
@@ -285,13 +271,11 @@ KL_SHAPE(rnn_cell)
         kl_rules_require(call, meta == NULL ? arg >= 4
                                             : is_shape(meta, arg < 4 ? 2 : 1, n_rows, n_columns));
     }
-    (void)kl_rules_outs(result, n_states);
     for (uint32_t i = 0; i < n_states; i++) {
         const KlMeta *meta = call->inputs[state->input + i];
         kl_rules_require(call, is_shape(meta, 2, input->shape[0], n_hidden));
-        result->outs[i].n_dims = 2;
-        memcpy(result->outs[i].shape, meta->shape, sizeof(meta->shape));
     }
+    (void)kl_rules_outs_like(result, n_states, call->inputs[state->input]);
     kl_rules_settle_plain(call, result);
     return KL_OK;
 }

@@ -5,22 +5,27 @@
 #include <string.h>
 
 KlMeta *
-kl_rules_outs(KlInferred *result, uint32_t n)
+kl_rules_outs_like(KlInferred *result, uint32_t n, const KlMeta *like)
 {
     for (uint32_t i = 0; i < n; i++) {
-        result->outs[i] = (KlMeta){.place = KL_PLACE_WHOLE};
+        result->outs[i] = (KlMeta){.place = KL_PLACE_WHOLE, .n_dims = like->n_dims};
+        memcpy(result->outs[i].shape, like->shape, (size_t)like->n_dims * sizeof(like->shape[0]));
     }
     result->n_outs = n;
     return result->outs;
 }
 
 KlMeta *
+kl_rules_outs(KlInferred *result, uint32_t n)
+{
+    static const KlMeta scalar = {.n_dims = 0};
+    return kl_rules_outs_like(result, n, &scalar);
+}
+
+KlMeta *
 kl_rules_out(KlInferred *result, const KlMeta *like)
 {
-    KlMeta *out = kl_rules_outs(result, 1);
-    out->n_dims = like->n_dims;
-    memcpy(out->shape, like->shape, (size_t)like->n_dims * sizeof(like->shape[0]));
-    return out;
+    return kl_rules_outs_like(result, 1, like);
 }
 
 KlStatus
@@ -28,6 +33,30 @@ kl_rules_out_contiguous(KlInferred *result, const KlMeta *like)
 {
     kl_meta_set_contiguous(kl_rules_out(result, like));
     return KL_OK;
+}
+
+void
+kl_rules_set_contiguous(KlInferred *result)
+{
+    for (uint32_t i = 0; i < result->n_outs; i++) {
+        kl_meta_set_contiguous(&result->outs[i]);
+    }
+}
+
+KlMeta
+kl_rules_without(const KlCall *call, KlInferred *result, uint32_t dims, bool is_kept)
+{
+    const KlMeta *input = call->inputs[0];
+    KlMeta out = {.is_strided = input->is_strided, .place = KL_PLACE_WHOLE};
+    for (int32_t dim = 0; dim < input->n_dims; dim++) {
+        bool is_dropped = (dims >> dim & 1) != 0;
+        result->dim_map[dim] = is_dropped ? -1 : (int8_t)out.n_dims;
+        if (!is_dropped || is_kept) {
+            out.strides[out.n_dims] = input->strides[dim];
+            out.shape[out.n_dims++] = is_dropped ? 1 : input->shape[dim];
+        }
+    }
+    return out;
 }
 
 void

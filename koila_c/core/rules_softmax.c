@@ -2,6 +2,8 @@
 /* rules_softmax.c - ops along one dim of each row: softmax, cosine_similarity, distances, glu, prelu. */
 #include "rules.h"
 
+KlRule shape_cross;
+
 /* --- softmax, log_softmax: input, dim, dtype; logs, most: of a dim of the rows, see koila/reductions/batch_softmax.py */
 
 KL_SHAPE(softmax)
@@ -45,9 +47,9 @@ typedef struct {
     bool is_kept; /* the result has that dim */
 } Pair;
 
-/* Read a pair and its dim, in args[2]. `fallback` KL_PAIR_LAST: the last dim, and args[4] says whether it is kept. */
+/* Read a pair and its dim, in args[2]; pair_dim KL_PAIR_LAST: the last dim, and args[4] says whether it is kept. */
 static bool
-read_pair(const KlCall *call, int64_t fallback, Pair *pair)
+read_pair(const KlCall *call, Pair *pair)
 {
     const KlMeta *left = kl_rules_input(call, 0), *right = kl_rules_input(call, 1);
     *pair = (Pair){.is_kept = false};
@@ -57,90 +59,61 @@ read_pair(const KlCall *call, int64_t fallback, Pair *pair)
     kl_rules_broadcast(call, &pair->full, left);
     kl_rules_broadcast(call, &pair->full, right);
     const int32_t n_dims = pair->full.n_dims;
-    const bool is_last = fallback == KL_PAIR_LAST;
-    pair->dim = is_last ? n_dims - 1 : kl_rules_dim(call, 2, fallback, n_dims);
-    pair->is_kept = is_last && kl_rules_bool(call, 4, false);
+    const bool is_last = call->row->pair_dim == KL_PAIR_LAST;
+    pair->dim = is_last ? n_dims - 1 : kl_rules_dim(call, 2, call->row->pair_dim, n_dims);
+    pair->is_kept = is_last ? kl_rules_bool(call, 4, false) : call->row->shape == shape_cross;
     return n_dims > 0 && kl_meta_n_elements(&pair->full) > 0;
 }
 
-/* Make an output of the pair's shape without its dim. Return KL_OK. */
-static KlStatus
-make_reduced(const KlCall *call, KlInferred *result, const Pair *pair)
+KL_SHAPE(pair)
 {
+    Pair pair;
     KlMeta out = {.n_dims = 0};
-    for (int32_t i = 0; i < pair->full.n_dims; i++) {
-        if (i != pair->dim || pair->is_kept) {
-            out.shape[out.n_dims++] = i == pair->dim ? 1 : pair->full.shape[i];
+    kl_rules_require(call, read_pair(call, &pair));
+    for (int32_t i = 0; i < pair.full.n_dims; i++) {
+        if (i != pair.dim || pair.is_kept) {
+            out.shape[out.n_dims++] = i == pair.dim ? 1 : pair.full.shape[i];
         }
     }
     return kl_rules_out_plain(call, result, &out);
 }
 
-static KlStatus
-wire_pair(const KlCall *call, KlInferred *result, const Pair *pair)
+KL_PLACE(pair)
 {
-    const int32_t n_dims = pair->full.n_dims;
+    Pair pair;
+    (void)read_pair(call, &pair);
+    const int32_t n_dims = pair.full.n_dims;
     KlLabels letters = kl_rules_letters(n_dims);
-    letters.of[pair->dim] = 0;
+    letters.of[pair.dim] = 0;
     KlWiring wiring = {.reason = "the batch dim is summed over"};
     for (int i = 0; i < 2; i++) {
         wiring.inputs[i] = kl_rules_letters_right(letters, n_dims, call->inputs[i]->n_dims);
     }
     for (int32_t i = 0, n = 0; i < n_dims; i++) {
-        if (i != pair->dim || pair->is_kept) {
+        if (i != pair.dim || pair.is_kept) {
             wiring.outs[0].of[n++] = letters.of[i];
         }
     }
     return kl_rules_wire(call, result, &wiring);
 }
 
-KL_SHAPE(pair)
-{
-    Pair pair;
-    bool is_pair = read_pair(call, call->row->pair_dim, &pair);
-    return is_pair ? make_reduced(call, result, &pair) : KL_DECLINED;
-}
-
-KL_PLACE(pair)
-{
-    Pair pair;
-    (void)read_pair(call, call->row->pair_dim, &pair);
-    return wire_pair(call, result, &pair);
-}
-
-/* --- linalg_cross: input, other, dim ------------------------------------------------------------ */
-
-static bool
-read_cross(const KlCall *call, Pair *pair)
-{
-    bool is_fit = read_pair(call, -1, pair);
-    pair->is_kept = true;
-    for (int i = 0; i < 2 && is_fit; i++) { /* else torch says what is wrong */
-        const KlMeta *input = call->inputs[i];
-        is_fit = input->n_dims == pair->full.n_dims && input->shape[pair->dim] == 3;
-    }
-    return is_fit;
-}
-
+/* linalg_cross: input, other, dim */
 KL_SHAPE(cross)
 {
     Pair pair;
-    bool is_fit = read_cross(call, &pair);
+    bool is_fit = read_pair(call, &pair);
+    for (int i = 0; i < 2 && is_fit; i++) { /* else torch says what is wrong */
+        const KlMeta *input = call->inputs[i];
+        is_fit = input->n_dims == pair.full.n_dims && input->shape[pair.dim] == 3;
+    }
     return is_fit ? kl_rules_out_contiguous(result, &pair.full) : KL_DECLINED;
-}
-
-KL_PLACE(cross)
-{
-    Pair pair;
-    (void)read_cross(call, &pair);
-    return wire_pair(call, result, &pair);
 }
 
 /* For each side that needs a gradient, saves it, its norm before and after clamping, and the other side normalized. */
 KL_SAVES(cosine_similarity)
 {
     Pair pair;
-    bool is_pair = read_pair(call, 1, &pair);
+    bool is_pair = read_pair(call, &pair);
     int64_t n = kl_meta_n_elements(&pair.full);
     for (uint32_t arg = 0; arg < 2 && is_pair; arg++) {
         if (kl_rules_needs_grad(call, arg)) {
@@ -156,15 +129,13 @@ KL_SAVES(cosine_similarity)
 KL_SAVES(pairwise_distance)
 {
     Pair pair;
-    if (read_pair(call, KL_PAIR_LAST, &pair)) {
+    if (read_pair(call, &pair)) {
         saves->outputs = 1;
         kl_rules_save_new(result, saves, kl_meta_n_elements(&pair.full), result->outs[0].dtype);
     }
 }
 
 /* --- cdist: x1 (*, p, m), x2 (*, r, m) -> (*, p, r) ------------------------------------------- */
-
-enum { LETTER_ROW = 20, LETTER_COLUMN = 21 };
 
 KL_SHAPE(cdist)
 {
@@ -188,7 +159,7 @@ KL_PLACE(cdist)
     const KlMeta *out = &result->outs[0];
     KlLabels full = kl_rules_letters(out->n_dims - 2);
     KlWiring wiring = {.outs = {full}, .reason = "the batch is in coordinates"};
-    uint8_t own[2] = {LETTER_ROW, LETTER_COLUMN};
+    uint8_t own[2] = {KL_LETTER_ROW, KL_LETTER_COLUMN};
     for (int i = 0; i < 2; i++) {
         int32_t n = call->inputs[i]->n_dims;
         int32_t n_points = (int32_t)out->shape[out->n_dims - 2 + i];

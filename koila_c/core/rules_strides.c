@@ -61,19 +61,13 @@ bool
 kl_rules_is_channels_last(const KlMeta *meta)
 {
     static const int32_t order[] = {1, 3, 2, 0};
-    if (meta->n_dims != 4 || !meta->is_strided) {
-        return false;
-    }
     int64_t stride = 1;
-    for (int i = 0; i < 4; i++) {
-        if (meta->shape[order[i]] != 1) {
-            if (meta->strides[order[i]] != stride) {
-                return false;
-            }
-            stride *= meta->shape[order[i]];
-        }
+    bool is_last = meta->n_dims == 4 && meta->is_strided;
+    for (int i = 0; i < 4 && is_last; i++) {
+        is_last = meta->shape[order[i]] == 1 || meta->strides[order[i]] == stride;
+        stride *= meta->shape[order[i]];
     }
-    return true;
+    return is_last;
 }
 
 /* Set dense strides in that order of dims, the fastest first. */
@@ -241,16 +235,14 @@ kl_rules_view_strides(const KlMeta *meta, KlMeta *out)
         }
         return true;
     }
-    int32_t view_dim = out->n_dims - 1;
-    int64_t base = meta->n_dims == 0 ? 1 : meta->strides[meta->n_dims - 1];
-    int64_t n_chunk = 1; /* elements of the group of input dims that are contiguous to each other */
-    int64_t n_view = 1;
     if (meta->n_dims == 0) {
-        for (int32_t dim = 0; dim < out->n_dims; dim++) {
-            out->strides[dim] = 1;
-        }
+        kl_meta_set_contiguous(out); /* all of its dims have size 1 */
         return true;
     }
+    int32_t view_dim = out->n_dims - 1;
+    int64_t base = meta->strides[meta->n_dims - 1];
+    int64_t n_chunk = 1; /* elements of the group of input dims that are contiguous to each other */
+    int64_t n_view = 1;
     for (int32_t dim = meta->n_dims - 1; dim >= 0; dim--) {
         n_chunk *= meta->shape[dim];
         bool is_end =

@@ -21,15 +21,11 @@ resolve_sizes(const int64_t *sizes, uint32_t n, int64_t n_elements, KlMeta *out)
             return KL_ILLEGAL;
         }
     }
-    if (free_dim >= 0) {
-        if (known == 0 || n_elements % known != 0) {
-            return KL_ILLEGAL;
-        }
+    bool is_filled = free_dim < 0 ? known == n_elements : known > 0 && n_elements % known == 0;
+    if (is_filled && free_dim >= 0) {
         out->shape[free_dim] = n_elements / known;
-    } else if (known != n_elements) {
-        return KL_ILLEGAL;
     }
-    return KL_OK;
+    return is_filled ? KL_OK : KL_ILLEGAL;
 }
 
 /* Set the strides of the first output, whose shape is known: a view of the first input; if that is impossible, a copy, or
@@ -40,20 +36,13 @@ settle_view(const KlCall *call, KlInferred *result, bool can_copy)
     const KlMeta *input = call->inputs[0];
     KlMeta *out = &result->outs[0];
     out->is_strided = false;
-    if (!input->is_strided) {
-        kl_rules_alias(result, can_copy ? KL_ALIAS_MAYBE : KL_ALIAS_VIEW, 0);
-        return KL_OK;
+    bool is_unknown = !input->is_strided, is_view = is_unknown || kl_rules_view_strides(input, out);
+    KlAlias alias = is_unknown && can_copy ? KL_ALIAS_MAYBE : KL_ALIAS_VIEW;
+    kl_rules_alias(result, is_view ? alias : KL_ALIAS_NONE, 0);
+    if (!is_view) {
+        kl_meta_set_contiguous(out);
     }
-    kl_rules_alias(result, KL_ALIAS_VIEW, 0);
-    if (kl_rules_view_strides(input, out)) {
-        return KL_OK;
-    }
-    if (!can_copy) {
-        return KL_ILLEGAL;
-    }
-    kl_rules_alias(result, KL_ALIAS_NONE, 0);
-    kl_meta_set_contiguous(out);
-    return KL_OK;
+    return is_view || can_copy ? KL_OK : KL_ILLEGAL;
 }
 
 KL_SHAPE(view)
@@ -82,13 +71,10 @@ KL_SHAPE(flatten)
     int32_t first = kl_rules_dim(call, 1, 0, input->n_dims);
     int32_t last = kl_rules_dim(call, 2, -1, input->n_dims);
     kl_rules_check(call, first <= last);
-    KlMeta *out = kl_rules_outs(result, 1);
     if (first == last && input->n_dims > 0) {
-        *out = *input;
-        out->place = KL_PLACE_WHOLE;
-        kl_rules_alias(result, KL_ALIAS_SAME, 0);
-        return KL_OK;
+        return shape_itself(call, result);
     }
+    KlMeta *out = kl_rules_outs(result, 1);
     int64_t merged = 1;
     for (int32_t dim = 0; dim < input->n_dims; dim++) {
         merged *= dim >= first && dim <= last ? input->shape[dim] : 1;
