@@ -8,7 +8,6 @@
 
 #include "resident.h"
 
-#ifdef __linux__
 #include <fcntl.h>
 #include <malloc.h>
 #include <poll.h>
@@ -149,30 +148,3 @@ kl_resident_stop(KlResident *watch, int64_t *n_returns)
     kl_alloc_free(watch);
     return most;
 }
-#else
-int64_t
-kl_resident_bytes(void)
-{
-    return -1;
-}
-
-void
-kl_resident_return_free(void)
-{
-}
-
-KlResident *
-kl_resident_watch(int64_t bound)
-{
-    (void)bound;
-    return NULL;
-}
-
-int64_t
-kl_resident_stop(KlResident *watch, int64_t *n_returns)
-{
-    (void)watch;
-    *n_returns = 0;
-    return -1;
-}
-#endif

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* resident.h - the resident private memory of this process, measured and bounded by a thread. On Linux only: elsewhere
- * nothing is measured. */
+/* resident.h - the resident private memory of this process, measured and bounded by a thread. */
 #pragma once
 
 #include "base.h"
