@@ -51,8 +51,8 @@ MUTANTS = [
     Mutant(
         "bytes: what a body leaves is held for ever",
         "koila_c/core/measure_values.c",
-        "walk->held += n * storage->bytes;",
-        "walk->held += n > 0 ? storage->bytes : 0;",
+        "walk->held.fixed += n * storage->bytes;",
+        "walk->held.fixed += n > 0 ? storage->bytes : 0;",
         "tests/test_bytes.py",
     ),
     Mutant(
@@ -100,8 +100,8 @@ MUTANTS = [
     Mutant(
         "measure: what the graph of a barrier keeps is not held",
         "koila_c/core/measure_values.c",
-        "walk->held += kl_sweep_live(&walk->sweep).fixed - walk->live[i];",
-        "walk->held += 0 * walk->live[i];",
+        "walk->held.fixed += kl_sweep_live(&walk->sweep).fixed - walk->live[i];",
+        "walk->held.fixed += 0 * walk->live[i];",
         MEASURE,
     ),
     Mutant(
@@ -128,8 +128,8 @@ MUTANTS = [
     Mutant(
         "measure: gradients that went back count as gradients on",
         "koila_c/core/measure_runs.c",
-        "walk->gradients -= walk->exchange.gradients;",
-        "walk->gradients -= 0 * walk->exchange.gradients;",
+        "walk->gradients.fixed -= walk->exchange.gradients;",
+        "walk->gradients.fixed -= 0 * walk->exchange.gradients;",
         "tests/test_memory_plan.py",
     ),
     Mutant(
@@ -234,8 +234,8 @@ MUTANTS = [
     Mutant(
         "measure: what a chunk keeps for its segments takes nothing",
         "koila_c/core/measure_runs.c",
-        "            known->is_for_segments = true;\n            walk->held_per_row +=",
-        "            known->is_for_segments = true;\n            walk->held_per_row += 0 *",
+        "            known->is_for_segments = true;\n            walk->held.per_row +=",
+        "            known->is_for_segments = true;\n            walk->held.per_row += 0 *",
         "tests/test_segments.py -k predicted",
     ),
     Mutant(

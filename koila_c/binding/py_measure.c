@@ -142,7 +142,7 @@ KL_DEFINE(peak, args)
     }
     KlMoment worst = {0};
     double bytes = kl_measure_peak(&measured, rows, &worst);
-    return Py_BuildValue("(ddI)", bytes, worst.fixed, worst.node);
+    return Py_BuildValue("(ddI)", bytes, worst.bytes.fixed, worst.node);
 }
 
 KL_DEFINE(moments, args)

@@ -27,16 +27,10 @@ add_held(KlWalk *walk, size_t first)
 {
     for (size_t i = first; i < walk->moments->n; i++) {
         KlMoment *moment = &walk->moments->moments[i];
-        KlBytes own = of_piece(walk, (KlBytes){moment->fixed, moment->per_row});
-        KlBytes come = of_piece(walk, (KlBytes){moment->gradients, moment->gradients_per_row});
-        KlBytes brief = of_piece(walk, (KlBytes){moment->temporary, moment->temporary_per_row});
-        moment->fixed = own.fixed + walk->held;
-        moment->per_row = own.per_row + walk->held_per_row;
+        moment->bytes = kl_sweep_plus(of_piece(walk, moment->bytes), walk->held);
+        moment->gradients = kl_sweep_plus(of_piece(walk, moment->gradients), walk->gradients);
+        moment->temporary = of_piece(walk, moment->temporary);
         moment->per_chunk = walk->held_per_chunk;
-        moment->gradients = (float)(come.fixed + walk->gradients);
-        moment->gradients_per_row = (float)(come.per_row + walk->gradients_per_row);
-        moment->temporary = (float)brief.fixed;
-        moment->temporary_per_row = (float)brief.per_row;
         moment->step = walk->at;
         moment->is_back = walk->is_back;
     }
@@ -91,7 +85,7 @@ static void
 hold_states(KlWalk *walk)
 {
     double state = (double)walk->outside->bytes_state;
-    walk->held = 2 * state + (double)walk->outside->bytes_drawn;
+    walk->held.fixed = 2 * state + (double)walk->outside->bytes_drawn;
     for (size_t i = 0; i < walk->program->n_staged; i++) {
         const KlRun *run = &walk->program->runs[i];
         for (uint32_t k = 0; k < run->nodes.n; k++) {
@@ -99,12 +93,12 @@ hold_states(KlWalk *walk)
             if (!walk->sweep.nodes[id].is_random) {
                 continue;
             }
-            walk->held += state;
+            walk->held.fixed += state;
             if (kl_program_is_body(run)) {
                 const int64_t *drawn = walk->outside->bytes_noise;
                 int64_t noise = drawn != NULL ? drawn[id] : 0;
                 walk->held_per_chunk += noise < 0 ? state : 0;
-                walk->held += noise == 0 ? 2 * state : noise > 0 ? (double)noise : 0;
+                walk->held.fixed += noise == 0 ? 2 * state : noise > 0 ? (double)noise : 0;
             }
         }
     }
@@ -151,7 +145,7 @@ deliver(KlWalk *walk)
         end--;
     }
     if (end > 0) {
-        kl_walk_note(walk, (KlMoment){.fixed = more, .node = end - 1});
+        kl_walk_note(walk, (KlMoment){.bytes.fixed = more, .node = end - 1});
     }
 }
 

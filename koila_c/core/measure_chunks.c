@@ -35,9 +35,9 @@ kl_measure_at(const KlMeasured *measured, const KlMoment *moment, int64_t rows, 
 {
     double own = (double)rows_at(measured, moment, rows);
     double n_chunks = (double)parts(measured->rows, rows > 1 ? rows : 1);
-    *gradients = fmax(0, moment->gradients + moment->gradients_per_row * own);
-    *temporary = moment->temporary + moment->temporary_per_row * own;
-    return moment->fixed + moment->per_row * own + moment->per_chunk * n_chunks;
+    *gradients = fmax(0, moment->gradients.fixed + moment->gradients.per_row * own);
+    *temporary = moment->temporary.fixed + moment->temporary.per_row * own;
+    return moment->bytes.fixed + moment->bytes.per_row * own + moment->per_chunk * n_chunks;
 }
 
 double

@@ -6,10 +6,10 @@
 void
 kl_walk_hold_gradients(KlWalk *walk, double bytes, double per_row)
 {
-    walk->held += bytes;
-    walk->gradients += bytes;
-    walk->held_per_row += per_row;
-    walk->gradients_per_row += per_row;
+    walk->held.fixed += bytes;
+    walk->gradients.fixed += bytes;
+    walk->held.per_row += per_row;
+    walk->gradients.per_row += per_row;
 }
 
 double
@@ -83,9 +83,8 @@ kl_walk_call_hooks(KlWalk *walk, const KlStep *step)
             KlValueId value = kl_program_export(walk->program, run, i);
             KlNodeId of_node = walk->tape->values[value].node;
             if (walk->tape->values[value].is_hooked && needs_gradient(walk, value)) {
-                double made = gradient(walk, value);
-                kl_walk_note(walk,
-                             (KlMoment){.fixed = made, .gradients = (float)made, .node = of_node});
+                KlBytes made = {.fixed = gradient(walk, value)};
+                kl_walk_note(walk, (KlMoment){.bytes = made, .gradients = made, .node = of_node});
             }
         }
     }

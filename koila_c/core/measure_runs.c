@@ -63,7 +63,7 @@ kl_walk_run_tail(KlWalk *walk, const KlStep *step)
     const KlRun *last = &walk->program->runs[step->run + step->n_runs - 1];
     KlBytes live = kl_sweep_live(&walk->sweep);
     double held_per_chunk = walk->held_per_chunk;
-    KlMoment moment = {.fixed = live.fixed + sweep_tail(walk), .per_row = live.per_row};
+    KlMoment moment = {.bytes = {live.fixed + sweep_tail(walk), live.per_row}};
     moment.rows = (uint32_t)rows_of(walk, last);
     moment.node = walk->program->nodes.ids[last->nodes.first + last->nodes.n - 1];
     walk->open = KL_ID_NONE; /* BACK restores the sweep of the chunk */
@@ -73,12 +73,12 @@ kl_walk_run_tail(KlWalk *walk, const KlStep *step)
         const KlParts *parts = parts_of(walk, value);
         if (parts != NULL) {
             double left = parts->left * result_of(walk, value, parts);
-            *(parts->added ? &moment.fixed : &walk->held_per_chunk) += left;
+            *(parts->added ? &moment.bytes.fixed : &walk->held_per_chunk) += left;
             continue;
         }
         size->is_let_go &= !size->needs_gradient;
         if (k < step->values.n) {
-            moment.fixed += whole(walk, value);
+            moment.bytes.fixed += whole(walk, value);
             size->is_remade |= walk->values[value].is_root;
             kl_walk_hold_gradients(walk, size->needs_gradient ? whole(walk, value) : 0, 0);
         }
@@ -96,7 +96,7 @@ hold_chunk(KlWalk *walk, const KlStep *put)
         KlMeasureValue *known = &walk->values[value];
         if (!known->is_held && !known->is_offloaded && !known->is_for_segments) {
             known->is_for_segments = true;
-            walk->held_per_row += walk->sweep.sizes[value].per_row;
+            walk->held.per_row += walk->sweep.sizes[value].per_row;
         }
     }
 }
@@ -152,9 +152,9 @@ kl_walk_run_chunk(KlWalk *walk, const KlStep *step)
         walk->n_pieces = walk->policy->n_pieces;
     }
     double bytes = is_graph ? 0 : missing(walk, step);
-    walk->held_per_row -= bytes;
+    walk->held.per_row -= bytes;
     kl_walk_sweep_forward(walk, run, is_graph, walk->moments);
-    walk->held_per_row += bytes;
+    walk->held.per_row += bytes;
     if (!is_graph) {
         hold_chunk(walk, step);
     }
@@ -166,7 +166,7 @@ kl_walk_go_back_barrier(KlWalk *walk, const KlStep *step)
 {
     const KlRun *run = &walk->program->runs[step->run];
     kl_walk_call_hooks(walk, step);
-    walk->held -= walk->live[step->run]; /* the sweep below counts it */
+    walk->held.fixed -= walk->live[step->run]; /* the sweep below counts it */
     walk->live[step->run] = 0;
     kl_walk_sweep_forward(walk, run, true, NULL);
     (void)kl_walk_gather_gradients(walk, run, UINT32_MAX, true);
@@ -212,8 +212,7 @@ open_pieces(KlWalk *walk, const KlStep *step)
 {
     walk->depth++;
     walk->retained = kl_sweep_live(&walk->sweep);
-    walk->held += walk->retained.fixed;
-    walk->held_per_row += walk->retained.per_row;
+    walk->held = kl_sweep_plus(walk->held, walk->retained);
     walk->n_pieces = walk->policy->n_pieces;
     walk->sweep.is_in_pieces = true;
     kl_walk_hold_segment_gradients(walk, &walk->program->runs[step->run]);
@@ -243,20 +242,20 @@ static void
 open_exchange(KlWalk *walk, const KlStep *step)
 {
     double made = 0, whole_gradients = left_gradients(walk, step, true);
-    double freed_gradients = left_gradients(walk, step, false), held = walk->held;
+    double freed_gradients = left_gradients(walk, step, false), held = walk->held.fixed;
     if (step->graph == KL_GRAPH_RETAIN) {
         kl_walk_free_values(walk, step);
     }
-    double freed = freed_gradients + held - walk->held;
-    walk->held = held; /* they stay to the end of the loop */
+    double freed = freed_gradients + held - walk->held.fixed;
+    walk->held.fixed = held; /* they stay to the end of the loop */
     for (uint32_t r = 0; r < step->n_runs; r++) {
         made += kl_walk_gather_gradients(walk, &walk->program->runs[step->run + r], step->run + 1,
                                          false);
     }
     double reused = fmin(made, freed), reused_gradients = fmin(made, freed_gradients);
     int64_t rows = rows_of(walk, &walk->program->runs[step->run]);
-    walk->held -= reused;
-    walk->gradients -= reused_gradients;
+    walk->held.fixed -= reused;
+    walk->gradients.fixed -= reused_gradients;
     walk->exchange = (KlExchange){.held = freed - reused + whole_gradients,
                                   .gradients = freed_gradients - reused_gradients + whole_gradients,
                                   .in_sweep = fmin(freed - made, 0) / (double)rows};
@@ -272,7 +271,7 @@ kl_walk_open_loop(KlWalk *walk, const KlStep *step)
     }
     walk->loop = step;
     walk->open = KL_ID_NONE;
-    walk->held_per_row = enter_body(walk, step);
+    walk->held.per_row = enter_body(walk, step);
     if (step->graph != KL_GRAPH_RETAIN) {
         kl_walk_hold_values(walk, step);
     }
@@ -288,13 +287,13 @@ kl_walk_close_loop(KlWalk *walk, const KlStep *step)
     if (--walk->depth > 0) {
         walk->n_pieces = 1;
         walk->sweep.is_in_pieces = false;
-        walk->held -= walk->retained.fixed;
-        walk->held_per_row -= walk->retained.per_row;
+        walk->held.fixed -= walk->retained.fixed;
+        walk->held.per_row -= walk->retained.per_row;
         return;
     }
-    walk->held_per_row = walk->gradients_per_row = 0; /* no chunk is in memory */
+    walk->held.per_row = walk->gradients.per_row = 0; /* no chunk is in memory */
     if (step->graph != KL_GRAPH_NONE) {
-        walk->held -= walk->exchange.held;
-        walk->gradients -= walk->exchange.gradients;
+        walk->held.fixed -= walk->exchange.held;
+        walk->gradients.fixed -= walk->exchange.gradients;
     }
 }

@@ -7,7 +7,8 @@
 static void
 hold_parts(KlWalk *walk, KlValueId value, const KlParts *parts, double n)
 {
-    *(parts->added ? &walk->held : &walk->held_per_chunk) += n * result_of(walk, value, parts);
+    *(parts->added ? &walk->held.fixed : &walk->held_per_chunk) +=
+        n * result_of(walk, value, parts);
 }
 
 /* Whether a held value has memory of its own: it is one tensor of all rows, or a copy of a part of its base. */
@@ -36,11 +37,11 @@ count(KlWalk *walk, KlValueId value, int n)
     if (parts != NULL) {
         hold_parts(walk, value, parts, n * parts->left);
     } else if (has_own_memory(walk, value)) {
-        walk->held += n * whole(walk, value);
+        walk->held.fixed += n * whole(walk, value);
     } else if ((storage->n_held += n) == (n > 0)) {
         known->is_counted = n > 0;
         storage->bytes = n > 0 ? whole(walk, value) : storage->bytes;
-        walk->held += n * storage->bytes;
+        walk->held.fixed += n * storage->bytes;
     }
 }
 
@@ -55,7 +56,7 @@ kl_walk_hold_values(KlWalk *walk, const KlStep *step)
 void
 kl_walk_hold_barrier(KlWalk *walk, uint32_t i)
 {
-    walk->held += kl_sweep_live(&walk->sweep).fixed - walk->live[i];
+    walk->held.fixed += kl_sweep_live(&walk->sweep).fixed - walk->live[i];
     walk->live[i] = kl_sweep_live(&walk->sweep).fixed;
 }
 
@@ -81,7 +82,7 @@ hold_share(KlWalk *walk, KlValueId value, const double *share, double n)
 {
     const KlParts *parts = parts_of(walk, value);
     hold_parts(walk, value, parts, n * share[0]);
-    walk->held += n * share[1] * result_of(walk, value, parts);
+    walk->held.fixed += n * share[1] * result_of(walk, value, parts);
 }
 
 void
@@ -129,7 +130,7 @@ kl_walk_free_values(KlWalk *walk, const KlStep *step)
         if (walk->depth == 0) {
             free_value(walk, value);
         } else {
-            walk->held_per_row -= known->is_for_segments ? walk->sweep.sizes[value].per_row : 0;
+            walk->held.per_row -= known->is_for_segments ? walk->sweep.sizes[value].per_row : 0;
             known->is_for_segments = false;
         }
     }
@@ -153,15 +154,15 @@ rematerialize(KlWalk *walk, const KlIds *ids, KlSlice values, uint8_t level)
     for (uint32_t i = 0; i < values.n; i++) {
         KlValueId value = ids->ids[values.first + i];
         const KlCheap *cheap = &cheap_set->values[cheap_set->number[value] - 1];
-        double there = walk->held_per_row + walk->sweep.sizes[value].per_row;
+        double there = walk->held.per_row + walk->sweep.sizes[value].per_row;
         if (walk->values[value].is_rematerialized == 0) {
             rematerialize(walk, &cheap_set->ids, cheap->needs, level + 1);
-            walk->held_per_row += walk->sweep.sizes[value].per_row;
+            walk->held.per_row += walk->sweep.sizes[value].per_row;
             kl_walk_sweep_span(walk, kl_sweep_span_cheap(walk->program, cheap_set, cheap),
                                walk->moments);
             free_storage(walk, &cheap_set->ids, cheap->needs, level + 1);
             walk->values[value].is_rematerialized = level;
-            walk->held_per_row = there;
+            walk->held.per_row = there;
         }
     }
 }

@@ -29,8 +29,7 @@ typedef struct KlMeasureStorage {
  * gradients), and gradients of all rows: they are held to its end. */
 typedef struct KlExchange {
     double held, gradients; /* all; of these, the gradients */
-    double
-        in_sweep; /* per row: minus the new gradients beyond what is freed: sweeps count them, too */
+    double in_sweep; /* per row: minus the new gradients beyond what is freed: in sweeps, too */
 } KlExchange;
 
 /* The state of the walk. `held` are bytes that outlive the runs so far. */
@@ -45,9 +44,9 @@ typedef struct KlWalk {
     KlSweep sweep;
     KlMoments *moments;
     KlSchedule schedule;
-    double held, held_per_row, held_per_chunk;
-    double gradients, gradients_per_row; /* the gradients among the held bytes */
-    uint32_t at;                         /* the index of the current step of the schedule */
+    KlBytes held, gradients; /* of these, the gradients */
+    double held_per_chunk;
+    uint32_t at; /* the index of the current step of the schedule */
     bool is_back;
     uint32_t depth;             /* open loops */
     const KlStep *loop;         /* the outer open loop */

@@ -816,7 +816,6 @@ done:
 
 /* -- a part of a barrier -------------------------------------------------------------------------------- */
 
-/* Add a node of the barrier, if it has a gradient. */
 static void
 add_differentiated(Build *build, KlNodeId id, bool *is_inside)
 {

@@ -61,9 +61,7 @@ typedef struct KlProgram {
 
 /* What kl_program_build is asked for. */
 typedef struct KlAsked {
-    const KlProgram
-        *staged; /* cut this program anew, with its goal and stages: it must live longer;
-                                NULL: stage the goal */
+    const KlProgram *staged; /* a program to cut anew, which must live longer; NULL: stage `goal` */
     KlGoal goal;
     uint32_t n_segments; /* cut the body that saves most for backward into at most so many segments,
                             others into segments as large, and all at the user's checkpoints; 0:

@@ -135,7 +135,6 @@ saves_what_it_writes(const KlRetained *retained, const KlNode *node)
            node->saves.bytes_extra == kl_meta_n_bytes(&retained->tape->values[written].meta);
 }
 
-/* Handle each tensor that autograd saves for a node on a chunk. */
 static KlStatus
 save_all(const KlRetained *retained, const KlNode *node, bool *retains, KlIds *again, KlIds *needs)
 {
@@ -236,7 +235,6 @@ is_alone(const KlRetained *retained, const KlRun *run, KlValueId value)
     return is_found;
 }
 
-/* Add a value to the cheap values. */
 static KlStatus
 add_cheap(const KlRetained *retained, uint32_t run, KlValueId value)
 {

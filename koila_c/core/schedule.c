@@ -73,6 +73,13 @@ was_freed(const KlBuild *build, KlValueId value)
     return build->facts[value].is_freed;
 }
 
+/* Whether a value is not in memory when its body runs again. */
+static bool
+is_missing(const KlBuild *build, KlValueId value)
+{
+    return build->facts[value].is_freed || build->facts[value].is_inner;
+}
+
 static bool
 is_offloaded(const KlBuild *build, KlValueId value)
 {
@@ -322,9 +329,9 @@ mark_needed(KlBuild *build, uint32_t r)
 {
     const KlRun *run = &build->program->runs[r];
     for (uint32_t i = 0; i < run->imports.n; i++) {
-        const KlFacts *facts = &build->facts[kl_program_import(build->program, run, i)->value];
-        if (facts->unit != KL_NOWHERE && (facts->is_freed || facts->is_inner)) {
-            build->is_needed[facts->run] = true;
+        KlValueId value = kl_program_import(build->program, run, i)->value;
+        if (build->facts[value].unit != KL_NOWHERE && is_missing(build, value)) {
+            build->is_needed[build->facts[value].run] = true;
         }
     }
 }
@@ -367,17 +374,10 @@ recompute_segments(KlBuild *build, KlSlice runs)
     add_about(build, KL_STEP_REMATERIALIZE, needs);
     for (uint32_t r = runs.first; r < runs.first + runs.n; r++) {
         const KlRun *run = &build->program->runs[r];
-        size_t first = build->schedule->values.n;
+        add(build, KL_STEP_RUN, KL_GRAPH_NONE, one(r), exports_of(build, one(r), is_missing));
         for (uint32_t i = 0; i < run->exports.n; i++) {
-            KlValueId value = kl_program_export(build->program, run, i);
-            KlFacts *facts = &build->facts[value];
-            if (facts->is_inner || facts->is_freed) {
-                kl_units_add_value(build, value);
-            }
-            facts->is_freed = false;
+            build->facts[kl_program_export(build->program, run, i)].is_freed = false;
         }
-        add(build, KL_STEP_RUN, KL_GRAPH_NONE, one(r),
-            kl_program_since(&build->schedule->values, first));
     }
     add_about(build, KL_STEP_FREE, exports_of(build, runs, is_inner));
     add_about(build, KL_STEP_FREE_STORAGE, needs);
@@ -428,19 +428,6 @@ recompute_inputs(KlBuild *build, uint32_t u)
     }
 }
 
-/* Whether a barrier combines the partial results of a value. */
-static bool
-is_combined(const KlBuild *build, const KlRun *run, KlValueId value)
-{
-    for (uint32_t i = 0; i < run->combined.n; i++) {
-        if (build->program->combined.ids[run->combined.first + i] ==
-            build->tape->values[value].node) {
-            return true;
-        }
-    }
-    return false;
-}
-
 /* List the results of a unit to free before its backward: the backward of all their readers has run, so only their
  * gradients are needed. */
 static KlSlice
@@ -452,8 +439,7 @@ exports_to_free(KlBuild *build, const KlUnit *unit)
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = kl_program_export(build->program, run, i);
             KlFacts *facts = &build->facts[value];
-            if (!build->program->is_kept[value] && !facts->is_inner && !facts->is_freed &&
-                !is_combined(build, run, value)) {
+            if (!build->program->is_kept[value] && !facts->is_inner && !facts->is_freed) {
                 facts->is_freed = true;
                 kl_units_add_value(build, value);
             }

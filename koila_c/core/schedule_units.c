@@ -15,8 +15,8 @@ kl_units_add_value(KlBuild *build, KlValueId value)
 bool
 kl_units_is_parts(const KlBuild *build, KlValueId value)
 {
-    KlNodeId node = build->tape->values[value].node;
-    return node != KL_ID_NONE && build->tape->nodes[node].mode == KL_MODE_REDUCE;
+    const KlNode *maker = kl_tape_maker(build->tape, value);
+    return maker != NULL && maker->mode == KL_MODE_REDUCE;
 }
 
 /* The most bodies that are fused: each of them runs the tail once more, on zeros. */
@@ -132,8 +132,8 @@ find_open(KlBuild *build)
         const KlNode *node = &tape->nodes[i];
         for (uint32_t k = 0; k < node->n_inputs && stages->node_stage[i] != KL_STAGE_NONE; k++) {
             KlValueId value = tape->inputs[node->first_input + k].value;
-            KlNodeId maker = value != KL_ID_NONE ? tape->values[value].node : KL_ID_NONE;
-            bool is_inside = maker != KL_ID_NONE && tape->nodes[maker].region == node->region;
+            const KlNode *maker = kl_tape_maker(tape, value);
+            bool is_inside = maker != NULL && maker->region == node->region;
             if (value != KL_ID_NONE && !is_inside) {
                 build->facts[value].is_open = true;
             }
@@ -207,8 +207,7 @@ is_worth_it(const KlBuild *build, const KlRun *run)
         const KlMeta *meta = &build->tape->values[value].meta;
         bool is_stored = !kl_units_is_parts(build, value) && kl_place_is_rows(&meta->place) &&
                          build->policies[value] <= KL_POLICY_REMATERIALIZE;
-        left +=
-            is_stored ? (uint64_t)kl_meta_n_elements(meta) * kl_meta_dtype_bytes(meta->dtype) : 0;
+        left += is_stored ? (uint64_t)kl_meta_n_bytes(meta) : 0;
     }
     return graphs <= FEW_BYTES || graphs <= left / SMALL_PART;
 }

@@ -51,13 +51,11 @@ typedef struct KlBuild {
 /* Find the units, and how each boundary value can be stored. For each unit, choose whether its graphs are retained. */
 void kl_units_find(KlBuild *build);
 
-/* Append `value` to the values of the schedule. */
 void kl_units_add_value(KlBuild *build, KlValueId value);
 
 /* Whether a value consists of the partial results of a reduction. */
 bool kl_units_is_parts(const KlBuild *build, KlValueId value);
 
-/* Return the `i`-th run of a unit. */
 static inline const KlRun *
 kl_units_run(const KlBuild *build, const KlUnit *unit, uint32_t i)
 {

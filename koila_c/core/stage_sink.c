@@ -16,7 +16,6 @@ typedef struct Readers {
     bool crosses;  /* another stage reads it, before any call is moved */
 } Readers;
 
-/* Note that a call reads its inputs, and in which stage. */
 static void
 note_reads(const KlTape *tape, const KlStages *stages, KlNodeId id, Readers *readers)
 {
@@ -110,12 +109,9 @@ kl_stage_sink(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError 
     if (stages->n_stages <= KL_STAGE_DATA + 4) {
         return KL_OK; /* one body after that of data: no call can run later */
     }
-    Readers *readers = kl_alloc_resize(NULL, tape->n_values, sizeof(Readers)); /* [n_values] */
+    Readers *readers = kl_alloc_zeroed(tape->n_values, sizeof(Readers)); /* [n_values] */
     if (readers == NULL) {
         return kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
-    }
-    for (size_t v = 0; v < tape->n_values; v++) {
-        readers[v] = (Readers){.first = KL_STAGE_NONE};
     }
     for (int is_sinking = 0; is_sinking < 2; is_sinking++) {
         for (size_t v = 0; v < tape->n_values; v++) {

@@ -21,15 +21,6 @@ typedef struct Tail {
     bool *is_end;   /* [n_nodes] it and all calls by rows that depend on it are cheap and linear */
 } Tail;
 
-/* Return the call that makes input `k` of a node; NULL: the input is a leaf or None. */
-static const KlNode *
-maker_of(const Tail *tail, const KlNode *node, uint32_t k)
-{
-    KlValueId value = kl_tape_inputs(tail->tape, node)[k].value;
-    KlNodeId maker = value != KL_ID_NONE ? tail->tape->values[value].node : KL_ID_NONE;
-    return maker != KL_ID_NONE ? &tail->tape->nodes[maker] : NULL;
-}
-
 /* Whether a call by rows is cheap, has a gradient, and saves at most leaves for backward. A call that reads a reduction's
  * result is excluded, because in chunks it may read the chunk's partial result instead. */
 static bool
@@ -46,7 +37,7 @@ is_linear(const Tail *tail, const KlNode *node)
         has_gradient = has_gradient || tail->tape->values[node->first_out + k].meta.requires_grad;
     }
     for (uint32_t k = 0; k < node->n_inputs && has_gradient; k++) {
-        const KlNode *maker = maker_of(tail, node, k);
+        const KlNode *maker = kl_tape_maker(tail->tape, kl_tape_inputs(tail->tape, node)[k].value);
         bool is_saved = k >= 64 || (node->saves.inputs >> k & 1) != 0;
         has_gradient = maker == NULL || !(is_saved || maker->mode == KL_MODE_REDUCE);
     }
@@ -87,10 +78,9 @@ strike_early(Tail *tail)
         const KlNode *node = &tail->tape->nodes[i];
         bool is_there = true, is_of_body = false;
         for (uint32_t k = 0; k < node->n_inputs; k++) {
-            const KlNode *maker = maker_of(tail, node, k);
-            bool is_made = maker != NULL && !maker->is_done;
-            uint8_t known =
-                is_made ? tail->known[kl_tape_inputs(tail->tape, node)[k].value] : IS_THERE;
+            KlValueId value = kl_tape_inputs(tail->tape, node)[k].value;
+            const KlNode *maker = kl_tape_maker(tail->tape, value);
+            uint8_t known = maker != NULL && !maker->is_done ? tail->known[value] : IS_THERE;
             is_there = is_there && (known & IS_THERE) != 0;
             is_of_body = is_of_body || (known & IS_OF_BODY) != 0;
         }
@@ -104,16 +94,6 @@ strike_early(Tail *tail)
         }
     }
     return has_any;
-}
-
-/* Set a node to run once. It keeps no reason for the user's report, since it could run by rows. */
-static void
-run_once(KlTape *tape, KlNode *node)
-{
-    kl_tape_run_once(tape, node, node->reason);
-    for (uint32_t k = 0; k < node->n_outs; k++) {
-        tape->values[node->first_out + k].meta.is_there = true;
-    }
 }
 
 /* Whether a call that runs once has a result with rows, which later calls can run by rows. */
@@ -152,8 +132,13 @@ kl_stage_keep_tail(KlTape *tape, KlError *error)
     while (strike_early(&tail) && strike_read(&tail)) {
     }
     for (size_t i = tape->n_done; i < tape->n_nodes; i++) {
-        if (tail.is_end[i]) {
-            run_once(tape, &tape->nodes[i]);
+        KlNode *node = &tape->nodes[i];
+        if (tail.is_end
+                [i]) { /* it could run by rows, so that it has no reason for the user's report */
+            kl_tape_run_once(tape, node, NULL);
+        }
+        for (uint32_t k = 0; k < node->n_outs && tail.is_end[i]; k++) {
+            tape->values[node->first_out + k].meta.is_there = true;
         }
     }
 done:

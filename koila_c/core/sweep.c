@@ -22,8 +22,7 @@ struct KlSweepStorage {
 
 struct KlSweepValue {
     uint32_t serial;
-    KlValueId
-        buffer; /* the value whose gradient buffer holds its gradient; KL_ID_NONE: no gradient */
+    KlValueId buffer;  /* the value in whose gradient its own is; KL_ID_NONE: no gradient */
     uint32_t n_users;  /* values whose gradient is in its buffer */
     uint32_t n_coming; /* of an import: gradients that nodes of the run still have to make */
     bool is_inside;    /* the run makes it */
@@ -35,16 +34,10 @@ struct KlSweepValue {
 
 static const KlBytes zero = {0};
 
-static KlBytes
-plus(KlBytes left, KlBytes right)
-{
-    return (KlBytes){left.fixed + right.fixed, left.per_row + right.per_row};
-}
-
 static void
 add(KlBytes *sum, KlBytes more)
 {
-    *sum = plus(*sum, more);
+    *sum = kl_sweep_plus(*sum, more);
 }
 
 static KlBytes
@@ -156,17 +149,17 @@ held_by(const KlSweep *sweep, const KlSweepNode *node)
 
 /* Return the temporary bytes of a node: multiples of its first output, its first input and masks of these. */
 static KlBytes
-bytes_of(const KlSweep *sweep, const KlSweepNode *node, double outs, double ins, double masks)
+bytes_of(const KlSweep *sweep, const KlSweepNode *node, KlAmount of)
 {
     KlValueId out = node->first_out;
     KlValueId first = node->n_inputs > 0 ? inputs_of(sweep, node)[0] : KL_ID_NONE;
     first = first != KL_ID_NONE ? first : out;
-    KlBytes bytes = outs > 0 ? times(outs, size_of(sweep, out)) : zero;
-    bytes = ins > 0 ? plus(bytes, times(ins, size_of(sweep, first))) : bytes;
-    if (masks > 0) {
+    KlBytes bytes = of.outs > 0 ? times(of.outs, size_of(sweep, out)) : zero;
+    bytes = of.ins > 0 ? kl_sweep_plus(bytes, times(of.ins, size_of(sweep, first))) : bytes;
+    if (of.masks > 0) {
         bool is_first = sweep->sizes[first].n_elements > sweep->sizes[out].n_elements;
         KlValueId most = is_first ? first : out;
-        double share = masks / sweep->sizes[most].itemsize;
+        double share = of.masks / sweep->sizes[most].itemsize;
         add(&bytes, times(share, size_of(sweep, most)));
     }
     return bytes;
@@ -218,16 +211,14 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
         steps = by_rows(sweep, call, call->saves.bytes_steps);
     }
     if (parts != NULL && parts->keeps != NULL) {
-        const KlAmount *keeps = parts->keeps;
-        *further = bytes_of(sweep, node, keeps->outs, keeps->ins, keeps->masks);
+        *further = bytes_of(sweep, node, *parts->keeps);
     }
     if (held != NULL) {
-        const KlAmount *run = &held->run;
-        add(&workspace, bytes_of(sweep, node, run->outs, run->ins, run->masks));
+        add(&workspace, bytes_of(sweep, node, held->run));
     }
     if (!has_gradient(sweep, node)) {
-        workspace =
-            held != NULL && held->is_stepwise ? plus(workspace, steps) : plus(workspace, *further);
+        workspace = held != NULL && held->is_stepwise ? kl_sweep_plus(workspace, steps)
+                                                      : kl_sweep_plus(workspace, *further);
         *further = zero;
     }
     return workspace;
@@ -471,16 +462,13 @@ drop_dead(KlSweep *sweep, KlValueId value, uint32_t at)
 static void
 note(KlSweep *sweep, KlNodeId node, KlBytes more, KlMoments *moments)
 {
-    KlBytes sum = plus(kl_sweep_live(sweep), plus(sweep->gradients, more));
+    KlBytes sum = kl_sweep_plus(kl_sweep_live(sweep), kl_sweep_plus(sweep->gradients, more));
     sweep->most = sum.fixed > sweep->most ? sum.fixed : sweep->most;
     if (moments != NULL) {
         moments->moments[moments->n++] =
-            (KlMoment){.fixed = sum.fixed,
-                       .per_row = sum.per_row,
-                       .gradients = (float)sweep->gradients.fixed,
-                       .gradients_per_row = (float)sweep->gradients.per_row,
-                       .temporary = (float)more.fixed,
-                       .temporary_per_row = (float)more.per_row,
+            (KlMoment){.bytes = sum,
+                       .gradients = sweep->gradients,
+                       .temporary = more,
                        .node = node,
                        .rows = sweep->rows < UINT32_MAX ? (uint32_t)sweep->rows : 0};
     }
@@ -527,12 +515,12 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     if (is_parts) {
         /* With a graph, they live until its backward has run, and added up until the run ends; else see measure_values.c. */
         double left = sweep->span.has_graph || node->parts->added ? node->parts->left : 0;
-        add(&sweep->made, plus(terms, times(left, size_of(sweep, node->first_out))));
+        add(&sweep->made, kl_sweep_plus(terms, times(left, size_of(sweep, node->first_out))));
     }
     for (uint32_t k = 0; k < node->n_outs && !is_parts; k++) {
         KlValueId out = node->first_out + k;
         KlBytes size = sweep->sizes[out].is_there ? zero : size_of(sweep, out);
-        hold(sweep, out, k == 0 ? plus(size, terms) : size);
+        hold(sweep, out, k == 0 ? kl_sweep_plus(size, terms) : size);
     }
     if (!sweep->span.is_live && sweep->known.is_cloned != NULL &&
         sweep->known.is_cloned[sweep->span.nodes[at]]) {
@@ -572,7 +560,7 @@ kl_sweep_forward(KlSweep *sweep, KlMoments *moments, KlError *error)
 KlBytes
 kl_sweep_live(const KlSweep *sweep)
 {
-    return plus(sweep->made, sweep->further);
+    return kl_sweep_plus(sweep->made, sweep->further);
 }
 
 /* -- back --------------------------------------------------------------------------------------------- */
@@ -651,8 +639,8 @@ wide_gradients(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *held
             add(&sum, size);
         }
     }
-    KlBytes more = n > 0 ? plus(times(n, size_of(sweep, node->first_out)), most) : zero;
-    return plus(more, times(-1, sum));
+    KlBytes more = n > 0 ? kl_sweep_plus(times(n, size_of(sweep, node->first_out)), most) : zero;
+    return kl_sweep_plus(more, times(-1, sum));
 }
 
 /* Return the workspace of a node's backward formulas, besides the gradients that they return. */
@@ -663,14 +651,14 @@ backward_workspace(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         uint32_t i = k < 2 ? k : 2;
         if (is_wanted(sweep, inputs_of(sweep, node)[k])) {
-            more = larger(more, bytes_of(sweep, node, held->back_outs[i], held->back_ins[i],
-                                         held->back_masks));
+            KlAmount back = {held->back_outs[i], held->back_ins[i], held->back_masks};
+            more = larger(more, bytes_of(sweep, node, back));
         }
     }
     if (held->relaid > 0 && sweep->sizes[node->first_out].has_other_layout) {
         add(&more, times(held->relaid, size_of(sweep, node->first_out)));
     }
-    return held->is_wide ? plus(more, wide_gradients(sweep, node, held)) : more;
+    return held->is_wide ? kl_sweep_plus(more, wide_gradients(sweep, node, held)) : more;
 }
 
 /* Return the extra bytes of the backward of a write through a view. Autograd (CopySlices) makes the gradient of the base
@@ -684,7 +672,7 @@ behind_view(const KlSweep *sweep, const KlSweepNode *node)
     if (written == NULL || !is_wanted(sweep, value)) {
         return zero;
     }
-    const KlNode *maker = written->node != KL_ID_NONE ? &sweep->tape->nodes[written->node] : NULL;
+    const KlNode *maker = kl_tape_maker(sweep->tape, value);
     bool is_hidden = maker != NULL && maker->row != NULL && written->meta.n_dims > 2 &&
                      (kl_ops_held(maker->row)->gives_view || maker->saves.gives_view);
     double n = written->view_of != KL_ID_NONE                  ? 1
@@ -831,12 +819,13 @@ go_back_through_steps(KlSweep *sweep, uint32_t at, KlBytes more, KlMoments *mome
         come = times(-1, size_of(sweep, buffer));
     }
     if (buffer != KL_ID_NONE) {
-        note(sweep, id, plus(more, beside), moments);
+        note(sweep, id, kl_sweep_plus(more, beside), moments);
         note(sweep, id, times(uneven[KL_UNEVEN_TURNED], size_of(sweep, out)), moments);
     }
     for (KlUneven of = KL_UNEVEN_BACK; of <= KL_UNEVEN_WEIGHTS; of += 2) {
         KlBytes weights = {.fixed = of == KL_UNEVEN_WEIGHTS ? uneven[KL_UNEVEN_BYTES] : 0};
-        note(sweep, id, plus(plus(come, weights), by_steps(sweep, at, of)), moments);
+        note(sweep, id, kl_sweep_plus(kl_sweep_plus(come, weights), by_steps(sweep, at, of)),
+             moments);
     }
 }
 
@@ -876,7 +865,7 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
         }
     }
     if (!node->is_uneven) {
-        note(sweep, id, plus(more, second), moments);
+        note(sweep, id, kl_sweep_plus(more, second), moments);
     }
     if (sweep->span.is_live && kl_tape_is_begun(sweep->tape, node->first_out)) {
         add(&sweep->gradients, size_of(sweep, node->first_out)); /* torch keeps that of a leaf */
@@ -886,12 +875,12 @@ go_back_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     }
     free_kept(sweep, at);
     if (node->is_uneven) {
-        note(sweep, id, plus(by_steps(sweep, at, KL_UNEVEN_LAST), second), moments);
+        note(sweep, id, kl_sweep_plus(by_steps(sweep, at, KL_UNEVEN_LAST), second), moments);
     }
     bool has_sums = false;
     KlBytes sums = add_gradients(sweep, node, &has_sums);
     if (has_sums || second.fixed + second.per_row > 0) {
-        note(sweep, id, plus(second, sums), moments);
+        note(sweep, id, kl_sweep_plus(second, sums), moments);
     }
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         if (is_added(sweep, inputs_of(sweep, node)[k])) {

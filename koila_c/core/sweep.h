@@ -9,15 +9,21 @@
 #include "alloc.h"
 #include "retained.h"
 
+/* Bytes of a chunk: fixed + per_row * rows. */
 typedef struct KlBytes {
     double fixed, per_row;
 } KlBytes;
 
-/* The bytes at one moment: fixed + per_row * rows + per_chunk * chunks; and the node that runs then. */
+static inline KlBytes
+kl_sweep_plus(KlBytes left, KlBytes right)
+{
+    return (KlBytes){left.fixed + right.fixed, left.per_row + right.per_row};
+}
+
+/* The bytes at one moment, besides per_chunk * chunks; of these, the gradients; and the node that runs then. */
 typedef struct KlMoment {
-    double fixed, per_row, per_chunk;
-    float gradients, gradients_per_row; /* of these, the gradients */
-    float temporary, temporary_per_row; /* of these, the workspace that only this node needs */
+    KlBytes bytes, gradients, temporary; /* temporary: the workspace that only this node needs */
+    double per_chunk;
     KlNodeId node;
     uint32_t rows; /* of the axis whose chunks run, if that is not the longest; else 0 */
     uint32_t step; /* the index of the step in the schedule */

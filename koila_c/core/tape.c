@@ -470,19 +470,25 @@ is_any_out_reached(const KlTape *tape, KlNodeId id)
     return false;
 }
 
-/* Set is_reached of the values that are held, that a reached value depends on (a failed call needs nothing any more),
- * or that a draw that waits makes or reads. A write in place is reached if its storage is held. This allocates nothing,
+/* What find_reached starts from: all values that the user holds, and draws that wait; or only those values that have a
+ * gradient; or those that have none and wait to be computed. */
+typedef enum { ALL_HELD, HELD_WITH_GRADIENT, HELD_WITHOUT } Start;
+
+/* Set is_reached of the values to start from, that a reached value depends on (a failed call needs nothing any more), or
+ * that a draw that waits makes or reads. A write in place is reached if its storage is held. This allocates nothing,
  * since a commit calls it and must not fail. */
 static void
-find_reached_from(KlTape *tape, bool (*is_held)(const KlValue *value),
-                  bool (*waits)(const KlNode *node))
+find_reached(KlTape *tape, Start start)
 {
     for (size_t i = 0; i < tape->n_storages; i++) {
         tape->storages[i].is_held = false;
     }
     for (size_t i = 0; i < tape->n_values; i++) {
         KlValue *value = &tape->values[i];
-        value->is_reached = is_held(value);
+        bool is_meant = value->meta.requires_grad
+                            ? start == HELD_WITH_GRADIENT
+                            : start == HELD_WITHOUT && value->state == KL_STATE_PENDING;
+        value->is_reached = value->is_wanted && (start == ALL_HELD || is_meant);
         tape->storages[value->storage].is_held |= value->is_reached;
     }
     for (size_t i = tape->n_nodes; i-- > 0;) {
@@ -490,7 +496,7 @@ find_reached_from(KlTape *tape, bool (*is_held)(const KlValue *value),
         KlValue *outs = &tape->values[node->first_out];
         bool is_reached = (node->writes != 0 && tape->storages[outs->storage].is_held) ||
                           is_any_out_reached(tape, (KlNodeId)i);
-        node->is_dead_draw = !is_reached && waits(node);
+        node->is_dead_draw = !is_reached && start == ALL_HELD && kl_tape_waits_to_draw(node);
         is_reached = is_reached || node->is_dead_draw;
         for (uint32_t k = 0; is_reached && k < node->n_outs; k++) {
             outs[k].is_reached = true;
@@ -507,47 +513,15 @@ find_reached_from(KlTape *tape, bool (*is_held)(const KlValue *value),
     }
 }
 
-static bool
-is_wanted(const KlValue *value)
-{
-    return value->is_wanted;
-}
-
-/* Set is_reached, starting from the values that the user can reach and all pending draws. */
-static void
-find_reached(KlTape *tape)
-{
-    find_reached_from(tape, is_wanted, kl_tape_waits_to_draw);
-}
-
-static bool
-is_wanted_with_gradient(const KlValue *value)
-{
-    return value->is_wanted && value->meta.requires_grad;
-}
-
-static bool
-is_wanted_without_gradient(const KlValue *value)
-{
-    return value->is_wanted && !value->meta.requires_grad && value->state == KL_STATE_PENDING;
-}
-
-static bool
-never(const KlNode *node)
-{
-    (void)node;
-    return false;
-}
-
 bool
 kl_tape_has_stranded(KlTape *tape)
 {
     bool has_any = false;
-    find_reached_from(tape, is_wanted_with_gradient, never);
+    find_reached(tape, HELD_WITH_GRADIENT);
     for (size_t i = 0; i < tape->n_values; i++) {
         tape->values[i].has_history = tape->values[i].is_reached;
     }
-    find_reached_from(tape, is_wanted_without_gradient, never);
+    find_reached(tape, HELD_WITHOUT);
     for (size_t i = tape->n_done; i < tape->n_nodes && !has_any; i++) {
         const KlNode *node = &tape->nodes[i];
         bool is_pending = !node->is_done && !node->is_abandoned;
@@ -563,7 +537,7 @@ bool
 kl_tape_has_dead_draw(KlTape *tape)
 {
     bool has_any = false;
-    find_reached(tape);
+    find_reached(tape, ALL_HELD);
     for (size_t i = tape->n_done; i < tape->n_nodes && !has_any; i++) {
         has_any = tape->nodes[i].is_dead_draw;
     }
@@ -636,7 +610,7 @@ kl_tape_abandon(KlTape *tape, KlNodeId first)
 void
 kl_tape_retire(KlTape *tape, bool is_abandoned_only)
 {
-    find_reached(tape);
+    find_reached(tape, ALL_HELD);
     for (size_t i = 0; i < tape->n_nodes; i++) {
         const KlNode *node = &tape->nodes[i];
         bool is_meant = node->is_abandoned || !is_abandoned_only;
@@ -693,7 +667,7 @@ bool
 kl_tape_find_known(KlTape *tape)
 {
     bool has_any = false;
-    find_reached(tape);
+    find_reached(tape, ALL_HELD);
     for (size_t i = 0; i < tape->n_values; i++) {
         tape->values[i].has_history = false;
         tape->values[i].is_over = tape->values[i].state == KL_STATE_FREED;

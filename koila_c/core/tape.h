@@ -3,8 +3,7 @@
  *
  * Call order: init; leaf and append while recording; then stage.h reads it. Ids stay valid until kl_tape_clear.
  * The tape knows no Python objects: the binding keeps the Python call of node i in an array of its own. */
-#ifndef KL_TAPE_H
-#define KL_TAPE_H
+#pragma once
 
 #include "infer.h"
 
@@ -30,10 +29,10 @@ typedef struct KlValue {
     uint32_t n_aside;    /* of these, nodes that write it on the side */
     uint8_t state;       /* KlState */
     bool is_wanted;      /* the user can still reach it */
-    bool is_reached,
-        has_history; /* scratch: a wanted value depends on it; a backward may go through it */
-    bool is_over;    /* scratch: a backward through it would get to a freed graph */
-    bool is_hooked;  /* a hook needs the gradient of all rows: its readers are in a later stage */
+    bool is_reached;     /* scratch: a wanted value depends on it */
+    bool has_history;    /* scratch: a backward may go through it */
+    bool is_over;        /* scratch: a backward through it would get to a freed graph */
+    bool is_hooked; /* a hook needs the gradient of all rows: its readers are in a later stage */
     KlValueId retained_as; /* retain_grad: the value whose .grad its gradient is; else KL_ID_NONE */
 } KlValue;
 
@@ -127,6 +126,14 @@ kl_tape_axis_find(const KlTape *tape, KlAxisId axis)
     return axis;
 }
 
+/* Return the node that makes `value`; NULL: it is a leaf, or KL_ID_NONE. */
+static inline const KlNode *
+kl_tape_maker(const KlTape *tape, KlValueId value)
+{
+    KlNodeId node = value != KL_ID_NONE ? tape->values[value].node : KL_ID_NONE;
+    return node != KL_ID_NONE ? &tape->nodes[node] : NULL;
+}
+
 /* Whether two places are equal, considering merged axes. */
 static inline bool
 kl_tape_is_place(const KlTape *tape, const KlPlace *left, const KlPlace *right)
@@ -190,8 +197,8 @@ kl_tape_is_stale(const KlTape *tape, KlValueId value)
 static inline bool
 kl_tape_is_failed(const KlTape *tape, KlValueId value)
 {
-    KlNodeId source = value != KL_ID_NONE ? tape->values[value].node : KL_ID_NONE;
-    return source != KL_ID_NONE && tape->nodes[source].is_failed;
+    const KlNode *maker = kl_tape_maker(tape, value);
+    return maker != NULL && maker->is_failed;
 }
 
 /* Note that a node ran live: its outputs become live, and its inputs have one pending reader less. */
@@ -256,7 +263,6 @@ kl_tape_parts(const KlTape *tape, const KlNode *node)
                : NULL;
 }
 
-/* Return the inputs of a node. */
 static inline const KlInput *
 kl_tape_inputs(const KlTape *tape, const KlNode *node)
 {
@@ -268,9 +274,9 @@ static inline bool
 kl_tape_reads_for_chunks(const KlTape *tape, const KlNode *node)
 {
     uint32_t last = node->first_input + node->n_inputs - 1;
-    KlValueId value = node->n_inputs > 0 ? tape->inputs[last].value : KL_ID_NONE;
-    KlNodeId maker = value != KL_ID_NONE ? tape->values[value].node : KL_ID_NONE;
-    return maker != KL_ID_NONE && tape->nodes[maker].is_for_chunks;
+    const KlNode *maker =
+        kl_tape_maker(tape, node->n_inputs > 0 ? tape->inputs[last].value : KL_ID_NONE);
+    return maker != NULL && maker->is_for_chunks;
 }
 
 /* Return the bytes that a node allocates for its results; views have none. */
@@ -307,9 +313,8 @@ kl_tape_want(KlTape *tape, KlValueId id, bool is_wanted)
 static inline bool
 kl_tape_is_begun(const KlTape *tape, KlValueId value)
 {
-    KlNodeId node = tape->values[value].node;
-    return node != KL_ID_NONE && tape->nodes[node].row != NULL &&
-           tape->nodes[node].row->keeps.is_leaf;
+    const KlNode *maker = kl_tape_maker(tape, value);
+    return maker != NULL && maker->row != NULL && maker->row->keeps.is_leaf;
 }
 
 /* The value of the memory that views of `value` are taken of: the base of its storage, or the leaf that they are views
@@ -322,5 +327,3 @@ kl_tape_is_dead(const KlTape *tape, KlValueId value)
 {
     return !tape->values[value].is_wanted && tape->values[value].n_pending == 0;
 }
-
-#endif

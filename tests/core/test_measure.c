@@ -73,7 +73,7 @@ test_a_step(void)
     /* In chunks x is copied, which linear keeps, and the gradient of w is summed: 48 bytes. That of the mean is
      * one number, and its part another. */
     CHECK(kl_measure_peak(&s.measured, 2, &worst) == 52 + 2 * (16 + 36));
-    CHECK(worst.per_row == 52 && worst.fixed == 52 && worst.per_chunk == 0);
+    CHECK(worst.bytes.per_row == 52 && worst.bytes.fixed == 52 && worst.per_chunk == 0);
     kl_measure_fini(&s.measured);
     s.outside = (KlOutside){.known = s.outside.known, .bytes_state = 100, .bytes_drawn = 7};
     CHECK(measure(&s, true) == KL_OK); /* the generator's, before and after */

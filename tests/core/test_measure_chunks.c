@@ -8,7 +8,7 @@
 static void
 test_parts_of_many_chunks(void)
 {
-    KlMoment moment = {.fixed = 100, .per_row = 10, .per_chunk = 50}, worst = {0};
+    KlMoment moment = {.bytes = {100, 10}, .per_chunk = 50}, worst = {0};
     const KlMeasured measured = {.moments = {.moments = &moment, .n = 1}, .rows = 1000};
     CHECK(kl_measure_peak(&measured, 1000, &worst) == 100 + 10000 + 50);
     CHECK(kl_measure_peak(&measured, 300, &worst) == 100 + 3000 + 4 * 50);
@@ -20,7 +20,7 @@ test_parts_of_many_chunks(void)
 static void
 test_a_shorter_axis(void)
 {
-    KlMoment moments[] = {{.per_row = 1}, {.fixed = 100, .per_row = 10, .rows = 40}}, worst = {0};
+    KlMoment moments[] = {{.bytes.per_row = 1}, {.bytes = {100, 10}, .rows = 40}}, worst = {0};
     const KlMeasured measured = {.moments = {.moments = moments, .n = 2}, .rows = 1000};
     CHECK(kl_measure_peak(&measured, 1000, &worst) == 1000);
     CHECK(kl_measure_peak(&measured, 250, &worst) == 100 + 16 * 10);

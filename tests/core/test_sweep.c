@@ -70,7 +70,7 @@ static bool
 is_moment(const Staged *s, size_t i, double fixed, double per_row)
 {
     const KlMoment *moment = &s->moments.moments[i];
-    return i < s->moments.n && moment->fixed == fixed && moment->per_row == per_row;
+    return i < s->moments.n && moment->bytes.fixed == fixed && moment->bytes.per_row == per_row;
 }
 
 static void
