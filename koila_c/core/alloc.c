@@ -15,14 +15,10 @@ static bool
 must_fail(void)
 {
     int64_t left = n_before_failure;
-    if (left < 0) {
-        return false;
+    if (left > 0) {
+        n_before_failure = left - 1;
     }
-    if (left == 0) {
-        return true;
-    }
-    n_before_failure = left - 1;
-    return false;
+    return left == 0;
 }
 
 void *
@@ -33,22 +29,15 @@ kl_alloc_resize(void *block, size_t n_items, size_t size)
         return NULL;
     }
     void *grown = realloc(block, bytes);
-    if (grown != NULL && block == NULL) {
-        n_blocks++;
-    }
+    n_blocks += grown != NULL && block == NULL;
     return grown;
 }
 
 void *
 kl_alloc_zeroed(size_t n_items, size_t size)
 {
-    if (must_fail()) {
-        return NULL;
-    }
-    void *block = calloc(n_items == 0 ? 1 : n_items, size);
-    if (block != NULL) {
-        n_blocks++;
-    }
+    void *block = must_fail() ? NULL : calloc(n_items == 0 ? 1 : n_items, size);
+    n_blocks += block != NULL;
     return block;
 }
 
@@ -99,10 +88,8 @@ kl_alloc_reserve(void **block, size_t *n_max, size_t n_needed, size_t size, KlEr
     if (n_needed <= *n_max) {
         return KL_OK;
     }
-    size_t n_grown = *n_max < 16 ? 16 : *n_max + *n_max / 2;
-    if (n_grown < n_needed) {
-        n_grown = n_needed;
-    }
+    size_t n_larger = *n_max < 16 ? 16 : *n_max + *n_max / 2;
+    size_t n_grown = n_larger > n_needed ? n_larger : n_needed;
     void *grown = kl_alloc_resize(*block, n_grown, size);
     if (grown == NULL) {
         return kl_error_set(error, KL_ERROR_MEMORY, "no memory for %zu items of %zu bytes", n_grown,

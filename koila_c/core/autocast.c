@@ -33,16 +33,6 @@ is_contracted(const char *equation)
     return false;
 }
 
-/* An einsum that sums over no common letter of two operands runs no op that is on a list. */
-static KlCast
-judge_einsum(const KlCall *call)
-{
-    if (call->args[0].kind != KL_ARG_TEXT || call->n_inputs > 2) {
-        return KL_CAST_UNKNOWN;
-    }
-    return is_contracted(call->args[0].u.text) ? KL_CAST_LOWER : KL_CAST_NONE;
-}
-
 /* The argument "mode" of pad is word 2. */
 static KlCast
 judge_padding(const KlCall *call)
@@ -73,8 +63,10 @@ judge(const KlAutocast *autocast, const KlCall *call)
     switch (cast) {
     case KL_CAST_REDUCE:
         return kl_rules_find(call, KL_ARG_DTYPE) != NULL ? KL_CAST_NONE : KL_CAST_FLOAT;
-    case KL_CAST_EINSUM:
-        return judge_einsum(call);
+    case KL_CAST_EINSUM: /* one that sums over no common letter runs no op that is on a list */
+        return call->args[0].kind != KL_ARG_TEXT || call->n_inputs > 2 ? KL_CAST_UNKNOWN
+               : is_contracted(call->args[0].u.text)                   ? KL_CAST_LOWER
+                                                                       : KL_CAST_NONE;
     case KL_CAST_PADDING:
         return judge_padding(call);
     case KL_CAST_LAYER:

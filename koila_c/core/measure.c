@@ -118,16 +118,6 @@ static KlEffect *const EFFECTS[] = {
 #undef KL_INSTRUCTION
 };
 
-static void
-fold(KlWalk *walk)
-{
-    for (size_t i = 0; i < walk->schedule.n_steps && walk->status == KL_OK; i++) {
-        const KlStep *step = &walk->schedule.steps[i];
-        walk->at = (uint32_t)i;
-        EFFECTS[step->op](walk, step);
-    }
-}
-
 /* Count the delivery of the gradients: gradients of half-precision leaves, accumulated in float32, are cast, and torch
  * runs the backward of plain graphs that existed before the program. */
 static void
@@ -209,8 +199,10 @@ kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *o
     look_up(&walk, measured);
     hold_states(&walk);
     if (!policy->is_live) {
-        fold(&walk);
-        walk.at = (uint32_t)walk.schedule.n_steps;
+        for (; walk.at < walk.schedule.n_steps && walk.status == KL_OK; walk.at++) {
+            const KlStep *step = &walk.schedule.steps[walk.at];
+            EFFECTS[step->op](&walk, step);
+        }
         if (policy->is_graph) {
             deliver(&walk);
         }

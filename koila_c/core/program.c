@@ -244,18 +244,6 @@ serial_of(const Build *build)
     return (uint32_t)build->program->n_runs + 1;
 }
 
-static uint32_t
-parts_at(const KlTape *tape, const KlStages *stages, KlNodeId id, uint32_t stage)
-{
-    if (tape->nodes[id].mode != KL_MODE_REDUCE) {
-        return 0;
-    }
-    if (stages->late_stage[id] == KL_STAGE_NONE) {
-        return (1u << kl_ops_reductions[tape->nodes[id].reduce].n_parts) - 1;
-    }
-    return (stages->node_stage[id] == stage ? 1u : 0) | (stages->late_stage[id] == stage ? 2u : 0);
-}
-
 /* For each input of the node at `position`: note its last use, if this run makes it, else import it. */
 static void
 note_reads(Build *build, const KlRun *run, KlNodeId id, uint32_t position)
@@ -422,12 +410,18 @@ run_at(const KlProgram *program, uint32_t stage, KlAxisId axis)
                    .combined.first = (uint32_t)program->combined.n};
 }
 
+/* Add a node to the run, with the partial results that it computes in this stage if it is a reduction. */
 static void
 add_node(Build *build, KlNodeId id, uint32_t stage)
 {
-    uint32_t parts = parts_at(build->tape, &build->program->stages, id, stage);
+    const KlNode *node = &build->tape->nodes[id];
+    const KlStages *stages = &build->program->stages;
+    uint32_t all = (1u << kl_ops_reductions[node->reduce].n_parts) - 1;
+    uint32_t here =
+        (stages->node_stage[id] == stage ? 1u : 0) | (stages->late_stage[id] == stage ? 2u : 0);
+    uint32_t parts = stages->late_stage[id] == KL_STAGE_NONE ? all : here;
     push(build, &build->program->nodes, id);
-    push(build, &build->program->parts, parts);
+    push(build, &build->program->parts, node->mode == KL_MODE_REDUCE ? parts : 0);
 }
 
 static void
@@ -694,21 +688,12 @@ cut_body(Build *build, uint32_t stage, KlAxisId axis)
     return n_segments;
 }
 
-static void
-build_body(Build *build, uint32_t stage, KlAxisId axis)
-{
-    bool is_cut =
-        build->asked->n_segments > 1 || build->asked->is_headed || build->program->is_checkpointed;
-    uint32_t n_segments = is_cut ? cut_body(build, stage, axis) : 1;
-    for (uint32_t i = 0; i < n_segments; i++) {
-        build_segment(build, stage, axis, i);
-    }
-}
-
 /* Build a body for each axis over which a stage has calls, in the order of the axes. */
 static void
 build_bodies(Build *build, uint32_t stage)
 {
+    const bool is_cut =
+        build->asked->n_segments > 1 || build->asked->is_headed || build->program->is_checkpointed;
     KlAxisId last = KL_ID_NONE; /* none yet */
     for (;;) {
         KlAxisId next = KL_ID_NONE;
@@ -723,7 +708,10 @@ build_bodies(Build *build, uint32_t stage)
         if (next == KL_ID_NONE) {
             return;
         }
-        build_body(build, stage, next);
+        uint32_t n_segments = is_cut ? cut_body(build, stage, next) : 1;
+        for (uint32_t i = 0; i < n_segments; i++) {
+            build_segment(build, stage, next, i);
+        }
         last = next;
     }
 }

@@ -39,17 +39,6 @@ typedef struct {
         n_rows; /* positions of the kernel, strides multiplied, samples */
 } Conv;
 
-static void
-read_padding(const KlCall *call, Conv *conv)
-{
-    if (call->args[4].kind != KL_ARG_TEXT) {
-        kl_rules_spatial(call, 4, conv->n, zeros, conv->padding);
-        return;
-    }
-    conv->is_same = strcmp(call->args[4].u.text, "same") == 0;
-    kl_rules_require(call, conv->is_same || strcmp(call->args[4].u.text, "valid") == 0);
-}
-
 /* conv: input, weight, bias, stride, padding, dilation, groups
  * transposed: input, weight, bias, stride, padding, output_padding, groups, dilation */
 static KlStatus
@@ -61,10 +50,13 @@ read_conv(const KlCall *call, Conv *conv)
     *conv = (Conv){.n = n, .is_transposed = is_transposed};
     kl_rules_spatial(call, 3, n, ones, conv->stride);
     if (is_transposed) {
-        kl_rules_spatial(call, 4, n, zeros, conv->padding);
         kl_rules_spatial(call, 5, n, zeros, conv->output_padding);
+    }
+    if (is_transposed || call->args[4].kind != KL_ARG_TEXT) {
+        kl_rules_spatial(call, 4, n, zeros, conv->padding);
     } else {
-        read_padding(call, conv);
+        conv->is_same = strcmp(call->args[4].u.text, "same") == 0;
+        kl_rules_require(call, conv->is_same || strcmp(call->args[4].u.text, "valid") == 0);
     }
     kl_rules_spatial(call, is_transposed ? 7 : 5, n, ones, conv->dilation);
     conv->groups = kl_rules_int(call, 6, 1);

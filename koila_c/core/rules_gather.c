@@ -61,11 +61,13 @@ KL_SHAPE(gather)
     return kl_rules_out_contiguous(result, index);
 }
 
-/* Place a call with the rows of all inputs but `other`, and of the result, at `want`. Return KL_OK. */
+/* Place a call whose index may be along dim `dim`: with the rows of all inputs but `other`, and of the result, at one
+ * place, if that is in another dim. Return KL_OK. */
 static KlStatus
-match_but(const KlCall *call, KlInferred *result, uint32_t other, const KlPlace *want)
+match_beside(const KlCall *call, KlInferred *result, int32_t dim, uint32_t other)
 {
-    const char *reason = NULL;
+    const KlPlace *want = &call->inputs[kl_rules_first_rows(call)]->place;
+    const char *reason = want->dim == dim ? index_couples : NULL;
     for (uint32_t i = 0; i < call->n_inputs && reason == NULL; i++) {
         reason = i != other ? kl_rules_match(call, result, i, want) : NULL;
     }
@@ -76,9 +78,7 @@ match_but(const KlCall *call, KlInferred *result, uint32_t other, const KlPlace 
 KL_PLACE(scatter)
 {
     int32_t dim = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims);
-    KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
-    return want.dim == dim ? kl_rules_once(result, index_couples)
-                           : match_but(call, result, KL_ID_NONE, &want);
+    return match_beside(call, result, dim, KL_ID_NONE);
 }
 
 /* Whether each row of the index, input 1, reads all of the value along `dim`. */
@@ -111,12 +111,10 @@ KL_SHAPE(searchsorted)
 KL_PLACE(searchsorted)
 {
     const KlMeta *sequence = call->inputs[0], *input = call->inputs[1];
-    KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
     if (sequence->n_dims == 1 && !kl_place_is_rows(&sequence->place)) {
         return kl_rules_at(result, input->place);
     }
-    return want.dim == sequence->n_dims - 1 ? kl_rules_once(result, index_couples)
-                                            : match_but(call, result, KL_ID_NONE, &want);
+    return match_beside(call, result, sequence->n_dims - 1, KL_ID_NONE);
 }
 
 /* scatter(x, dim, index, src or value), scatter_add: the result has x's shape */
@@ -222,10 +220,8 @@ KL_SHAPE(index_add)
 KL_PLACE(index_add)
 {
     int32_t dim = kl_rules_dim(call, 1, 0, call->inputs[0]->n_dims);
-    KlPlace want = call->inputs[kl_rules_first_rows(call)]->place;
-    return kl_place_is_rows(&call->inputs[1]->place) || want.dim == dim
-               ? kl_rules_once(result, index_couples)
-               : match_but(call, result, 1, &want);
+    return kl_place_is_rows(&call->inputs[1]->place) ? kl_rules_once(result, index_couples)
+                                                     : match_beside(call, result, dim, 1);
 }
 
 KL_SHAPE(index_fill)

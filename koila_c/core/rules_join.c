@@ -192,28 +192,22 @@ split_evenly(const KlCall *call, KlInferred *result, int32_t at, int64_t size)
     return make_parts(call, result, at, (uint32_t)n, NULL, size);
 }
 
-static KlStatus
-split_by(const KlCall *call, KlInferred *result, int32_t at, const int64_t *sizes, uint32_t n)
-{
-    int64_t total = 0;
-    for (uint32_t i = 0; i < n; i++) {
-        kl_rules_check(call, sizes[i] >= 0);
-        total += sizes[i];
-    }
-    kl_rules_check(call, total == call->inputs[0]->shape[at]);
-    return make_parts(call, result, at, n, sizes, 0);
-}
-
 /* split(x, size, dim) and split(x, [sizes], dim) */
 KL_SHAPE(split)
 {
     const KlArg *sizes = &call->args[1];
     kl_rules_require(call, call->inputs[0]->n_dims > 0);
     int32_t at = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims);
-    if (sizes->kind == KL_ARG_INTS && sizes->n > 0) {
-        return split_by(call, result, at, sizes->u.ints, sizes->n);
+    if (sizes->kind != KL_ARG_INTS || sizes->n == 0) {
+        return sizes->kind == KL_ARG_INT ? split_evenly(call, result, at, sizes->u.i) : KL_DECLINED;
     }
-    return sizes->kind == KL_ARG_INT ? split_evenly(call, result, at, sizes->u.i) : KL_DECLINED;
+    int64_t total = 0;
+    for (uint32_t i = 0; i < sizes->n; i++) {
+        kl_rules_check(call, sizes->u.ints[i] >= 0);
+        total += sizes->u.ints[i];
+    }
+    kl_rules_check(call, total == call->inputs[0]->shape[at]);
+    return make_parts(call, result, at, sizes->n, sizes->u.ints, 0);
 }
 
 KL_SHAPE(chunk)

@@ -89,14 +89,11 @@ KL_SHAPE(t)
 KL_SHAPE(movedim)
 {
     const int32_t n_dims = call->inputs[0]->n_dims;
-    int32_t order[KL_DIMS_MAX];
+    int32_t order[KL_DIMS_MAX] = {-1, -1, -1, -1, -1, -1, -1, -1};
     uint32_t n = 0, n_to = 0, used = 0;
     const int64_t *from = kl_rules_ints(call, 1, &n), *to = kl_rules_ints(call, 2, &n_to);
     if (n != n_to || n_dims == 0) {
         return KL_DECLINED;
-    }
-    for (int32_t i = 0; i < n_dims; i++) {
-        order[i] = -1;
     }
     for (uint32_t i = 0; i < n; i++) {
         int32_t source = kl_rules_wrap(call, from[i], n_dims);

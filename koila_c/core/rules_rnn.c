@@ -48,18 +48,11 @@ read_options(const KlCall *call, Layer *layer)
         !layer->is_packed || kl_rules_bool(call, word(call, IS_SORTED), true);
 }
 
-static KlStatus
-read_states(const KlCall *call, bool is_lstm, Layer *layer)
+/* Whether an argument is `n` states: a tensor, or a list of two. */
+static bool
+are_states(const KlArg *arg, uint32_t n)
 {
-    const KlArg *state = &call->args[word(call, STATE)];
-    layer->n_states = is_lstm ? 2 : 1;
-    if (is_lstm ? state->kind != KL_ARG_VALUES || state->n != 2 : state->kind != KL_ARG_VALUE) {
-        return KL_DECLINED;
-    }
-    for (uint32_t i = 0; i < layer->n_states; i++) {
-        layer->states[i] = call->inputs[state->input + i];
-    }
-    return KL_OK;
+    return n == 2 ? arg->kind == KL_ARG_VALUES && arg->n == 2 : arg->kind == KL_ARG_VALUE;
 }
 
 static bool
@@ -118,11 +111,18 @@ check_layer(const KlCall *call, Layer *layer)
 static KlStatus
 read_layer(const KlCall *call, Layer *layer)
 {
-    *layer = (Layer){.input = kl_rules_tensor(call, INPUT, 3, 3), .n_gates = call->row->n_gates};
+    const KlArg *state = &call->args[word(call, STATE)];
+    *layer = (Layer){.input = kl_rules_tensor(call, INPUT, 3, 3),
+                     .n_gates = call->row->n_gates,
+                     .n_states = call->row->n_gates == LSTM ? 2 : 1};
     read_options(call, layer);
-    KlStatus status =
-        layer->n_layers > 0 ? read_states(call, layer->n_gates == LSTM, layer) : KL_DECLINED;
-    return status == KL_OK ? check_layer(call, layer) : status;
+    if (layer->n_layers <= 0 || !are_states(state, layer->n_states)) {
+        return KL_DECLINED;
+    }
+    for (uint32_t i = 0; i < layer->n_states; i++) {
+        layer->states[i] = call->inputs[state->input + i];
+    }
+    return check_layer(call, layer);
 }
 
 /* All tensors except the keys have one real floating-point dtype, the result's; keys are int64. */
@@ -257,9 +257,8 @@ KL_SHAPE(rnn_cell)
     const KlMeta *input = kl_rules_input(call, 0);
     const KlArg *state = &call->args[1];
     uint32_t n_states = call->row->n_gates == LSTM ? 2 : 1;
-    bool is_kind =
-        n_states == 2 ? state->kind == KL_ARG_VALUES && state->n == 2 : state->kind == KL_ARG_VALUE;
-    if (input == NULL || input->n_dims != 2 || !is_kind || kl_meta_n_elements(input) == 0) {
+    if (input == NULL || input->n_dims != 2 || !are_states(state, n_states) ||
+        kl_meta_n_elements(input) == 0) {
         return KL_DECLINED;
     }
     int64_t n_hidden =

@@ -28,33 +28,20 @@ kl_rules_is_shape(const KlMeta *left, const KlMeta *right)
 bool
 kl_rules_is_dense(const KlMeta *meta)
 {
-    if (!meta->is_strided) {
-        return false;
+    if (!meta->is_strided || kl_meta_is_contiguous(meta)) {
+        return meta->is_strided;
     }
-    if (kl_meta_is_contiguous(meta)) {
-        return true;
-    }
-    bool is_used[KL_DIMS_MAX] = {false};
+    uint32_t used = 0; /* bit d: dim d has its place in memory, from the fastest on */
     int64_t stride = 1;
-    for (int32_t step = 0; step < meta->n_dims; step++) {
-        int32_t next = -1;
-        bool is_left = false;
-        for (int32_t dim = 0; dim < meta->n_dims; dim++) {
-            if (!is_used[dim] && meta->shape[dim] >= 2) {
-                is_left = true;
-                next = meta->strides[dim] == stride ? dim : next;
-            }
+    for (int32_t dim = 0; dim < meta->n_dims; dim++) {
+        bool is_next = meta->shape[dim] < 2 || meta->strides[dim] == stride;
+        if ((used >> dim & 1) == 0 && is_next) {
+            used |= UINT32_C(1) << dim;
+            stride *= meta->shape[dim];
+            dim = -1; /* the next one may be any dim */
         }
-        if (!is_left) {
-            return true;
-        }
-        if (next < 0) {
-            return false;
-        }
-        is_used[next] = true;
-        stride *= meta->shape[next];
     }
-    return true;
+    return used == (UINT32_C(1) << meta->n_dims) - 1;
 }
 
 bool
@@ -207,19 +194,17 @@ void
 kl_rules_preserve(KlMeta *out, const KlMeta *meta)
 {
     out->is_strided = meta->is_strided;
-    if (!meta->is_strided && (meta->n_dims == 0 || (meta->n_dims == 1 && meta->shape[0] > 1))) {
-        kl_meta_set_contiguous(out);
-    }
     if (!meta->is_strided) {
-        return;
-    }
-    if (kl_rules_is_dense(meta)) {
+        if (meta->n_dims == 0 || (meta->n_dims == 1 && meta->shape[0] > 1)) {
+            kl_meta_set_contiguous(out);
+        }
+    } else if (kl_rules_is_dense(meta)) {
         memcpy(out->strides, meta->strides, sizeof(out->strides));
-        return;
+    } else {
+        Operand operand = {0};
+        memcpy(operand.strides, meta->strides, sizeof(operand.strides));
+        iterate_sorted(out, &operand, 1);
     }
-    Operand operand = {0};
-    memcpy(operand.strides, meta->strides, sizeof(operand.strides));
-    iterate_sorted(out, &operand, 1);
 }
 
 bool

@@ -253,15 +253,6 @@ saves_body_value(const KlTape *tape, const KlStages *stages, KlNodeId id, const 
     return any_depends && (node->saves.outputs != 0 || node->saves.bytes_extra > 0);
 }
 
-/* Whether combining the partial results of a reduction in the last body saves any of them. */
-static bool
-combine_saves_body_value(const KlTape *tape, const KlStages *stages, KlNodeId id)
-{
-    uint32_t saved = kl_ops_reductions[tape->nodes[id].reduce].saved;
-    /* Partial result 1 may have been computed before the last body. */
-    return (stages->late_stage[id] == KL_STAGE_DATA ? saved & ~2u : saved) != 0;
-}
-
 /* Set is_tail_linear. The tail is linear exactly if no tensor that a tail node saves for backward depends on results of
  * the last body, since backward reads only saved tensors and sizes. */
 static void
@@ -291,8 +282,10 @@ judge_tail(const KlTape *tape, KlStages *stages, bool *depends)
             continue;
         }
         bool has_effect = node->is_random || node->leaf_writes != 0;
+        /* Combining saves partial results; result 1 may have been computed before the last body. */
+        uint32_t of_body = stages->late_stage[i] == KL_STAGE_DATA ? ~2u : ~0u;
         bool saves_body = is_combined
-                              ? combine_saves_body_value(tape, stages, (KlNodeId)i)
+                              ? (kl_ops_reductions[node->reduce].saved & of_body) != 0
                               : !is_of_body && saves_body_value(tape, stages, (KlNodeId)i, depends);
         if (is_seen || saves_body || (has_effect && !is_combined && !is_of_body)) {
             stages->is_tail_linear = false;

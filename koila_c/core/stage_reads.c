@@ -24,9 +24,9 @@ kl_stage_accruing(const KlTape *tape, const KlNode *node)
         kl_tape_inputs(tape, node)[k].value == KL_ID_NONE) {
         return KL_ID_NONE;
     }
-    const KlMeta *meta = &tape->values[kl_tape_inputs(tape, node)[k].value].meta;
-    bool is_whole =
-        !kl_place_is_rows(&kl_tape_inputs(tape, node)[k].place) && !kl_place_is_rows(&meta->place);
+    const KlInput *input = &kl_tape_inputs(tape, node)[k];
+    const KlMeta *meta = &tape->values[input->value].meta;
+    bool is_whole = !kl_place_is_rows(&input->place) && !kl_place_is_rows(&meta->place);
     bool is_summed_as_it_is =
         (meta->dtype == KL_DTYPE_FLOAT32 || meta->dtype == KL_DTYPE_FLOAT64) &&
         tape->values[node->first_out].meta.dtype == meta->dtype; /* else it is cast */

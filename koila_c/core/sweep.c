@@ -371,15 +371,6 @@ hold(KlSweep *sweep, KlValueId value, KlBytes size)
     }
 }
 
-static void
-drop(KlSweep *sweep, KlSweepStorage *storage)
-{
-    if (storage->is_live) {
-        storage->is_live = false;
-        add(&sweep->made, times(-1, storage->size));
-    }
-}
-
 /* Whether the rows of import `number` exist as a tensor or as a view of one; if not, each chunk copies them. */
 static bool
 is_given(const KlSweep *sweep, uint32_t number)
@@ -429,8 +420,9 @@ drop_if_free(KlSweep *sweep, KlValueId value)
 {
     KlSweepStorage *storage = storage_of(sweep, value);
     bool is_held = storage->is_held || storage->is_result || storage->is_copy;
-    if (!is_held && storage->saved_by == KL_ID_NONE) {
-        drop(sweep, storage);
+    if (storage->is_live && !is_held && storage->saved_by == KL_ID_NONE) {
+        storage->is_live = false;
+        add(&sweep->made, times(-1, storage->size));
     }
 }
 
