@@ -362,8 +362,9 @@ kl_infer_call(const KlCall *call, KlInferred *result, KlError *error)
     KlStatus status = apply_rules(&read, result);
     if (status == KL_ERROR_MEMORY || status == KL_ERROR_INTERNAL) {
         (void)kl_error_set(error, status, "%s: %s", call->row->name,
-                           status == KL_ERROR_MEMORY ? "no memory to infer its results"
-                                                     : "the place of an input does not fit it");
+                           status == KL_ERROR_MEMORY
+                               ? "no memory to infer its results"
+                               : "the place of an input does not fit its shape");
     }
     return status;
 }

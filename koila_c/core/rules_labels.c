@@ -128,12 +128,9 @@ kl_rules_settle_plain(const KlCall *call, KlInferred *result)
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         is_plain = is_plain && kl_rules_is_plain(call->inputs[i]);
     }
+    kl_rules_set_contiguous(result);
     for (uint32_t i = 0; i < result->n_outs; i++) {
-        if (is_plain) {
-            kl_meta_set_contiguous(&result->outs[i]);
-        } else {
-            result->outs[i].is_strided = false;
-        }
+        result->outs[i].is_strided = is_plain;
     }
 }
 
@@ -165,13 +162,9 @@ kl_rules_settle_format(const KlCall *call, KlInferred *result, uint32_t n_decide
         }
         is_last = is_last || kl_rules_is_like_channels_last(input);
     }
-    for (uint32_t i = 0; i < result->n_outs; i++) {
-        KlMeta *out = &result->outs[i];
-        if (is_last) {
-            kl_rules_set_channels_last(out);
-        } else {
-            kl_meta_set_contiguous(out);
-        }
+    kl_rules_set_contiguous(result);
+    for (uint32_t i = 0; i < result->n_outs && is_last; i++) {
+        kl_rules_set_channels_last(&result->outs[i]);
     }
 }
 

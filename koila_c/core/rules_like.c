@@ -198,13 +198,11 @@ KL_SHAPE(new)
     KlMeta *out = kl_rules_outs(result, 1);
     check_numbers(call, 2);
     read_options(call, result);
-    for (uint32_t i = 0; i < n; i++) {
-        kl_rules_check(call, sizes[i] >= 0);
-    }
     if (n > KL_DIMS_MAX) {
         return KL_DECLINED;
     }
     for (; out->n_dims < (int32_t)n; out->n_dims++) {
+        kl_rules_check(call, sizes[out->n_dims] >= 0);
         out->shape[out->n_dims] = sizes[out->n_dims];
     }
     kl_meta_set_contiguous(out);

@@ -155,13 +155,11 @@ factor_sizes(const KlCall *call, KlInferred *result, uint32_t arg, int32_t first
     if (!kl_rules_factor(input, &input->place, kl_rules_rows(call, result), out, &found)) {
         return kl_rules_once_again(result, cut_in_two, dim_of_part(call, result));
     }
-    const KlArg *sizes = arg < call->n_args ? &call->args[arg] : NULL;
+    uint32_t n = 0;
+    const int64_t *sizes = arg < call->n_args ? kl_rules_ints(call, arg, &n) : NULL;
     int32_t entry = found.dim - first;
-    if (sizes != NULL && sizes->kind == KL_ARG_INTS && entry >= 0 && entry < (int32_t)sizes->n &&
-        sizes->u.ints[entry] != -1) {
+    if (entry >= 0 && entry < (int32_t)n && sizes[entry] != -1) {
         (void)kl_rules_rewrite(result, arg, (uint32_t)entry, 0, found.outer * found.inner);
-    } else if (sizes != NULL && sizes->kind == KL_ARG_INT && entry == 0 && sizes->u.i != -1) {
-        (void)kl_rules_rewrite(result, arg, 0, 0, found.outer * found.inner);
     }
     out->place = found;
     return KL_OK;
@@ -188,22 +186,16 @@ KL_PLACE(unflatten)
 KL_PLACE(factor_other)
 {
     const KlMeta *input = call->inputs[0], *other = call->inputs[1];
-    int64_t rows = kl_rules_rows(call, result);
+    const bool is_of_input = kl_place_is_rows(&input->place);
+    const KlMeta *from = is_of_input ? input : other, *to = is_of_input ? other : input;
     KlPlace found;
-    if (kl_place_is_rows(&input->place)) {
-        if (!kl_rules_factor(input, &input->place, rows, other, &found)) {
-            return kl_rules_once(result, cut_in_two);
-        }
-        const char *reason = kl_rules_follow(call, result, 1, &found);
-        if (reason != NULL) {
-            return kl_rules_once(result, reason);
-        }
-    } else {
-        if (!kl_rules_factor(other, &other->place, rows, input, &found)) {
-            return kl_rules_once(result, cut_in_two);
-        }
-        result->split.places[0] = found;
-        found = other->place;
+    if (!kl_rules_factor(from, &from->place, kl_rules_rows(call, result), to, &found)) {
+        return kl_rules_once(result, cut_in_two);
     }
-    return kl_rules_at(result, found);
+    const char *reason = is_of_input ? kl_rules_follow(call, result, 1, &found) : NULL;
+    if (reason != NULL) {
+        return kl_rules_once(result, reason);
+    }
+    result->split.places[0] = is_of_input ? input->place : found;
+    return kl_rules_at(result, is_of_input ? found : other->place);
 }
