@@ -12,13 +12,13 @@
 
 /* Return the bytes of a piece of a chunk: it has 1 / n_pieces of the rows, or of the second axis, rounded up. */
 static KlBytes
-of_piece(const KlWalk *walk, KlBytes bytes)
+of_piece(const KlWalk *walk, double fixed, double per_row)
 {
     bool is_whole = walk->n_pieces <= 1;
     double size = (double)walk->policy->second_size;
-    double more = is_whole ? 0 : bytes.per_row;
-    return (KlBytes){.fixed = bytes.fixed + (size > 0 ? 0 : more),
-                     .per_row = bytes.per_row / walk->n_pieces + (size > 0 ? more / size : 0)};
+    double more = is_whole ? 0 : per_row;
+    return (KlBytes){.fixed = fixed + (size > 0 ? 0 : more),
+                     .per_row = per_row / walk->n_pieces + (size > 0 ? more / size : 0)};
 }
 
 /* Add to the moments from `first` on, which count only their own run, the bytes that are held outside it. */
@@ -27,9 +27,12 @@ add_held(KlWalk *walk, size_t first)
 {
     for (size_t i = first; i < walk->moments->n; i++) {
         KlMoment *moment = &walk->moments->moments[i];
-        moment->bytes = kl_sweep_plus(of_piece(walk, moment->bytes), walk->held);
-        moment->gradients = kl_sweep_plus(of_piece(walk, moment->gradients), walk->gradients);
-        moment->temporary = of_piece(walk, moment->temporary);
+        KlBytes own = of_piece(walk, moment->bytes.fixed, moment->bytes.per_row);
+        moment->bytes = kl_sweep_plus(own, walk->held);
+        KlBytes come = of_piece(walk, moment->gradients.fixed, moment->gradients.per_row);
+        KlBytes brief = of_piece(walk, moment->temporary.fixed, moment->temporary.per_row);
+        moment->gradients = kl_sweep_share(kl_sweep_plus(come, walk->gradients));
+        moment->temporary = kl_sweep_share(brief);
         moment->per_chunk = walk->held_per_chunk;
         moment->step = walk->at;
         moment->is_back = walk->is_back;

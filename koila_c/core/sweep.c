@@ -459,8 +459,8 @@ note(KlSweep *sweep, KlNodeId node, KlBytes more, KlMoments *moments)
     if (moments != NULL) {
         moments->moments[moments->n++] =
             (KlMoment){.bytes = sum,
-                       .gradients = sweep->gradients,
-                       .temporary = more,
+                       .gradients = kl_sweep_share(sweep->gradients),
+                       .temporary = kl_sweep_share(more),
                        .node = node,
                        .rows = sweep->rows < UINT32_MAX ? (uint32_t)sweep->rows : 0};
     }

@@ -20,10 +20,22 @@ kl_sweep_plus(KlBytes left, KlBytes right)
     return (KlBytes){left.fixed + right.fixed, left.per_row + right.per_row};
 }
 
+/* As KlBytes, in half of the memory: moments are many, and kept. */
+typedef struct KlShare {
+    float fixed, per_row;
+} KlShare;
+
+static inline KlShare
+kl_sweep_share(KlBytes bytes)
+{
+    return (KlShare){(float)bytes.fixed, (float)bytes.per_row};
+}
+
 /* The bytes at one moment, besides per_chunk * chunks; of these, the gradients; and the node that runs then. */
 typedef struct KlMoment {
-    KlBytes bytes, gradients, temporary; /* temporary: the workspace that only this node needs */
+    KlBytes bytes;
     double per_chunk;
+    KlShare gradients, temporary; /* temporary: the workspace that only this node needs */
     KlNodeId node;
     uint32_t rows; /* of the axis whose chunks run, if that is not the longest; else 0 */
     uint32_t step; /* the index of the step in the schedule */
