@@ -180,8 +180,8 @@ MUTANTS = [
     Mutant(
         "custom functions: what they take is not remembered",
         "python/koila/running/custom_memory.py",
-        "plans.remember(_known, key, counter.most)",
-        "plans.remember({}, key, counter.most)",
+        "remember(_known, key, counter.most)",
+        "remember({}, key, counter.most)",
         "tests/test_custom_memory.py",
     ),
     Mutant(
@@ -376,8 +376,8 @@ MUTANTS = [
     Mutant(
         "attempt: what a failed try drew stays drawn",
         "python/koila/running/attempt.py",
-        "            replay.draws.roll_back()\n            if is_of_layout(error):",
-        "            n_tries += 0\n            if is_of_layout(error):",
+        "            replay.draws.roll_back()\n            if isinstance(error, NotIn",
+        "            n_tries += 0\n            if isinstance(error, NotIn",
         "tests/test_instructions.py -k Dropout",
     ),
     Mutant(

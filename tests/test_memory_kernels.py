@@ -582,8 +582,8 @@ def test_parts_of_many_chunks_count() -> None:
     rows = estimate.largest_chunk(3000)
     assert estimate.peak(rows)[0] <= 3000 < estimate.peak(rows + 20)[0]
     assert estimate.largest_chunk(1000) == 0  # 1 row: 50,110 bytes; 70 rows, about the least: 1,550
-    assert estimate.least()[0] == 64
+    assert estimate.least[0] == 64
     plain = made_up(1000, 100.0, 10.0)
     assert plain.largest_chunk(3000) == 290
-    assert plain.least()[0] == 1
+    assert plain.least[0] == 1
     assert made_up(0, 0.0, 0.0).largest_chunk(1.0) == 0

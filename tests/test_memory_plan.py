@@ -18,7 +18,8 @@ from torch import Tensor, nn
 import koila
 from koila.memory import estimates, optimizers, plan_program
 from koila.messages.words import size
-from koila.planning.explain import plan_of
+from koila.planning import planner
+from koila.staged.program import Program
 from limits import there
 from profiled import bytes_over_time
 
@@ -87,7 +88,7 @@ def test_moments_add_up(name: str, setting: dict[str, Any]) -> None:
     with koila.config(**config):
         loss = loss_of(model, *koila.lazy(x, y))
         plan = koila.plan(loss)
-        planned = plan_of(loss)
+        planned = planner.plan(Program([loss]), True)
         assert koila._core.real(loss) is None
         assert (plan.fits, plan.n_chunks == 1) == (True, not config)
         if planned.predicted is not None:

@@ -29,7 +29,7 @@ with versions.explained():
     functions.register_all()
     install.install()
 
-versions.note_this()
+versions.note_untested()
 
 __version__ = "0.2.0.dev0"
 

@@ -55,7 +55,7 @@ def plan(*losses: Any) -> MemoryPlan:
     program = Program(roots)
     is_graph = any(root.requires_grad for root in roots)
     if not program.axes or program.unstageable is not None:
-        allowed, summary = limits.left_for(program), numbers_of_whole(program, is_graph)
+        allowed, summary = limits.allowed_for(program), numbers_of_whole(program, is_graph)
         return plan_program.of(program, is_graph, AS_IT_IS, 1, 1, allowed, summary=summary)
     expected = forecast(program, is_graph)
     return plan_program.of(
@@ -64,7 +64,7 @@ def plan(*losses: Any) -> MemoryPlan:
         expected.strategy,
         expected.n_chunks,
         expected.unit,
-        max(0.0, limits.left_for(program)),
+        max(0.0, limits.allowed_for(program)),
         fits=expected.fits,
         costs=expected.costs,
         known=expected.estimate,

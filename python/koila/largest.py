@@ -220,7 +220,7 @@ def _try(step: Callable[..., Tensor], inputs: tuple[Any, ...], batch: Any, n_row
             raise ValueError(f"{_MUST}: what it returned {what}")
         program = Program([loss])
         _, coming, stepping = refusals.before(program)
-        left = max(0.0, limits.left_for(program) - coming)
+        left = max(0.0, limits.allowed_for(program) - coming)
         if stepping > left - n_bytes:
             return _Tried(False, math.inf, left, stepping + n_bytes)
         made = fitting.Trial(program, True).fit(left - n_bytes)

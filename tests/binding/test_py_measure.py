@@ -201,6 +201,6 @@ def test_moments_are_read_as_they_were_written() -> None:
     assert estimate.peak(2) == (124.0, 7)
     assert estimate.peak(8) == (210.0, 8)
     assert estimate.fixed(8) == 50
-    assert estimate.least() == (1, 118.0, 7)
+    assert estimate.least == (1, 118.0, 7)
     assert estimate.largest_chunk(150.0) == 4
     assert Estimate(b"", ROWS).peak(2) == (0.0, 0)

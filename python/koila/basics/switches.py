@@ -65,13 +65,6 @@ def _pair(name: str, get: str, set_: str) -> Switch:
     return Switch(name, getter, lambda value: setter(*value if type(value) is tuple else (value,)))
 
 
-def _determinism() -> tuple[bool, bool]:
-    return (
-        _C._get_deterministic_algorithms(),
-        _C._get_deterministic_algorithms_warn_only(),
-    )
-
-
 #: Each number is a setting that the recorder keeps; so many blocks do not wait at once.
 _N_BLOCKS = 64
 
@@ -149,6 +142,7 @@ def _make() -> tuple[Switch, ...]:
         names = (f"_cuda_{verb}_cudnn_benchmark_limit" for verb in ("set", "get", "set"))
         made.append(_pair(*names))
     order, determine = _C._set_sdp_priority_order, _C._set_deterministic_algorithms
+    is_on, only_warns = _C._get_deterministic_algorithms, _C._get_deterministic_algorithms_warn_only
     default, precise = _C._set_default_dtype, _C._set_fp32_precision_setter
     made += [
         Switch(
@@ -158,7 +152,7 @@ def _make() -> tuple[Switch, ...]:
         ),
         Switch(
             "_set_deterministic_algorithms",
-            _determinism,
+            lambda: (is_on(), only_warns()),
             lambda value: determine(value[0], warn_only=value[1]),
         ),
         Switch("_set_default_dtype", torch.get_default_dtype, default),

@@ -57,15 +57,12 @@ class Estimate:
         """Return the part of these peak bytes that does not shrink with the chunks."""
         return _core.peak(*self._at(rows))[1]
 
+    @functools.cached_property
     def least(self) -> tuple[int, float, int]:
-        """Return the chunk size that needs the least memory: its rows, its peak bytes, the call.
+        """The chunk size that needs the least memory: its rows, its peak bytes, the call.
 
         That is one row, unless each chunk leaves much behind. Only powers of two are tried.
         """
-        return self._least
-
-    @functools.cached_property
-    def _least(self) -> tuple[int, float, int]:
         sizes = [1 << i for i in range(self.rows.bit_length())] or [1]
         return min(((rows, *self.peak(rows)) for rows in sizes), key=lambda entry: entry[1])
 

@@ -15,7 +15,7 @@ from koila.memory import budget, estimates, optimizers
 from koila.messages.memory_plan import MemoryPlan
 from koila.messages.moments import BACKWARD, FORWARD, OPTIMIZER, Moment, Value
 from koila.staged import layers
-from koila.staged.facts import name_of_node, where_of_node
+from koila.staged.facts import name_of_call, where_of_node
 from koila.staged.program import Program
 from koila.staged.schedule import Strategy
 
@@ -55,7 +55,7 @@ def _moments(
     for i, (at, is_back) in enumerate(zip(course, is_backward, strict=True)):
         if at.node not in calls:
             node = program.node(at.node)
-            calls[at.node] = name_of_node(node), where_of_node(node), names.of_call(node.id)
+            calls[at.node] = name_of_call(node.id), where_of_node(node), names.of_call(node.id)
         kept = max(0.0, at.n_bytes - at.gradients - at.temporary)
         outputs = min(kept, totals[bisect.bisect_right(positions, i)])
         yield Moment(
@@ -76,7 +76,7 @@ def _largest(program: Program, names: layers.Names, rows: int) -> tuple[Value, .
         node = program.node(i)
         in_chunk = round(n_bytes * share) if is_rows else n_bytes
         found.append(
-            Value(name_of_node(node), where_of_node(node), names.of_call(i), n_bytes, in_chunk)
+            Value(name_of_call(node.id), where_of_node(node), names.of_call(i), n_bytes, in_chunk)
         )
     return tuple(found)
 

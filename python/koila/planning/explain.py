@@ -31,7 +31,8 @@ from koila.reporting import reports
 from koila.reporting.report_types import ProgramReport, Stage, Whole
 from koila.reporting.reports import Decision
 from koila.staged import hooks, layers
-from koila.staged.facts import REDUCE, Node, Run, name_of_node, where_of_node
+from koila.staged.facts import REDUCE, Node, Run, call_in_words, name_of_call, where_of_node
+from koila.staged.known import remember
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Schedule, Strategy
 
@@ -46,7 +47,7 @@ def cause_of_whole(program: Program) -> Decision:
     if program.unstageable is not None:
         node, why = program.unstageable
         made, n_calls = program.amounts.made, program.n_nodes
-        whole_for = Whole(name_of_node(node), where_of_node(node), why, made, n_calls)
+        whole_for = Whole(name_of_call(node.id), where_of_node(node), why, made, n_calls)
         return Decision(why, whole=(whole_for,))
     whole = whole_calls.made_whole(program) if program.amounts.n_once > 0 else ()
     if not whole:
@@ -55,7 +56,6 @@ def cause_of_whole(program: Program) -> Decision:
     return Decision(why, whole=whole)
 
 
-_N_KNOWN = 64
 #: By the line that asked and the number of calls: the layers of a program and its rows. A cache,
 #: since finding layers takes longer than planning a small program.
 _known_layers: dict[tuple[str, int], tuple[tuple[Layer, ...], int]] = {}
@@ -75,11 +75,9 @@ def layers_of(program: Program, planned: plans.Plan) -> tuple[Layer, ...]:
     rows = layers.rows_of(program)
     if key not in _known_layers:
         try:
-            _known_layers[key] = layers.of(program), rows
+            remember(_known_layers, key, (layers.of(program), rows))
         except MemoryError:  # the step has run, or is refused anyway: the report names no layers
             return ()
-        while len(_known_layers) > _N_KNOWN:
-            _known_layers.pop(next(iter(_known_layers)))
     found, rows_then = _known_layers[key]
     return found if rows == rows_then else tuple(one.of_more(rows - rows_then) for one in found)
 
@@ -103,8 +101,7 @@ def scheduled(
     of an axis are in `grids`, those of a run, or pieces of them, come from `grid_of`."""
     key = id(schedule), strategy, *grids, *map(tuple, grids.values())  # `known` keeps the schedule
     found: Scheduled | None = program.known.described.get(key)
-    words = schedule_words.call_in_words
-    if found is None or hooks.is_any() or any(words(node) != text for node, text in found.named):
+    if found is None or hooks.is_any() or any(call_in_words(n) != text for n, text in found.named):
         found = program.known.described[key] = _described(program, strategy, schedule, grid_of)
     return found
 
@@ -122,7 +119,7 @@ def _described(
         rows = [stop - start for start, stop in grid_of(run)] if run.is_body else []
         of_run = passes.get(run.index, none)
         why, node = schedule_words.why_twice(program, run, of_run)
-        named += [] if node is None else [(node, schedule_words.call_in_words(node))]
+        named += [] if node is None else [(node, call_in_words(node))]
         n_calls = [last[i] for i in run.nodes].count(run.index)
         n_chunks, n_rows = len(rows) or 1, max(rows, default=None)
         stages.append(Stage(position, n_calls, n_chunks, n_rows, str(of_run), why))
@@ -212,7 +209,6 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
     is_whole = n_chunks == 1 and strategy == AS_IT_IS
     if is_whole:
         needed = left_graphs.estimate(program, is_graph).whole
-    if is_whole:
         how = schedule_words.checkpoints_in_words(cut, strategy)
     else:
         how = schedule_words.strategy_in_words(cut, strategy, schedule)
@@ -260,7 +256,7 @@ def _needs(program: Program, is_graph: bool) -> list[str]:
     """Describe the bytes that a program needs if it runs whole, and the bytes left for it; also
     whether other pending calls, whose results the script holds, run with it."""
     whole = left_graphs.estimate(program, is_graph).whole
-    needs, has = sizes(whole, max(0.0, limits.left_for(program)))
+    needs, has = sizes(whole, max(0.0, limits.allowed_for(program)))
     found = [f"whole needs {needs} more than is in use now, and {has} are left"]
     held = [value for value in left_graphs.ends_of(program) if value in program.wanted]
     if held:
@@ -268,7 +264,7 @@ def _needs(program: Program, is_graph: bool) -> list[str]:
         assert node is not None
         found.append(
             "that includes other pending calls, whose results are still held: "
-            f"{schedule_words.call_in_words(node)}"
+            f"{call_in_words(node)}"
         )
     return found
 
@@ -419,12 +415,12 @@ def _why(program: Program, n_forwards: int) -> list[str]:
     the last body run forward `n_forwards` times."""
     if program.unstageable is not None:
         node, why = program.unstageable
-        where = schedule_words.call_in_words(node)
+        where = call_in_words(node)
         return [f"everything runs on the whole batch, for {where}: {why}"]
     said = []
     if n_forwards > 1 and not program.is_tail_linear:
         tail = program.node(program.tail_node) if program.tail_node is not None else None
-        name = f" through {schedule_words.call_in_words(tail)}" if tail is not None else ""
+        name = f" through {call_in_words(tail)}" if tail is not None else ""
         last = next(run for run in program.runs if run.stage == program.last_body)
         why = schedule_words.hook_in_words(program, last)
         why = why or f"the gradient of the loss depends on values of the whole batch{name}"
@@ -438,9 +434,3 @@ def _why(program: Program, n_forwards: int) -> list[str]:
     if len(whole) > _MOST_WHOLE:
         said.append(f"whole batch: {count(len(whole) - _MOST_WHOLE, 'call')} more")
     return said
-
-
-@in_turn
-def plan_of(loss: torch.Tensor) -> plans.Plan:
-    """Return the plan for the program of `loss` and its backward, without running it."""
-    return planner.plan(Program([loss]), True)

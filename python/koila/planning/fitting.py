@@ -12,9 +12,10 @@ from koila.basics.rows import UNIT, Bounds, largest
 from koila.memory import budget, estimates, optimizers
 from koila.planning import left_graphs, limits, strategies
 from koila.planning.limits import Needs
-from koila.planning.plans import Lasting, Plan, Shape, is_measured, lasting, remember
+from koila.planning.plans import Lasting, Plan, Shape, is_measured, lasting
 from koila.planning.strategies import Fitting, Option, Strategies
 from koila.random import draws
+from koila.staged.known import remember
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Strategy
 

@@ -25,6 +25,7 @@ class _Asking:
 
     def __init__(self, before: limits.Before, needed: Needed) -> None:
         self._before, self._needed = before, needed
+        needed.asking.add(self)
 
     def __call__(self) -> float:
         limit, _, stepping = self._before
@@ -42,7 +43,7 @@ class Needed:
         self._find = find
         self._found: float | None = None
         self._kept: tuple[Program, bool] | None = None  # with whether it is differentiated
-        self._asking = weakref.WeakSet[_Asking]()
+        self.asking = weakref.WeakSet[_Asking]()
 
     def keep(self, program: Program, is_graph: bool, is_printed: bool) -> None:
         """Keep what is needed to find the bytes later. If the print of the program does not tell
@@ -71,15 +72,9 @@ class Needed:
         return self._found
 
     def _let_go(self) -> None:
-        if self._asking and self._found is None:
+        if self.asking and self._found is None:
             self.n_bytes()  # a report that may be read holds it
         self._kept = None
-
-    def asked(self, before: limits.Before) -> _Asking:
-        """Return what a report holds, given what a limit is for beside the program."""
-        asking = _Asking(before, self)
-        self._asking.add(asking)
-        return asking
 
 
 #: Those that keep a program, the oldest first.
@@ -96,4 +91,4 @@ class LeastLimit(NamedTuple):
 
     def for_report(self) -> _Asking:
         """Return what a report holds."""
-        return self.needed.asked(self.before)
+        return _Asking(self.before, self.needed)

@@ -63,10 +63,6 @@ def largest_outside(program: Program) -> torch.Tensor | None:
     return max((one for one in found if one is not None), key=lambda one: one.nbytes, default=None)
 
 
-def _sum_of(parts: list[tuple[str, int]]) -> int:
-    return sum(n_bytes for _, n_bytes in parts)
-
-
 def limit_in_words(program: Program) -> str:
     """Describe the limit and the bytes of it that are taken; empty if there is no limit."""
     limit = config.get("memory_limit")
@@ -77,7 +73,7 @@ def limit_in_words(program: Program) -> str:
     counted = (
         budget.counted(one, program.parameters, program.entered) for one in devices_of(program)
     )
-    parts = max(counted, key=_sum_of)
+    parts = max(counted, key=lambda parts: sum(n_bytes for _, n_bytes in parts))
     taken = ", ".join(f"{name} {size(n_bytes)}" for name, n_bytes in parts)
     text = f"the limit is {size(limit)}" + (f", of which {taken}" if taken else "")
     if program.roots and budget.GRADIENTS in dict(parts):
@@ -113,11 +109,6 @@ def in_tenths(n_bytes: float) -> float:
     return math.ceil(10 * n_bytes / 2**20) * 2**20 / 10
 
 
-def left_for(program: Program, needed: float = math.inf) -> float:
-    """Return the bytes that a program may use now; `needed` is as in `allowed_for`."""
-    return allowed_for(program, needed=needed)
-
-
 @dataclass(frozen=True)
 class Needs:
     """The bytes that a program needs in the chunks that need least."""
@@ -131,5 +122,5 @@ class Needs:
 
 def least(estimate: estimates.Estimate, allowed: float) -> Needs:
     """Return what a program needs in the chunks that need least."""
-    rows, n_bytes, node = estimate.least()
+    rows, n_bytes, node = estimate.least
     return Needs(rows, n_bytes, node, estimate.fixed(rows), allowed)

@@ -10,7 +10,7 @@ from koila.basics import config, lines
 from koila.planning import planner, whole_calls
 from koila.reporting import reports
 from koila.reporting.report_types import ProgramReport
-from koila.staged.facts import name_of_node, where_of_node
+from koila.staged.facts import name_of_call, where_of_node
 from koila.staged.program import Program
 
 _logger = logging.getLogger("koila")
@@ -31,7 +31,7 @@ def log_whole(program: Program) -> None:
         node, why = program.unstageable
         where = where_of_node(node)
         log_once(
-            where, "%s makes all run on the whole batch (%s): %s", name_of_node(node), where, why
+            where, "%s makes all run on the whole batch (%s): %s", name_of_call(node.id), where, why
         )
     elif amounts.once >= _FEW_BYTES and 2 * amounts.once > max(amounts.entered, amounts.made):
         once = (n for n in program.once() if not program.takes_rows(n) and whole_calls.why_once(n))
@@ -43,7 +43,7 @@ def log_whole(program: Program) -> None:
             where,
             "%s needs the whole batch (%s; %s), and %d of %d calls run on the whole batch with it: "
             "koila saves little memory here",
-            name_of_node(barrier),
+            name_of_call(barrier.id),
             whole_calls.why_once(barrier),
             where,
             amounts.n_once,

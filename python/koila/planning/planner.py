@@ -14,10 +14,11 @@ from koila.messages.errors import MemoryLimitError
 from koila.planning import fitting, left_graphs, limits, plans, refusals, seen, steps
 from koila.planning.least_limits import LeastLimit, Needed
 from koila.planning.limits import Needs
-from koila.planning.plans import Plan, is_measured, remember
+from koila.planning.plans import Plan, is_measured
 from koila.planning.strategies import Strategies
 from koila.random import draws
 from koila.reporting import reports
+from koila.staged.known import remember
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Strategy
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from koila.basics import config
 from koila.basics.rows import UNIT, largest
@@ -14,26 +14,13 @@ from koila.memory import budget
 from koila.planning import limits, strategies
 from koila.planning.least_limits import LeastLimit
 from koila.planning.limits import Needs
+from koila.staged.known import remember
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Strategy
 
 #: What plans are remembered by: the rows of each axis, the number of calls, whether the program is
 #: differentiated, the bytes that it needs whole.
 Shape = tuple[tuple[int, ...], int, bool, float]
-
-
-_N_REMEMBERED = 64
-
-
-_T = TypeVar("_T")
-_Key = TypeVar("_Key", bound=tuple[object, ...])
-
-
-def remember(known: dict[_Key, _T], shape: _Key, value: _T) -> None:
-    """Add an entry to a cache, and drop the oldest ones beyond `_N_REMEMBERED`."""
-    known[shape] = value
-    while len(known) > _N_REMEMBERED:
-        known.pop(next(iter(known)))
 
 
 @dataclass(frozen=True)

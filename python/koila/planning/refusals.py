@@ -15,11 +15,11 @@ from koila.messages.errors import MemoryLimitError
 from koila.messages.words import count, size, sizes
 from koila.planning import fitting, limits, seen, whole_calls
 from koila.planning.limits import FEW_CHUNKS, Before, Needs, as_limit, in_tenths, limit_in_words
-from koila.planning.plans import remember
 from koila.planning.strategies import Strategies
 from koila.reporting import reports
 from koila.staged import layers
 from koila.staged.facts import name_of_call
+from koila.staged.known import remember
 from koila.staged.program import Program
 
 

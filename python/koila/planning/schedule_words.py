@@ -10,7 +10,7 @@ from koila.messages.words import count, size
 from koila.planning import whole_calls
 from koila.random import draws
 from koila.staged import hooks
-from koila.staged.facts import ONCE, Node, Run, name_of_node, where_of_node
+from koila.staged.facts import ONCE, Node, Run, call_in_words, name_of_call, where_of_node
 from koila.staged.program import Program
 from koila.staged.schedule import Op, Schedule, Strategy
 
@@ -35,12 +35,7 @@ def line_of(program: Program, node: Node) -> str:
     others = draws.why_others(node.id, node.first_out) if node.is_random else ""
     why += f"; {others}" if others and node.mode != ONCE else ""
     mode = f"{_MODES[node.mode]:6s} {describe(program, node.first_out)}{why}"
-    return f"    {node.id:4d} {name_of_node(node):24s} {mode}  ({where_of_node(node)})"
-
-
-def call_in_words(node: Node) -> str:
-    """Return the name and the line of a call."""
-    return f"{name_of_node(node)} ({where_of_node(node)})"
+    return f"    {node.id:4d} {name_of_call(node.id):24s} {mode}  ({where_of_node(node)})"
 
 
 def runs_of(program: Program) -> list[Run]:

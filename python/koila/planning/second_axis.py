@@ -21,7 +21,7 @@ from koila.basics.rows import chunk_shape, cut, widen_gradient, without_memory
 from koila.memory import estimates
 from koila.reductions import calls
 from koila.reporting import reports
-from koila.staged.facts import Job, Run, name_of_node
+from koila.staged.facts import Job, Run, name_of_call
 from koila.staged.program import Program
 
 #: A piece may need its share of the bytes of the whole segment times _MORE, and _FEW_BYTES. If it
@@ -56,7 +56,7 @@ def can_run(program: Program, run: Run) -> bool:
     nodes = list(map(program.node, run.nodes))
     if any(node.is_random or node.writes or node.leaf_writes for node in nodes):
         return False
-    return not any(name_of_node(node).startswith("packed_") for node in nodes)
+    return not any(name_of_call(node.id).startswith("packed_") for node in nodes)
 
 
 def _along(program: Program, run: Run, imports: Sequence[Any], dim: int) -> Iterator[int]:
@@ -174,7 +174,7 @@ def find(program: Program, run: Run) -> Found | None:
     sizes = enumerate(_largest(program, run, imports).shape)
     tried = (_try(program, run, imports, dim, n) for dim, n in sizes if n > 1)
     found = [one for one in tried if one is not None]
-    return min(found, key=lambda one: one.estimate.least()[1], default=None)
+    return min(found, key=lambda one: one.estimate.least[1], default=None)
 
 
 def _try(program: Program, run: Run, imports: Sequence[Any], dim: int, n: int) -> Found | None:

@@ -10,10 +10,10 @@ import torch
 from koila import _core
 from koila.memory import budget, estimates, optimizers
 from koila.planning import limits, strategies
-from koila.planning.plans import Plan, remember
+from koila.planning.plans import Plan
 from koila.random import draws
 from koila.staged import hooks
-from koila.staged.known import keep
+from koila.staged.known import keep, remember
 from koila.staged.program import Program
 from koila.staged.schedule import Policy
 

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Iterator
 
 from koila import _core
+from koila.staged.known import remember
 from koila.staged.program import Program
 
 _N_KNOWN = 256
@@ -22,8 +23,7 @@ _known: dict[int, float] = {}
 
 def _cut_off() -> tuple[int, float]:
     """Return how many calls of this step are on earlier tapes, and the bytes that they need."""
-    cut_off: tuple[int, float] = _core.notes().get("cut_off", (0, 0.0))
-    return cut_off
+    return _core.notes().get("cut_off", (0, 0.0))
 
 
 def whole(program: Program, so_far: float) -> float | None:
@@ -69,6 +69,4 @@ def note_end(n_bytes: float | None) -> None:
     for n_calls, so_far in _core.notes().pop("read", {}).items():
         _known.pop(n_calls, None)
         whole = 0.0 if n_bytes is None else before + n_bytes
-        _known[n_calls] = max(1.0, whole / max(so_far, 1.0))
-    while len(_known) > _N_KNOWN:
-        _known.pop(next(iter(_known)))
+        remember(_known, n_calls, max(1.0, whole / max(so_far, 1.0)), _N_KNOWN)

@@ -15,6 +15,7 @@ from koila.planning import second_axis
 from koila.planning.missing import Missing
 from koila.planning.policies import Families, Policies
 from koila.staged import hooks
+from koila.staged.known import remember
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, WITHOUT_CHECKPOINTS, Op, Policy, Strategy
 
@@ -59,12 +60,12 @@ class Option(NamedTuple):
     @property
     def least(self) -> float:
         """The bytes that it needs in the chunks that need least."""
-        return self.estimate.least()[1]
+        return self.estimate.least[1]
 
     @property
     def n_chunks(self) -> int:
         """The number of these chunks."""
-        return -(-self.estimate.rows // self.estimate.least()[0])
+        return -(-self.estimate.rows // self.estimate.least[0])
 
 
 class Fitting(NamedTuple):
@@ -120,9 +121,7 @@ def _known_of(program: Program, is_graph: bool) -> _Known:
     key = *program.sizes, is_graph, *traits, *hooks.hooked(), estimate.moments, estimate.whole
     known = _seen.pop(key, None) or _Known({AS_IT_IS: Option(AS_IT_IS, estimate, program.n_nodes)})
     if estimate.again is None and len(estimate.moments) <= _MOST_MOMENTS:
-        _seen[key] = known  # the newest is the last
-    if len(_seen) > _N_SEEN:
-        _seen.pop(next(iter(_seen)))
+        remember(_seen, key, known, _N_SEEN)  # the newest is the last
     program.measured[is_graph] = known
     return known
 

@@ -28,7 +28,7 @@ from koila.planning import limits, logs, planner, refusals
 from koila.reductions import norms
 from koila.reporting import reports
 from koila.staged import meta
-from koila.staged.facts import name_of_node, where_of_node
+from koila.staged.facts import call_in_words
 from koila.staged.program import Program
 
 LazyTensor = _core.LazyTensor
@@ -85,7 +85,7 @@ def check(func: Callable[..., Any], why: str, of: Derivative | None = None) -> L
     needed = estimates.estimate(program, bool(program.roots)).whole
     graphs = _graphs(program, of)
     if of is not None and (of.is_deep or graphs):
-        left = limits.left_for(program)
+        left = limits.allowed_for(program)
         is_plenty = _PLENTY * (needed + outside.total(graphs)) <= left
         found = 0.0 if is_plenty else _of_derivative(program, of)
         needed = max(needed, found or 0.0)
@@ -118,7 +118,7 @@ def check_whole(program: Program, decision: reports.Decision, needed: float) -> 
     what = f"autograd's graph ({lines.user_line()}) is"
     if program.n_nodes:
         first, others = next(iter(program.nodes.values())), program.n_nodes - 1
-        what = f"{name_of_node(first)} ({where_of_node(first)})"
+        what = call_in_words(first)
         what += f" and {count(others, 'other call')} run" if others else " runs"
     what = f"{what} on the whole batch: {decision.why}"
     raise refusals.too_large(program, what, needed, has, large)
@@ -128,9 +128,9 @@ def _left(program: Program, needed: float) -> tuple[float, bool]:
     """Return the bytes left for a program that runs whole, and whether they are enough."""
     if config.get("chunks") is not None:
         return math.inf, True
-    left = limits.left_for(program, needed) + budget.slack()
+    left = limits.allowed_for(program, needed=needed) + budget.slack()
     if needed > left and storages.look_again(True):
-        left = limits.left_for(program, needed) + budget.slack()
+        left = limits.allowed_for(program, needed=needed) + budget.slack()
     return left, needed <= left
 
 
@@ -428,7 +428,7 @@ def run(
         made = _core.live(func, args, kwargs, True)
     outside.note_kept(_tensors(made))
     if left is not None:
-        needed, has = outside.peak(_tensors(made)), limits.left_for(_pending())
+        needed, has = outside.peak(_tensors(made)), limits.allowed_for(_pending())
         if needed > has:
             raise too_much(func, left.why, needed, has)
     return made
@@ -454,7 +454,7 @@ def transform(
     reports.note_at_once(original, _TRANSFORMS)
     check(original, _TRANSFORMS)
     is_free = planner.is_whole() or config.get("chunks") is not None
-    left = None if is_free else Left(original, _TRANSFORMS, limits.left_for(_pending()))
+    left = None if is_free else Left(original, _TRANSFORMS, limits.allowed_for(_pending()))
     return run(original, args, kwargs, left)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from koila import _core
 from koila.reporting.report_types import Whole
-from koila.staged.facts import Node, name_of_node, where_of_node
+from koila.staged.facts import Node, name_of_call, where_of_node
 from koila.staged.program import Program
 
 
 def why_once(node: Node) -> str:
     """Return why a call that reads rows runs once; empty if no reason is known."""
     _, row, reason, *_ = _core.node(node.id)
-    return reason or ("" if row else f"there is no rule for {name_of_node(node)}")
+    return reason or ("" if row else f"there is no rule for {name_of_call(node.id)}")
 
 
 def made_whole(program: Program) -> tuple[Whole, ...]:
@@ -34,7 +34,7 @@ def made_whole(program: Program) -> tuple[Whole, ...]:
             cause_of.update(dict.fromkeys(node.outs, cause))
     found = [
         Whole(
-            name_of_node(nodes[0]),
+            name_of_call(nodes[0].id),
             where_of_node(nodes[0]),
             why_once(nodes[0]),
             sum(map(program.bytes_made, nodes)),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -139,10 +140,7 @@ def dims(x: torch.Tensor, dim: Any) -> tuple[int, ...]:
 
 def n_reduced(x: torch.Tensor, over: tuple[int, ...]) -> int:
     """Return how many elements of `x` are reduced to one."""
-    n = 1
-    for d in over:
-        n *= x.shape[d]
-    return n
+    return math.prod(map(x.shape.__getitem__, over))
 
 
 class Reduction:

@@ -31,9 +31,9 @@ _USED_LATER = (
 _logger = logging.getLogger("koila")
 
 
-def note_untested(version: str) -> None:
-    """Log a warning if `version` of torch is not tested: its ops may save other tensors for
-    backward.
+def note_untested(version: str = torch.__version__) -> None:
+    """Log a warning if a version of torch, by default the imported one, is not tested: its ops may
+    save other tensors for backward.
 
     Every run in chunks checks that, so such a change causes an error, not a wrong number.
     """
@@ -44,11 +44,6 @@ def note_untested(version: str) -> None:
             ", ".join(TESTED),
             version,
         )
-
-
-def note_this() -> None:
-    """Log a warning if the imported torch is not tested."""
-    note_untested(torch.__version__)
 
 
 def _belongs_to_torch(obj: Any) -> bool:

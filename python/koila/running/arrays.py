@@ -18,7 +18,7 @@ from koila.basics import lines
 from koila.messages.errors import StaleError
 from koila.running import read_numbers
 from koila.staged import meta
-from koila.staged.facts import Info, name_of_node, where_of_node
+from koila.staged.facts import Info, name_of_call, where_of_node
 from koila.staged.program import Program
 
 
@@ -68,12 +68,6 @@ def compare_gone() -> None:
             one.is_written()
 
 
-def _known() -> dict[int, list[_Array]]:
-    """Return the arrays of this thread's tape, by storage."""
-    known: dict[int, list[_Array]] = _core.notes().setdefault("arrays", {})
-    return known
-
-
 def note(lazy: Any, number: torch.Tensor, shared: torch.Tensor) -> None:
     """Note that an array has the memory of a lazy's number, as the tensor `shared`: from now on a
     write to it is noticed, if a gradient flows through the value."""
@@ -83,7 +77,7 @@ def note(lazy: Any, number: torch.Tensor, shared: torch.Tensor) -> None:
         return
     info = Info.of(value)
     if Info.of(info.base).requires_grad or info.requires_grad:
-        noted = _known().setdefault(info.storage, [])
+        noted = _core.notes().setdefault("arrays", {}).setdefault(info.storage, [])
         noted[:] = [one for one in noted if not one.is_over()]
         noted.append(_Array(number, shared))
 
@@ -131,7 +125,7 @@ def check(program: Program) -> None:
             where = indices.get(id(info.real)) or written.get(info.storage)
             if where is not None:
                 raise StaleError(
-                    f"{name_of_node(node)}: a tensor of shape {list(program.info(value).shape)} "
+                    f"{name_of_call(node.id)}: a tensor of shape {list(program.info(value).shape)} "
                     f"that the call reads ({where_of_node(node)}) was written through a NumPy "
                     f"array of its memory ({where}); write to a copy, numpy().copy(), or with "
                     "torch under no_grad()"

@@ -61,13 +61,10 @@ def attempt(
             result = run(replay)
             reports.note(report_of(program, planned, grids, n_tries, meter.bytes(), known))
             return replay, result, planned
-        except NotInChunksError as error:
-            replay.draws.roll_back()
-            reports.decide(reports.Decision(f"it cannot be cut: {error}"))
-            return None
         except BaseException as error:
             replay.draws.roll_back()
-            if is_of_layout(error):  # on the whole batch it is legal, or raises the same
+            if isinstance(error, NotInChunksError) or is_of_layout(error):
+                # On the whole batch the call is legal, or raises the same.
                 reports.decide(reports.Decision(f"it cannot be cut: {error}"))
                 return None
             is_fixed = bool(draws.pinned_grids()) or get("chunks") is not None

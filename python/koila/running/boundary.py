@@ -145,10 +145,6 @@ class BoundaryValue:
 
     # -- recomputing chunks -----------------------------------------------------------------------
 
-    def is_storage_freed(self, chunk: int) -> bool:
-        """Return whether the storage of a chunk was freed by `free_storage`."""
-        return chunk in self.freed
-
     def is_near(self, chunk: int) -> bool:
         """Return whether a chunk is in memory, on its device."""
         is_there = chunk in self.chunks or self.gathered is not None

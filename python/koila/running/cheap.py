@@ -46,7 +46,7 @@ class Rematerialized:
         latter are freed again."""
         stages = self.stages
         for value in values:
-            if not stages.boundary[value].is_storage_freed(chunk):
+            if chunk not in stages.boundary[value].freed:
                 continue
             number, needs = self.cheap_values[value]
             run, before = stages.program.runs[number], set(self.values)

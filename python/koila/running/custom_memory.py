@@ -19,8 +19,9 @@ from torch import Tensor
 
 from koila.basics import config, engine
 from koila.memory import budget
-from koila.planning import planner, plans, unsplit
+from koila.planning import planner, unsplit
 from koila.staged import meta
+from koila.staged.known import remember
 
 _WHY = "koila cannot cut a custom autograd function"
 #: By a class, whether its backward runs, and the sizes of its arguments and of their gradients: the
@@ -93,5 +94,5 @@ def _count(
         return func(*args, **kwargs)
     with unsplit.counting(unsplit.Left(name, _WHY, left)) as counter:
         made = func(*args, **kwargs)
-    plans.remember(_known, key, counter.most)
+    remember(_known, key, counter.most)
     return made

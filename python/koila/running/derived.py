@@ -31,7 +31,7 @@ from koila.basics.rows import Place
 from koila.messages.errors import KoilaError
 from koila.planning import planner
 from koila.staged import hooks, one_call
-from koila.staged.facts import REDUCE, ROWS, Node, name_of_node, where_of_node
+from koila.staged.facts import REDUCE, ROWS, Node, call_in_words, name_of_call
 from koila.staged.program import Program
 
 LazyTensor = _core.LazyTensor
@@ -216,18 +216,14 @@ _HOOKED = "a hook is called when a gradient is made, or a gradient is retained"
 _OTHERS = "a tensor is read by samples in another dim or for other samples"
 
 
-def _name_and_line(node: Node) -> str:
-    return f"{name_of_node(node)} ({where_of_node(node)})"
-
-
 def _why_not(node: Node) -> str:
     """Return why a call cannot be differentiated sample by sample."""
-    call = _name_and_line(node)
+    call = call_in_words(node)
     if node.is_random:
         return f"{call} draws random numbers"
     if node.region:
         return f"{call} runs in a checkpoint"
-    if name_of_node(node).endswith("_"):
+    if name_of_call(node.id).endswith("_"):
         return f"{call} writes in place, and without that (inplace=False) it goes by samples"
     return f"{call} has to do with other samples"
 
@@ -268,7 +264,7 @@ def _end(program: Program, output: Any, gradient: Any) -> tuple[int, Any] | str:
     of = program.info(terms)
     # Ops by name: nansum() is split as sum() is, but has another gradient.
     if name not in ("sum", "mean") or of.place is None or of.dtype != info.dtype:
-        start = _name_and_line(node)
+        start = call_in_words(node)
         return f"it starts from {start}, and only a sum() or mean() of samples goes by samples"
     ones = torch.ones((), dtype=of.dtype, device=of.device).expand(of.shape)
     each: Any = _core.like(ones, _core.lazy_of(terms))

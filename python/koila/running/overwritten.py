@@ -22,6 +22,7 @@ from koila.reductions import norms
 from koila.running import checkpoints, derived, recomputed
 from koila.staged import meta
 from koila.staged.facts import Info, Node, name_of_call
+from koila.staged.known import remember
 from koila.staged.program import NO_CALL, Program
 
 _TEXT = (
@@ -235,9 +236,8 @@ def _needs_as_before(program: Program, node: Node, value: int) -> bool:
     key = func, row, alike, tuple(v == value for v in (*reads, *node.outs)), saves
     known = _asked.get(key)
     if known is None:
-        known = _asked[key] = _needs(program, node, value)
-        if len(_asked) > _N_ASKED:
-            _asked.pop(next(iter(_asked)))
+        known = _needs(program, node, value)
+        remember(_asked, key, known, _N_ASKED)
     return known
 
 

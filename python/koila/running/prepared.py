@@ -15,7 +15,7 @@ import torch
 
 from koila import _core
 from koila.basics import engine
-from koila.basics.rows import Bounds, Place, chunk_shape, cut
+from koila.basics.rows import Bounds, Place, chunk_shape, cut, without_memory
 from koila.messages.errors import NotInChunksError
 from koila.reductions import batch_softmax, calls, norms
 from koila.running import accrue, views
@@ -44,7 +44,7 @@ class Prepared:
         self.store, self.program = store, store.program
         self.run_, self.is_graph = run, is_graph
         self.grid: list[Bounds] = store.grid_by_run[run.index] if run.is_body else []
-        self.is_alone = store.is_forward and len(self.grid) == 1  # see `Store.is_alone`
+        self.is_alone = store.is_forward and len(self.grid) == 1  # the only chunk of all rows
         self.common: list[Any] = [None] * self.program.n_imports  # inputs that all chunks read
         self.common_awaiting: Awaiting = {}  # aliases among these that have no gradient so far
         self.pieces: list[tuple[int, Sequence[torch.Tensor]]] = []  # import, its views by chunk
@@ -87,14 +87,15 @@ class Prepared:
     def _zeros_for(self, import_id: int, chunk: int) -> torch.Tensor:
         """Return zeros in place of an input of which calls read the sizes alone."""
         value, place, _ = self.program.imports[import_id]
-        shape, rows = self.program.info(value).shape, -1  # not split
+        info, rows = self.program.info(value), -1  # not split
+        shape = info.shape
         if place is not None:
             start, stop = self.grid[chunk]
             rows = stop - start  # fewer in the last chunk
             shape = chunk_shape(shape, place, rows)
         known = self.store.zeros_of
         if (import_id, rows) not in known:
-            known[import_id, rows] = self.store.zeros(value, shape)
+            known[import_id, rows] = without_memory(shape, info.dtype, info.device)
         return known[import_id, rows]
 
     def inputs(self, chunk: int, stand_ins: Mapping[int, BoundaryValue]) -> list[Any]:

@@ -49,7 +49,8 @@ class Replay(Stages):
 
     # -- the whole step ---------------------------------------------------------------------------
 
-    def _go(self) -> None:
+    def compute(self) -> None:
+        """Run the schedule. Without roots that is the forward pass only, without graphs."""
         switches.blocks.drop()  # chunks make casts of their own
         self.draws.prepare()
         n_chunks = max(map(len, self.grids.values()), default=1)
@@ -78,7 +79,7 @@ class Replay(Stages):
         self.gradients = gradients
         for root, new in zip(self.program.roots, gradients, strict=True):
             self.roots[root] = self.roots[root] + new if root in self.roots else new
-        self._go()
+        self.compute()
         if len(gradients) == 1:  # torch calls the hooks of an only root, even with no leaf behind
             visible.call_hooks(self, self.program.roots[0], gradients[0])
         found, is_hooked, program = [], False, self.program
@@ -111,10 +112,6 @@ class Replay(Stages):
                 if import_id >= 0:
                     order.setdefault(self.program.imports[import_id].value, (i, step * k))
         return order
-
-    def compute(self) -> None:
-        """Run the forward pass only, without graphs."""
-        self._go()
 
     # -- commit -----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from koila.basics.rows import Bounds, Place, grid, without_memory
+from koila.basics.rows import Bounds, Place, grid
 from koila.planning import plans
 from koila.random import draws
 from koila.reductions import calls
@@ -71,8 +71,7 @@ def _reads_by_body(program: Program) -> dict[int, Reads]:
     known = program.known
     if known.reads is None:
         known.reads = {run.index: _reads_of(program, run) for run in program.runs if run.is_body}
-    found: dict[int, Reads] = known.reads
-    return found
+    return known.reads
 
 
 #: A value, the place of its rows, and the bounds of those that a chunk or piece read.
@@ -145,14 +144,12 @@ class Store:
         """Return the bounds of the chunks, or pieces, that a body or a segment of one runs on."""
         return self.grid_by_run[run.index]
 
-    def is_alone(self, run: Run) -> bool:
-        """Return whether a run goes over the only chunk of all rows, without a gradient."""
-        return self.is_forward and run.is_body and len(self.grid_by_run[run.index]) == 1
-
     def is_plain(self, value: int, run: Run) -> bool:
         """Return whether the reduction that makes a value runs as torch's own call: with one chunk
         and no gradient. Combined partials could differ from it in the last bit."""
-        node = self.program.node_of(value) if self.is_forward and self.is_alone(run) else None
+        if not (self.is_forward and run.is_body and len(self.grid_by_run[run.index]) == 1):
+            return False
+        node = self.program.node_of(value)
         if node is None or node.stage != run.stage:
             return False
         return not calls.split_of(self.program, node).is_of_chunks
@@ -207,11 +204,6 @@ class Store:
             dim, n_chunks = self.by_chunk[value], len(self.grid_of(run))
             return (run.axis, dim, 1, 1), [(chunk, chunk + 1) for chunk in range(n_chunks)]
         return None if place is None else (place, self.grid_by_run[run.index])
-
-    def zeros(self, value: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return expanded zeros with the dtype and device of a value, which take no memory."""
-        info = self.program.info(value)
-        return without_memory(shape, info.dtype, info.device)
 
     # -- what a stage leaves -----------------------------------------------------------------------
 

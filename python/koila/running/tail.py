@@ -286,9 +286,8 @@ def _run(
         for value in {program.imports[import_id].value for import_id in part.imports}:
             if not (value in made or _is_there(stages, value) or program.is_leaf(value)):
                 info = program.info(value)
-                made[value] = BoundaryValue(
-                    info, False, stages.awaiting, stages.zeros(value, info.shape)
-                )
+                zeros = without_memory(info.shape, info.dtype, info.device)
+                made[value] = BoundaryValue(info, False, stages.awaiting, zeros)
                 kept.is_from_them = True  # zeros replace it too, which the hooks cannot tell
         env = stages.run_nodes(part, 0, True, made)
         for value in [out for i in part.combined for out in program.node(i).outs] + part.exports:
@@ -308,7 +307,7 @@ def check(stages: Stages, roots: dict[int, torch.Tensor]) -> None:
         found, grid = boundary.watch.found, boundary.watch.grid
         place = boundary.info.place
         sent: dict[Key, torch.Tensor | None]
-        if stages.program.node(_maker(stages, value)).mode == REDUCE:
+        if stages.program.makers[value].mode == REDUCE:
             sent = boundary.seeds
         else:
             sent = {("chunk", c): boundary.seed(grid, c) for c in range(len(grid))}
@@ -322,12 +321,6 @@ def check(stages: Stages, roots: dict[int, torch.Tensor]) -> None:
         for key in {**sent, **found}:
             _compare(stages, value, found.get(key), sent.get(key))
     stages.watched.clear()
-
-
-def _maker(stages: Stages, value: int) -> int:
-    node = stages.program.node_of(value)
-    assert node is not None
-    return node.id
 
 
 def _compare(
@@ -346,7 +339,7 @@ def _compare(
     size = torch.where(sent.isfinite(), sent, 0).abs().amax()
     is_near = (found - sent).abs() <= share * size
     is_same = (is_near | (found == sent) | (found.isnan() & sent.isnan())).all()
-    detail = _core.node(_maker(stages, value))
+    detail = _core.node(stages.program.makers[value].id)
     text = (
         f"{detail[1] or getattr(detail[0], '__name__', 'a call')}: what follows it was taken to be "
         f"linear, and is not ({detail[3]}): a mistake in koila's table of what torch keeps for "

@@ -60,13 +60,8 @@ def is_data(func: Callable[..., Any]) -> bool:
 _KNOWN_AS = {"gradient_of": "autograd.grad", "batch_moments": "batch_norm"}
 
 
-def name_of_node(node: Node) -> str:
-    """Return the name of a call for messages: that of its row, or else torch's."""
-    return name_of_call(node.id)
-
-
 def name_of_call(i: int) -> str:
-    """Return the same for the call with id `i`."""
+    """Return the name of call `i` for messages: that of its row, or else torch's."""
     func, row, *_ = _core.node(i)
     own = str(getattr(func, "__name__", "call"))
     name = str(row or own)
@@ -77,6 +72,11 @@ def where_of_node(node: Node) -> str:
     """Return the line of the user's script that made a call, such as "model.py:40"."""
     call, _, line = _core.node(node.id)[3].partition(", ")
     return str(line or call)
+
+
+def call_in_words(node: Node) -> str:
+    """Return the name and the line of a call."""
+    return f"{name_of_call(node.id)} ({where_of_node(node)})"
 
 
 class Import(NamedTuple):

@@ -39,22 +39,12 @@ class Seen:
 
 def _of(value: int) -> OrderedDict[Any, Any] | None:
     """Return the hooks of a value, by the ids of their handles; None if it never had one."""
-    hooks: OrderedDict[Any, Any] | None = _core.notes().get("hooks", {}).get(value)
-    return hooks
+    return _core.notes().get("hooks", {}).get(value)
 
 
 def hooked() -> list[int]:
     """Return the values of this thread's tape that have hooks."""
-    every: dict[int, OrderedDict[Any, Any]] = _core.notes().get("hooks", {})
-    return [value for value, hooks in every.items() if hooks]
-
-
-def _made_for(value: int) -> OrderedDict[Any, Any]:
-    """Return the hooks of a value, an empty dictionary if it has none yet."""
-    made: OrderedDict[Any, Any] = (
-        _core.notes().setdefault("hooks", {}).setdefault(value, OrderedDict())
-    )
-    return made
+    return [value for value, hooks in _core.notes().get("hooks", {}).items() if hooks]
 
 
 def _on_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,7 +77,7 @@ def register(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     value = _core.hook(args[0])
     if value is None or len(args) != 2 or kwargs:
         return _on_tensor(func, args, kwargs)
-    hooks = _made_for(value)
+    hooks = _core.notes().setdefault("hooks", {}).setdefault(value, OrderedDict())
     handle = RemovableHandle(hooks)
     hooks[handle.id] = args[1]
     return handle

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from koila import _core
 from koila.staged.facts import Import, Node, Run, parts_in
@@ -20,6 +20,16 @@ _N_KEPT = 3
 #: So many schedules of a program are kept, about twice those that one plan looks at: plans under
 #: other limits look at others.
 _N_SCHEDULES = 128
+
+_Key = TypeVar("_Key")
+_T = TypeVar("_T")
+
+
+def remember(cache: dict[_Key, _T], key: _Key, value: _T, most: int = 64) -> None:
+    """Add an entry to a cache, and drop the oldest ones beyond `most`."""
+    cache[key] = value
+    while len(cache) > most:
+        cache.pop(next(iter(cache)), None)  # another thread may have dropped it
 
 
 class Known:
@@ -109,10 +119,8 @@ class Known:
                 for op, graph, first, n, values, others in steps
             ]
             freed = {value: Cheap(*cheap) for value, cheap in cheap_values.items()}
-            found = self._schedules[policy] = Schedule(made, n_forward, freed, head_of(made))
-            with contextlib.suppress(KeyError):  # another thread has dropped it
-                if len(self._schedules) > _N_SCHEDULES:
-                    del self._schedules[next(iter(self._schedules))]
+            found = Schedule(made, n_forward, freed, head_of(made))
+            remember(self._schedules, policy, found, _N_SCHEDULES)
         return found
 
 

@@ -25,7 +25,7 @@ from torch import nn
 from koila import _core
 from koila.basics import lines
 from koila.messages.layer_table import Layer
-from koila.staged.facts import ONCE, Node, name_of_node, where_of_node
+from koila.staged.facts import ONCE, Node, name_of_call, where_of_node
 from koila.staged.program import Program
 
 
@@ -324,7 +324,7 @@ class Names:
             return "an input"
         layer = self.of_call(node.id)
         made = f"the output of layer {layer!r}" if layer else "the result"
-        return f"{made} ({name_of_node(node)}, {where_of_node(node)})"
+        return f"{made} ({name_of_call(node.id)}, {where_of_node(node)})"
 
     def of_parameter(self, parameter: torch.Tensor) -> str:
         """Return the path of a parameter, such as "fc.weight"; its shape if no module owns it."""

@@ -201,7 +201,11 @@ class Program:
     @functools.cached_property
     def unstageable(self) -> tuple[Node, str] | None:
         """A call that cannot run in stages, and why (the program must run whole); or None."""
-        return self._find_unstageable()
+        first, others = self._however_cut
+        node = self._find_unstageable_write() if self.has_writes and first is None else None
+        if node is not None:
+            return node, "memory that several parts use is written where no part can"
+        return first or others
 
     @functools.cached_property
     def cloned(self) -> set[int]:
@@ -400,13 +404,6 @@ class Program:
                 why = "how the memory lies that it draws for is known only when it has run"
                 return None, (node, why)
         return None, None
-
-    def _find_unstageable(self) -> tuple[Node, str] | None:
-        first, others = self._however_cut
-        node = self._find_unstageable_write() if self.has_writes and first is None else None
-        if node is not None:
-            return node, "memory that several parts use is written where no part can"
-        return first or others
 
     def _find_write_below_hook(self) -> Node | None:
         """Return a write without a graph to the storage of a view with a hook, or None.
