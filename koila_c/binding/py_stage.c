@@ -23,8 +23,8 @@ typedef struct Run {
     PyObject *cloned;   /* set of the nodes that write a clone instead */
     PyObject *clone;    /* callable(value, its storage) -> both as copies in new memory */
     PyObject *forked;   /* what clone() returned for the node that runs, or NULL */
-    PyObject *saved;    /* dict of the tensors that autograd saved for the running node, or NULL */
-    PyObject *settle;   /* callable(node): decides what of `saved` is kept */
+    PyObject *saved;    /* list that autograd's pack hook, pack_into(saved), fills; or NULL */
+    PyObject *settle;   /* callable(node): decides what of `saved` is kept, and clears it */
     uint8_t *marks;     /* [n_values], marks: only nodes that make marked values run; NULL: all */
     Tape *aside;        /* borrowed, or NULL: the tape on which the calls are recorded instead */
 } Run;
@@ -384,6 +384,31 @@ run_one(Run *run, KlNodeId id, KlContextSwitch *context)
     return PyList_SetSlice(run->scratch, 0, PyList_GET_SIZE(run->scratch), NULL) < 0 ? -1 : status;
 }
 
+/* The pack hook of autograd, with the list `saved` as `self`. New reference to the cell that autograd holds in place of
+ * the tensor: an empty list, which is added to `saved` after the tensor. A tensor that is saved twice has one cell. */
+static PyObject *
+pack(PyObject *saved, PyObject *tensor)
+{
+    for (Py_ssize_t i = 0; i + 1 < PyList_GET_SIZE(saved); i += 2) {
+        if (PyList_GET_ITEM(saved, i) == tensor) {
+            return Py_NewRef(PyList_GET_ITEM(saved, i + 1));
+        }
+    }
+    PyObject *cell = PyList_New(0);
+    if (cell == NULL || PyList_Append(saved, tensor) < 0 || PyList_Append(saved, cell) < 0) {
+        Py_CLEAR(cell);
+    }
+    return cell;
+}
+
+KL_DEFINE(pack_into, saved)
+{
+    static PyMethodDef method = {"pack", pack, METH_O, NULL};
+    bool is_list = PyList_Check(saved);
+    return is_list ? PyCFunction_New(&method, saved)
+                   : PyErr_Format(PyExc_TypeError, "pack_into: it needs a list");
+}
+
 /* Drop the values whose last reader in the run is the node at `at` of the program's list. 0 or -1. */
 static int
 drop_dead(const Run *run, uint32_t at)
@@ -463,7 +488,7 @@ run_nodes(Run *run, KlSlice nodes, KlNodeId alone, bool is_grad_off)
             status = run_one(run, id, &context);
             run->tape->raised = status < 0 ? id : KL_ID_NONE;
         }
-        if (status == 0 && run->saved != NULL && PyDict_GET_SIZE(run->saved) > 0) {
+        if (status == 0 && run->saved != NULL && PyList_GET_SIZE(run->saved) > 0) {
             status = kl_py_done(PyObject_CallFunction(run->settle, "I", id));
         }
         if (status == 0 && run->program != NULL) {
@@ -503,9 +528,9 @@ KL_DEFINE(run, args)
                           &aside)) {
         return NULL;
     }
-    if ((saved != Py_None && !PyDict_Check(saved)) || (again != Py_None && !PyTuple_Check(again))) {
+    if ((saved != Py_None && !PyList_Check(saved)) || (again != Py_None && !PyTuple_Check(again))) {
         return PyErr_Format(PyExc_TypeError,
-                            "run: saved must be a dict, and again a tuple, or None");
+                            "run: saved must be a list, and again a tuple, or None");
     }
     if (aside != Py_None && !kl_tape_check(aside)) {
         return PyErr_Format(PyExc_TypeError, "run: aside must be a tape or None");

@@ -56,7 +56,7 @@ _Job = tuple[
     Callable[[torch.Tensor, int], torch.Tensor],
     set[int],
     Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None,
-    dict[Any, Any] | None,
+    list[Any] | None,
     Callable[[int], None] | None,
     tuple[int, ...] | None,
     object,
@@ -295,6 +295,7 @@ def run(
     job: _Job,
     /,
 ) -> None: ...
+def pack_into(saved: list[Any], /) -> Callable[[torch.Tensor], list[torch.Tensor]]: ...
 def run_alone(
     node: int,
     env: list[torch.Tensor | None],

@@ -204,7 +204,7 @@ MALFORMED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a run that is no number": ({"run": "x"}, TypeError, "a number"),
     "no room": ({"env": [None]}, ValueError, "room for 2 values"),
     "no imports": ({"imports": []}, ValueError, "imports for 1"),
-    "saved in no dict": ({"saved": ()}, TypeError, "saved must be a dict"),
+    "saved in no list": ({"saved": ()}, TypeError, "saved must be a list"),
     "again in a list": ({"again": [1]}, TypeError, "again a tuple"),
     "again what is no value": ({"again": (7,)}, IndexError, "no such value"),
     "again what is no number": ({"again": ("x",)}, IndexError, "no such value"),
@@ -271,7 +271,7 @@ def test_what_is_asked_for_again_is_made_and_stays() -> None:
 def test_who_settles_what_is_saved_is_told_the_call() -> None:
     _, given = staged_chain()
     for raises in (False, True):
-        saved = {1: 1}
+        saved: list[Any] = [1, []]
         told: list[int] = []
 
         def settle(node: int, raises: bool = raises, told: list[int] = told) -> None:
@@ -287,6 +287,20 @@ def test_who_settles_what_is_saved_is_told_the_call() -> None:
         else:
             run_given(given, env=[None] * 4, saved=saved, settle=settle)
         assert told == ([0] if raises else [0, 1])
+
+
+def test_a_tensor_that_is_saved_twice_has_one_cell() -> None:
+    saved: list[Any] = []
+    pack = core.pack_into(saved)
+    x, y = torch.ones(2), torch.ones(2)
+    cells = [pack(x), pack(y), pack(x)]
+    assert cells == [[], [], []]
+    assert cells[0] is cells[2] is not cells[1]
+    of_x, cell_of_x, of_y, cell_of_y = saved
+    assert of_x is x and of_y is y
+    assert cell_of_x is cells[0] and cell_of_y is cells[1]
+    with pytest.raises(TypeError, match="needs a list"):
+        core.pack_into(())  # type: ignore[arg-type]
 
 
 def test_a_node_runs_alone() -> None:

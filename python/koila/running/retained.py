@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from koila.running.stages import Stages
 
 
-_VALUE = operator.itemgetter(Reference._fields.index("value"))
+_VALUE = operator.itemgetter(1)  # of a `Reference`
 
 
 class Chunk(NamedTuple):
@@ -56,7 +56,7 @@ class Retained:
         self.stored = [value for value in stored if value not in leaving]
         frees_storage = bool(stages.schedule.cheap_values)
         there = self.again.union(self.stored)
-        self.look = Look(stages.program, there, self.again, frees_storage)  # at each chunk
+        self.look = Look(stages.program, run, there, self.again, frees_storage)  # at each chunk
         self.chunks: dict[int, Chunk] = {}
 
     def run(self, chunk: int) -> None:
@@ -66,7 +66,7 @@ class Retained:
         try:
             env, given = stages.run_retained(stages.run_nodes, run, chunk, True, look=look)
         finally:
-            look.cells.clear()
+            look.saved.clear()
             look.references = []  # `send_back` drops them before the graph's backward
         stages.collect(run, env, chunk, run.exports)
         edges = edges_of(env, run.exports)

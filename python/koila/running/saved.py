@@ -10,29 +10,22 @@ the value. Both hooks are functions of C, since they run for each saved tensor o
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from koila import _core
+from koila.staged.facts import Run
 from koila.staged.program import Program
 
 Cell = list[torch.Tensor]
 _Layout = tuple[torch.Size, tuple[int, ...], int]  # size, strides, offset
 
 
-class Reference(NamedTuple):
-    """A value that a cell is to be filled with, and, if the saved tensor is another view of its
-    storage, both layouts."""
-
-    cell: Cell
-    value: int
-    layouts: tuple[_Layout, _Layout] | None
-
-
-def _layout_of(tensor: torch.Tensor) -> _Layout:
-    return tensor.shape, tensor.stride(), int(tensor.storage_offset())
+#: A cell, the value that it is to be filled with, and, if the saved tensor is another view of its
+#: storage, both layouts.
+Reference = tuple[Cell, int, tuple[_Layout, _Layout] | None]
 
 
 def view_of(tensor: torch.Tensor, layout: _Layout, of_view: _Layout) -> torch.Tensor:
@@ -45,6 +38,8 @@ def view_of(tensor: torch.Tensor, layout: _Layout, of_view: _Layout) -> torch.Te
 
 
 _get = operator.itemgetter(0)
+#: Tells whether two tensors have the same storage.
+_is_alias: Callable[[torch.Tensor, torch.Tensor], bool] = vars(torch._C)["_is_alias_of"]
 
 
 def _get_filled(cell: Cell) -> torch.Tensor:
@@ -67,11 +62,28 @@ def are_hooks_allowed() -> bool:
         return False
 
 
+def _touched_by(
+    program: Program, run: Run, values: frozenset[int]
+) -> dict[int, tuple[list[int], int | None]]:
+    """Return, by call of a run, those of `values` that it makes or reads, and the value it writes.
+    It is the same in each step, but would take as much to keep as all else that is known of it."""
+    imports, touched = program.imports, dict[int, tuple[list[int], int | None]]()
+    for i in run.nodes:
+        node = program.node(i)
+        found = sorted(values.intersection(node.outs))
+        for import_id in node.imports:
+            if import_id >= 0 and imports[import_id].value in values:
+                found.append(imports[import_id].value)
+        touched[i] = found, imports[node.imports[0]].value if node.writes else None
+    return touched
+
+
 class Look:
     """Sees the tensors that autograd saves while the chunks of a body go forward, one by one.
 
     Args:
         program: the program.
+        run: the body.
         values: those that will be available at the chunk's backward: kept outputs, and recomputed.
         cheap: those of them that are recomputed.
         frees_storage: whether the step frees the storage of values that graphs hold.
@@ -80,70 +92,48 @@ class Look:
     def __init__(
         self,
         program: Program,
+        run: Run,
         values: frozenset[int],
         cheap: frozenset[int],
         frees_storage: bool,
     ) -> None:
-        self.program = program
-        self.values = values
         self.cheap = cheap
-        #: By call, once it ran: those of `values` that it makes or reads, and what it writes. It is
-        #: the same in each step, but would take as much to keep as all else that is known of it.
-        self.touched: dict[int, tuple[list[int], int | None]] = {}
+        self.touched = _touched_by(program, run, values)
         self.references: list[Reference] = []  # of the chunk
-        #: What autograd has saved since the last `settle`, and the cell of each.
-        self.cells: defaultdict[torch.Tensor, Cell] = defaultdict(list)
+        #: What autograd has saved since the last `settle`: tensors, each followed by its cell.
+        self.saved: list[Any] = []
         self.hooks = torch.autograd.graph.saved_tensors_hooks(
-            self.cells.__getitem__, _get_filled if frees_storage else _get
+            _core.pack_into(self.saved), _get_filled if frees_storage else _get
         )
 
     def settle(self, env: Sequence[Any], i: int) -> None:
         """After call `i`, make the cells of its saved tensors refer to values where these will be
         available, and fill the others."""
-        cells, references = self.cells, self.references
-        values, written = self.touched.get(i) or self._touched_by(i)
-        made: dict[int, list[tuple[int, torch.Tensor]]] = {}  # values and tensors, by storage
-        left = dict(zip(map(id, cells), cells.items(), strict=True))
-        for value in values:
-            of = env[value]
-            if isinstance(of, torch.Tensor):
-                made.setdefault(of.untyped_storage()._cdata, []).append((value, of))
-                _, cell = left.pop(id(of), (None, None))
-                if cell is not None:
-                    references.append(Reference(cell, value, None))
+        pairs, references = iter(self.saved), self.references
+        values, written = self.touched[i]
         others: list[tuple[torch.Tensor, Cell]] = []
-        for tensor, cell in left.values():
-            same = made.get(tensor.untyped_storage()._cdata) if made else None
-            reference = None if same is None else self._refer_to(same, tensor, cell)
-            if reference is None:
+        for tensor, cell in zip(pairs, pairs, strict=True):
+            found: Reference | None = None
+            for value in values:
+                of = env[value]
+                if of is tensor:
+                    found = cell, value, None
+                    break
+                if not isinstance(of, torch.Tensor) or not _is_alias(of, tensor):
+                    continue
+                layout = of.shape, of.stride(), int(of.storage_offset())
+                of_view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+                if layout == of_view:
+                    found = cell, value, None
+                    break
+                if found is None and value in self.cheap:
+                    found = cell, value, (layout, of_view)
+            if found is None:
                 others.append((tensor, cell))
             else:
-                references.append(reference)
+                references.append(found)
         if written in self.cheap and len(others) == 1:  # a copy of its input before the write
-            references.append(Reference(others.pop()[1], written, None))
+            references.append((others.pop()[1], written, None))
         for tensor, cell in others:
             cell.append(tensor.detach())  # the graph of an output would refer to itself
-        cells.clear()
-
-    def _touched_by(self, i: int) -> tuple[list[int], int | None]:
-        node, imports = self.program.node(i), self.program.imports
-        values = sorted(self.values.intersection(node.outs))
-        for import_id in node.imports:
-            if import_id >= 0 and imports[import_id].value in self.values:
-                values.append(imports[import_id].value)
-        written = imports[node.imports[0]].value if node.writes else None
-        found = self.touched[i] = values, written
-        return found
-
-    def _refer_to(
-        self, same: Sequence[tuple[int, torch.Tensor]], tensor: torch.Tensor, cell: Cell
-    ) -> Reference | None:
-        """Return a reference to one of the values with the memory of a saved tensor."""
-        found, layout = None, _layout_of(tensor)
-        for value, of in same:
-            of_value = _layout_of(of)
-            if of_value == layout:
-                return Reference(cell, value, None)
-            if found is None and value in self.cheap:
-                found = Reference(cell, value, (of_value, layout))
-        return found
+        self.saved.clear()

@@ -157,7 +157,7 @@ class Stages(Store):
                 functools.partial(prepared.cut_import, bounds),
                 self.program.cloned,
                 functools.partial(prepared.clone, rows),
-                None if look is None else look.cells,
+                None if look is None else look.saved,
                 None if look is None else functools.partial(look.settle, env),
                 None if again is None else tuple(again),
                 None,

@@ -175,7 +175,7 @@ class Job(NamedTuple):
     cut: Callable[[torch.Tensor, int], torch.Tensor]  # the chunk's rows of a whole import
     cloned: set[int]  # nodes that write a clone instead
     clone: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
-    saved: dict[Any, Any] | None = None  # collects what autograd saves, until settle(node)
+    saved: list[Any] | None = None  # collects what autograd saves (pack_into), until settle(node)
     settle: Callable[[int], None] | None = None
     again: tuple[int, ...] | None = None  # only these values are computed again
     aside: object = None  # the tape on which the calls are recorded instead of run
