@@ -27,7 +27,7 @@ _NAMES = {
     _segment_reduce.offsets _softmax_backward_data _unsafe_masked_index
     _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa alias_copy allclose aminmax
     angle argwhere as_strided as_strided.partial_views as_strided_copy as_strided_scatter
-    atleast_1d block_diag bucketize cauchy cdouble cfloat chalf cholesky cholesky_inverse
+    atleast_1d block_diag cauchy cdouble cfloat chalf cholesky cholesky_inverse
     cholesky_solve combinations complex conj conj_physical contiguous corrcoef cov cross
     cumulative_trapezoid diag diag_embed diagflat diagonal_copy diagonal_scatter dist equal
     expand_copy exponential fft.fft fft.fft2 fft.fftn fft.fftshift fft.hfft fft.hfft2 fft.hfftn

@@ -23,6 +23,7 @@ from outcome import weights
 N_ROWS = 12
 
 WEIGHT = weights((6, 4), torch.float64) - 1
+BOUNDS = torch.tensor([-0.4, 0.1, 0.3], dtype=torch.float64)
 EMPTY = torch.tensor([])
 LABELS = torch.arange(N_ROWS) * 5 % 6
 SIGNS = torch.where(torch.arange(N_ROWS) % 3 > 1, 1, -1)
@@ -53,6 +54,10 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "atleast_3d": lambda h: torch.atleast_3d(h),
     "broadcast_to": lambda h: torch.broadcast_to(h[:, None], (N_ROWS, 2, 6)),
     "broadcast_to, a method": lambda h: h[:, None].broadcast_to(N_ROWS, 2, 6),
+    "bucketize": lambda h: WEIGHT.mean(0)[torch.bucketize(h.amax(1), BOUNDS)],
+    "bucketize from the right": lambda h: torch.bucketize(h, BOUNDS, right=True) * h,
+    "bucketize as int32": lambda h: torch.bucketize(h, BOUNDS, out_int32=True),
+    "bucketize a mean": lambda h: torch.bucketize(h.mean(), BOUNDS),
     "cat, a key cache that is empty": lambda h: torch.cat([EMPTY, h.unflatten(1, (2, 3))], -2),
     "concat with an empty": lambda h: torch.concat([h, torch.tensor([], dtype=h.dtype), h], 1),
     "concatenate with an empty": lambda h: torch.concatenate((EMPTY, h), dim=1),
@@ -139,3 +144,17 @@ def test_is_recorded(name: str, chunks: int) -> None:
     for number, (value, want) in enumerate(zip(got, wanted, strict=True)):
         compare = assert_bits if chunks == 1 else assert_close
         compare(plain(value), want, f"number {number}")
+
+
+#: Cases of which nothing runs on the whole batch.
+BY_ROWS = [name for name in CASES if name.startswith("bucketize") and "mean" not in name]
+
+
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_runs_by_rows(name: str) -> None:
+    """No call of it runs on the whole batch."""
+    with split(3):
+        step(CASES[name], koila.lazy)
+    report = koila.report()
+    assert report is not None and report.n_chunks == 3
+    assert [one for program in report.programs for one in program.whole] == []

@@ -101,11 +101,18 @@ KL_PLACE(gather)
 KL_SHAPE(searchsorted)
 {
     const KlMeta *sequence = kl_rules_tensor(call, 0, 1, KL_DIMS_MAX);
-    const KlMeta *input = kl_rules_tensor(call, 1, 1, KL_DIMS_MAX);
+    const KlMeta *input = kl_rules_tensor(call, 1, 0, KL_DIMS_MAX);
     bool is_fit = sequence->n_dims == 1 || sequence->n_dims == input->n_dims;
-    kl_rules_require(call, is_fit && kl_rules_are_alike(sequence, input, sequence->n_dims - 1) &&
-                               !kl_rules_bool(call, 2, false) && !kl_rules_is_given(call, 5));
+    is_fit = is_fit && kl_rules_are_alike(sequence, input, sequence->n_dims - 1);
+    kl_rules_require(call,
+                     is_fit && sequence->dtype == input->dtype && !kl_rules_is_given(call, 5));
     return kl_rules_out_contiguous(result, input);
+}
+
+KL_DTYPE(searchsorted)
+{
+    bool is_short = kl_rules_bool(call, 2, false);
+    return kl_rules_set_dtypes(result, is_short ? KL_DTYPE_INT32 : KL_DTYPE_INT64);
 }
 
 KL_PLACE(searchsorted)

@@ -56,6 +56,13 @@ def _plain_as(view: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Any]:
     return call
 
 
+def bucketize(x: Any, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Any:
+    """Record `bucketize` as `searchsorted` with one sequence for all rows, as ATen does."""
+    if not isinstance(x, Tensor) or boundaries.dim() != 1:
+        return NotImplemented
+    return torch.searchsorted(boundaries, x, out_int32=out_int32, right=right)
+
+
 def max_pool1d(x: Any, *args: Any, **kwargs: Any) -> Any:
     """Record a pooling that has a gradient as ATen calls it, also for a run that needs none: the
     kernel without a gradient gives its result another layout, and so noise another order."""
@@ -296,6 +303,7 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "atleast_3d": _all(_block),
     "broadcast_tensors": broadcast_tensors,
     "broadcast_to": broadcast_to,
+    "bucketize": bucketize,
     "column_stack": column_stack,
     "diff": diff,
     "dsplit": _split_along(3, 2),
