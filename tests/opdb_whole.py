@@ -34,7 +34,7 @@ _NAMES = {
     fft.ifft fft.ifft2 fft.ifftn fft.ifftshift fft.ihfft fft.ihfft2 fft.ihfftn fft.irfft
     fft.irfft2 fft.irfftn fft.rfft fft.rfft2 fft.rfftn fill float_power frexp geometric geqrf
     gradient grid_sampler_2d grid_sampler_3d hash_tensor heaviside histogram histogramdd
-    igamma igammac index_put inner isclose isin isreal jiterator_2inputs_2outputs
+    igamma igammac inner isclose isin isreal jiterator_2inputs_2outputs
     jiterator_4inputs_with_extra_args jiterator_binary jiterator_binary_return_by_ref
     jiterator_unary kron ldexp linalg.cholesky linalg.cholesky_ex linalg.cond
     linalg.det linalg.diagonal linalg.eig linalg.eigh linalg.eigvals linalg.eigvalsh

@@ -46,6 +46,12 @@ def assigned(h: Tensor, index: Any) -> Tensor:
     return copy
 
 
+def written(h: Tensor, into: Tensor, value: Any, *index: Tensor) -> Tensor:
+    """Return zeros into which rows are written, at an index or else at their largest entries."""
+    into[index or (torch.arange(N_ROWS), h.argmax(1))] = value
+    return into
+
+
 #: name: the call
 CASES: dict[str, Callable[[Tensor], Any]] = {
     "addmm": lambda h: torch.addmm(WEIGHT[0], h, WEIGHT),
@@ -86,8 +92,22 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "hsplit": lambda h: torch.hsplit(h, 2),
     "hstack": lambda h: torch.hstack([h, h]),
     "imag": lambda h: torch.view_as_complex(h.unflatten(1, (3, 2))).imag,
+    "index_put": lambda h: torch.index_put(
+        h, (torch.arange(N_ROWS), h.argmax(1)), EMPTY.new_zeros(()).double()
+    ),
     "index_put_": lambda h: (h * 1).index_put_(
         (torch.arange(N_ROWS), LABELS), EMPTY.new_ones(()).double()
+    ),
+    "labels as codes": lambda h: written(h, torch.zeros(N_ROWS, 6), 1),
+    "labels as codes, by several": lambda h: written(
+        h, torch.zeros(N_ROWS, 6), 1, torch.arange(N_ROWS)[:, None], h.topk(2).indices
+    ),
+    "entries of each row": lambda h: written(h, h.new_zeros(N_ROWS, 6, 6), h),
+    "entries of each row, of columns": lambda h: written(
+        h, h.new_zeros(6, N_ROWS), h[:, 0], h.argmax(1), torch.arange(N_ROWS)
+    ),
+    "entries of each row, at plain indices": lambda h: written(
+        h, h.new_zeros(N_ROWS, N_ROWS), h[:, 0], torch.arange(N_ROWS), LABELS
     ),
     "linalg.norm": lambda h: torch.linalg.norm(h, dim=1),
     "linalg.norm of all": lambda h: torch.linalg.norm(h),
@@ -146,8 +166,9 @@ def test_is_recorded(name: str, chunks: int) -> None:
         compare(plain(value), want, f"number {number}")
 
 
-#: Cases of which nothing runs on the whole batch.
-BY_ROWS = [name for name in CASES if name.startswith("bucketize") and "mean" not in name]
+#: Cases of which nothing runs on the whole batch begin so.
+BEGINNINGS = "bucketize", "index_put", "labels as", "entries of"
+BY_ROWS = [name for name in CASES if name.startswith(BEGINNINGS) and "mean" not in name]
 
 
 @pytest.mark.parametrize("name", BY_ROWS)

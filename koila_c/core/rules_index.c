@@ -297,30 +297,49 @@ follow_value(const KlCall *call, KlInferred *result, const KlOutline *outline, c
     return kl_rules_follow(call, result, call->args[2].input, &own);
 }
 
-/* Find the place at which a WHOLE target of written rows is sliced: it must have the size of the batch there. */
+/* Whether a dim of the outline is indexed by 0, 1, 2, ... */
+static bool
+is_range_at(const KlOutline *outline, int32_t basic_dim)
+{
+    bool is_range = false;
+    for (int32_t i = 0; i < outline->n_tensors; i++) {
+        is_range =
+            is_range || (outline->tensors[i].dim == basic_dim && outline->tensors[i].is_range);
+    }
+    return is_range;
+}
+
+/* Find the place at which a WHOLE target of written rows is sliced: it must have the size of the batch there, and all of
+ * the dim is written: by a slice, or by an index tensor that counts its entries. */
 static const char *
 target_place(const KlCall *call, const KlInferred *result, const KlOutline *outline, KlPlace *place)
 {
     const KlMeta *target = call->inputs[0], *value = kl_rules_input(call, 2);
-    if (first_rows_tensor(call, outline) >= 0 || value == NULL ||
-        !kl_place_is_rows(&value->place)) {
+    int32_t at = first_rows_tensor(call, outline), wanted = -1;
+    if (at >= 0) {
+        *place = outline->tensors[at].meta.place;
+    } else if (value != NULL && kl_place_is_rows(&value->place)) {
+        *place = value->place;
+        wanted = place->dim + outline->n_dims - value->n_dims;
+    } else {
         return "samples are written where an index says";
     }
-    int32_t wanted = value->place.dim + outline->n_dims - value->n_dims;
+    int64_t span = kl_rules_span(place, kl_rules_rows(call, result));
     for (int32_t i = 0; i < outline->basic.n_dims; i++) {
         int32_t origin = outline->origin[i];
-        if (kl_outline_is_indexed(outline, i) || origin < 0 ||
-            kl_outline_result_dim(outline, i) != wanted) {
+        bool is_indexed = kl_outline_is_indexed(outline, i);
+        if (origin < 0 || target->shape[origin] != span) {
             continue;
         }
-        int64_t span = kl_rules_span(&value->place, kl_rules_rows(call, result));
-        if (target->shape[origin] == span && outline->basic.shape[i] == span) {
-            *place = value->place;
+        if (is_indexed
+                ? is_range_at(outline, i)
+                : outline->basic.shape[i] == span && kl_outline_result_dim(outline, i) == wanted) {
             place->dim = origin;
             return NULL;
         }
     }
-    return "samples are written into a part of a value";
+    return at >= 0 ? "samples are written where an index says"
+                   : "samples are written into a part of a value";
 }
 
 KL_PLACE(setitem)

@@ -236,6 +236,11 @@ def index_put_(x: Tensor, indices: Any, values: Any, accumulate: bool = False) -
     return x
 
 
+def index_put(x: Tensor, indices: Any, values: Any, accumulate: bool = False) -> Any:
+    """Record an assignment to a copy, as ATen does."""
+    return index_put_(x.clone(), indices, values, accumulate)
+
+
 # Products -----------------------------------------------------------------------------------------
 
 
@@ -315,6 +320,7 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "flipud": flipud,
     "hsplit": _split_along(1, 1),
     "hstack": hstack,
+    "index_put": index_put,
     "index_put_": index_put_,
     "linalg_norm": linalg_norm,
     "margin_ranking_loss": margin_ranking_loss,
