@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 
 import koila
 from chunked import split
+from oracle import Lazy, assert_like, eager
 from written import N_ROWS, Programs, each_count
 
 pytestmark = pytest.mark.sanitize
@@ -113,6 +115,38 @@ def test_a_view_of_no_grad_is_refused_as_in_eager(chunks: int) -> None:
             for given in (torch.ones(N_ROWS, 4), koila.lazy(torch.ones(N_ROWS, 4))):
                 with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
                     run(given, is_read)
+
+
+def _resize(x: Tensor) -> None:
+    x.resize_(2, 4)
+
+
+#: Writes of the batch that run at once.
+LIVE_WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "apply_": lambda x: x.apply_(lambda number: number + 1),  # torch counts no write
+    "fill_diagonal_": lambda x: x.fill_diagonal_(0.25),
+    "put_": lambda x: x.put_(torch.tensor([0]), torch.tensor([5.0], dtype=x.dtype)),
+    "renorm_": lambda x: x.renorm_(2, 0, 0.1),
+    "resize_": _resize,
+    "_foreach_mul_": lambda x: torch._foreach_mul_([x], 2.0),
+}
+
+
+@pytest.mark.parametrize("chunks", [None, 1, 2, 3, N_ROWS])
+@pytest.mark.parametrize("name", LIVE_WRITES)
+def test_calls_read_a_view_of_the_batch_before_it_is_written(name: str, chunks: int | None) -> None:
+    """The view has its number, and is a tensor of its own for the calls that read it now."""
+
+    def run(lazy: Lazy) -> list[Tensor]:
+        x = lazy(torch.arange(4.0 * N_ROWS, dtype=torch.float64).view(N_ROWS, 4))
+        view = x[:3]
+        numbers = [view.sum().item()]
+        doubled, turned = view * 2, view.t()
+        LIVE_WRITES[name](x)
+        return [torch.tensor(numbers), *(t * 1.0 for t in (x, view, doubled, turned))]
+
+    with koila.config(chunks=chunks):
+        assert_like([torch.as_tensor(one) * 1 for one in run(koila.lazy)], run(eager))
 
 
 def _fail(x: Tensor, w: Tensor) -> Any:

@@ -113,8 +113,8 @@ def call(
             reports.give_reason(f"{why}; {cheap}")
         elif has_graph and not is_cut:
             unsplit.check(func, why or reasons.why(func, args, kwargs))
-        if not is_cut and any(map(_core.leaves_of, parts.tensors_in((args, kwargs), False))):
-            _core.flush()  # pending calls read a plain tensor that this call may write
+        if not is_cut and any(map(_core.leaves_of, parts.tensors_in((args, kwargs)))):
+            _core.flush()  # pending calls read memory that this call may write
         return _core.live(func, args, kwargs, is_plain)
 
 

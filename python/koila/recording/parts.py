@@ -196,16 +196,16 @@ def watch_here(tensor: torch.Tensor) -> None:
             watched[value] = meta.checksum(number)
 
 
-def tensors_in(given: Any, of_lazies: bool = True) -> Iterator[torch.Tensor]:
+def tensors_in(given: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors among nested arguments, and the real tensors of lazies."""
     if type(given) is _core.LazyTensor:
-        real = _core.real(given) if of_lazies else None
+        real = _core.real(given)
         if real is not None:
             yield real
     elif isinstance(given, torch.Tensor):
         yield given
     elif isinstance(given, tuple | list):
         for one in given:
-            yield from tensors_in(one, of_lazies)
+            yield from tensors_in(one)
     elif isinstance(given, dict):
-        yield from tensors_in(list(given.values()), of_lazies)
+        yield from tensors_in(list(given.values()))
