@@ -40,12 +40,12 @@ LAYERS = [
 ]
 # py_args before py_state: binding arguments to a signature knows nothing of lazies and tapes, and
 # py_state.h, which knows them all, keeps the signatures of the functions.
-LAYERS += ["methods", "py_args", "py_state", "py_tape", "py_run", "module"]
+LAYERS += ["methods", "py_state", "py_tape", "py_run", "module"]
 #: The state of a program: these files of the binding hold one another, and call each other.
 STATE = {"py_call", "py_failure", "py_lazy", "py_stale", "py_tape", "py_view"}
-SHARED = """py_context py_function py_meta py_resident py_source py_storage py_table
-py_twister"""
-LAYER_OF = {"error": "base", "py_signature": "py_args", "py_recycle": "py_tape"}
+SHARED = """py_args py_context py_function py_meta py_resident py_signature py_source py_storage
+py_table py_twister"""
+LAYER_OF = {"error": "base", "py_recycle": "py_tape"}
 LAYER_OF |= dict.fromkeys(SHARED.split(), "py_state") | dict.fromkeys(STATE, "py_tape")
 # The header a file without one of its own may open with: of its layer, or of its family.
 FAMILY_HEADERS = ["base.h", "rules.h", "rules_outline.h", "measure.h", "py_args.h"]

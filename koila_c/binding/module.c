@@ -79,6 +79,13 @@ import_torch(void)
         {&kl_py.no_function, "torch._C", "_disabled_torch_function_impl"},
         {&kl_py.no_dispatch, "torch._C", "_disabled_torch_dispatch_impl"},
         {&kl_py.size_type, "torch", "Size"},
+        {(PyObject **)&kl_py.dtype_type, "torch", "dtype"},
+        {(PyObject **)&kl_py.device_type, "torch", "device"},
+        {(PyObject **)&kl_py.format_type, "torch", "memory_format"},
+        {&kl_py.formats[KL_FORMAT_CONTIGUOUS], "torch", "contiguous_format"},
+        {&kl_py.formats[KL_FORMAT_PRESERVE], "torch", "preserve_format"},
+        {&kl_py.formats[KL_FORMAT_CHANNELS_LAST], "torch", "channels_last"},
+        {&kl_py.formats[KL_FORMAT_CHANNELS_LAST_3D], "torch", "channels_last_3d"},
         {(PyObject **)&kl_py.method_wrapper, "types", "MethodWrapperType"},
         {&kl_py.reenter, "torch.overrides", "enable_reentrant_dispatch"},
         {&kl_py.strided, "torch", "strided"},
@@ -96,8 +103,7 @@ import_torch(void)
     }
     kl_py.empty_tuple = PyTuple_New(0);
     kl_py.empty_dict = PyDict_New();
-    kl_py.zero = PyLong_FromLong(0);
-    if (kl_py.empty_tuple == NULL || kl_py.empty_dict == NULL || kl_py.zero == NULL) {
+    if (kl_py.empty_tuple == NULL || kl_py.empty_dict == NULL) {
         return -1;
     }
     PyObject *numpy = PyImport_ImportModule("numpy");
@@ -117,12 +123,13 @@ module_exec(PyObject *module)
             PyErr_Format(PyExc_ImportError,
                          "koila._core is loaded already, and cannot live twice in a process"));
     }
-    if (import_torch() < 0 || kl_meta_init() < 0 || kl_context_init() < 0 || kl_rows_init() < 0 ||
-        kl_storage_init() < 0 || kl_tape_type_init(module) < 0 || kl_function_init(module) < 0 ||
-        kl_lazy_init(module) < 0 || kl_class_init(module) < 0) {
+    if (import_torch() < 0 || kl_meta_init() < 0 || kl_context_init() < 0) {
         return -1;
     }
-    return 0;
+    kl_storage_init();
+    bool is_made = kl_tape_type_init(module) == 0 && kl_function_init(module) == 0 &&
+                   kl_lazy_init(module) == 0 && kl_class_init(module) == 0;
+    return is_made ? 0 : -1;
 }
 
 static PyModuleDef_Slot slots[] = {

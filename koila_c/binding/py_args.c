@@ -5,21 +5,20 @@
 
 #include <string.h>
 
-#include "alloc.h"
-
-/* Memory for what does not fit into the fixed buffers of a KlPyBound. */
-struct KlPyBlock {
-    KlPyBlock *next;
-    int64_t room[]; /* of any of the kinds below */
-};
+#include "py_state.h"
 
 /* A call while it is bound. */
 typedef struct {
     KlPyBound *bound;
-    const KlPyTypes *types;
-    void *context;         /* for the callbacks of types */
+    const KlPyReader *reader;
     PyObject *const *args; /* positional arguments, then the values of keywords */
 } Binder;
+
+static const KlMeta *
+meta_of(const Binder *binder, PyObject *object)
+{
+    return binder->reader->meta_of(binder->reader->context, object);
+}
 
 void
 kl_py_bound_init(KlPyBound *bound)
@@ -29,44 +28,36 @@ kl_py_bound_init(KlPyBound *bound)
     bound->inputs = bound->inputs_fixed;
     bound->input_origins = bound->input_origins_fixed;
     bound->n_inputs_max = KL_PY_INPUTS_FIXED;
-    bound->n_ints_used = 0;
-    bound->n_items_used = 0;
-    bound->n_floats_used = 0;
-    bound->blocks = NULL;
+    bound->n_room_used = 0;
+    bound->scratch = (KlScratch){0};
 }
 
 void
 kl_py_bound_fini(KlPyBound *bound)
 {
-    while (bound->blocks != NULL) {
-        KlPyBlock *next = bound->blocks->next;
-        kl_alloc_free(bound->blocks);
-        bound->blocks = next;
-    }
+    kl_alloc_scratch_free(&bound->scratch);
 }
 
 static void *
 block_new(KlPyBound *bound, size_t n, size_t size)
 {
-    KlPyBlock *block = kl_alloc_resize(NULL, 1, sizeof(*block) + n * size);
+    void *block = kl_alloc_scratch(&bound->scratch, n, size);
     if (block == NULL) {
-        PyErr_NoMemory();
-        return NULL;
+        (void)PyErr_NoMemory();
     }
-    block->next = bound->blocks;
-    bound->blocks = block;
-    return block->room;
+    return block;
 }
 
-/* Room for `n` items: in one of the fixed buffers, which holds `n_max`, or else in a block. */
+/* Room for `n` items, whose size is a multiple of 8: in the fixed one, or else in a block. */
 static void *
-reserve(KlPyBound *bound, void *fixed, size_t n_max, uint32_t *n_used, size_t n, size_t size)
+reserve(KlPyBound *bound, Py_ssize_t n, size_t size)
 {
-    if (n > n_max - *n_used) {
-        return block_new(bound, n, size);
+    size_t n_words = (size_t)n * (size / sizeof(int64_t));
+    if (n_words > KL_PY_ROOM - bound->n_room_used) {
+        return block_new(bound, (size_t)n, size);
     }
-    *n_used += (uint32_t)n;
-    return (char *)fixed + (*n_used - n) * size;
+    bound->n_room_used += (uint32_t)n_words;
+    return &bound->room[bound->n_room_used - n_words];
 }
 
 static int
@@ -125,25 +116,20 @@ get_int(PyObject *object, int64_t *value)
 }
 
 static void
-set_torch_object(const Binder *binder, PyObject *object, bool is_device, KlArg *arg)
+set_torch_object(PyObject *object, bool is_device, KlArg *arg)
 {
-    const KlPyTypes *types = binder->types;
-    if (is_device || Py_TYPE(object) == types->device_type) {
-        int device = types->device_of(binder->context, object);
+    if (is_device || Py_IS_TYPE(object, kl_py.device_type)) {
+        int device = kl_meta_device_from(object);
+        PyErr_Clear();
         arg->kind = device < 0 ? KL_ARG_OTHER : KL_ARG_DEVICE;
         arg->u.i = device;
-    } else if (Py_TYPE(object) == types->dtype_type) {
+    } else if (Py_IS_TYPE(object, kl_py.dtype_type)) {
         arg->kind = KL_ARG_DTYPE;
-        arg->u.dtype = KL_DTYPE_OTHER;
-        for (int i = 0; i < KL_N_DTYPES; i++) {
-            if (object == types->dtypes[i]) {
-                arg->u.dtype = (KlDtype)i;
-            }
-        }
-    } else if (Py_TYPE(object) == types->format_type) {
+        arg->u.dtype = kl_meta_dtype_from(object);
+    } else if (Py_IS_TYPE(object, kl_py.format_type)) {
         arg->kind = KL_ARG_OTHER;
         for (int i = 0; i < 4; i++) {
-            if (object == types->formats[i]) {
+            if (object == kl_py.formats[i]) {
                 arg->kind = KL_ARG_FORMAT;
                 arg->u.i = i;
             }
@@ -155,9 +141,7 @@ set_torch_object(const Binder *binder, PyObject *object, bool is_device, KlArg *
 static int
 convert_floats(const Binder *binder, PyObject *const *entries, Py_ssize_t n, KlArg *arg)
 {
-    KlPyBound *bound = binder->bound;
-    double *floats = reserve(bound, bound->floats_fixed, KL_PY_FLOATS_FIXED, &bound->n_floats_used,
-                             (size_t)n, sizeof(*floats));
+    double *floats = reserve(binder->bound, n, sizeof(*floats));
     if (floats == NULL) {
         return -1;
     }
@@ -186,8 +170,7 @@ convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, u
     arg->n = (uint32_t)n;
     int64_t first = 0;
     if (n == 0 || get_int(entries[0], &first)) {
-        int64_t *ints = reserve(bound, bound->ints_fixed, KL_PY_INTS_FIXED, &bound->n_ints_used,
-                                (size_t)n, sizeof(*ints));
+        int64_t *ints = reserve(bound, n, sizeof(*ints));
         if (ints == NULL) {
             return -1;
         }
@@ -209,7 +192,7 @@ convert_sequence(const Binder *binder, PyObject *const *entries, Py_ssize_t n, u
     for (Py_ssize_t i = 0; i < n; i++) {
         const KlMeta *meta = NULL;
         if (entries[i] != Py_None) {
-            meta = binder->types->meta_of(binder->context, entries[i]);
+            meta = meta_of(binder, entries[i]);
             if (meta == NULL) {
                 arg->kind = KL_ARG_OTHER;
                 bound->n_inputs = n_before;
@@ -253,7 +236,7 @@ convert(const Binder *binder, const KlPyWord *word, PyObject *object, uint32_t s
         return convert_sequence(binder, PySequence_Fast_ITEMS(object),
                                 PySequence_Fast_GET_SIZE(object), slot, arg);
     }
-    const KlMeta *meta = binder->types->meta_of(binder->context, object);
+    const KlMeta *meta = meta_of(binder, object);
     if (meta != NULL) {
         arg->kind = KL_ARG_VALUE;
         arg->input = binder->bound->n_inputs;
@@ -270,7 +253,7 @@ convert(const Binder *binder, const KlPyWord *word, PyObject *object, uint32_t s
         arg->kind = KL_ARG_COMPLEX;
         return 0;
     }
-    set_torch_object(binder, object, is_text, arg);
+    set_torch_object(object, is_text, arg);
     return 0;
 }
 
@@ -318,11 +301,12 @@ convert_item(const Binder *binder, PyObject *object, uint32_t slot, uint32_t ent
         item->kind = is_plain ? KL_INDEX_INTS : KL_INDEX_OTHER;
         item->stop = n;
     } else {
-        const KlMeta *meta = binder->types->meta_of(binder->context, object);
+        const KlMeta *meta = meta_of(binder, object);
         if (meta != NULL && !is_selecting(meta)) {
             item->kind = KL_INDEX_TENSOR;
             item->input = binder->bound->n_inputs;
-            item->is_row_range = binder->types->is_row_range(binder->context, object, meta);
+            item->is_row_range =
+                binder->reader->is_row_range(binder->reader->context, object, meta);
             return add_input(binder->bound, meta, object, slot, entry);
         }
     }
@@ -334,9 +318,7 @@ convert_index(const Binder *binder, PyObject *object, uint32_t slot, KlArg *arg)
 {
     bool is_tuple = PyTuple_Check(object);
     Py_ssize_t n = is_tuple ? PyTuple_GET_SIZE(object) : 1;
-    KlPyBound *bound = binder->bound;
-    KlIndex *items = reserve(bound, bound->items_fixed, KL_PY_ITEMS_FIXED, &bound->n_items_used,
-                             (size_t)n, sizeof(*items));
+    KlIndex *items = reserve(binder->bound, n, sizeof(*items));
     if (items == NULL) {
         return -1;
     }
@@ -362,8 +344,7 @@ convert_variadic(const Binder *binder, const KlPyWord *word, Py_ssize_t first, P
     KlPyOrigin *origin = &binder->bound->origins[slot];
     origin->position = n == 0 ? -1 : (int32_t)first;
     int64_t value = 0;
-    bool is_single = n == 1 && !get_int(entries[0], &value) &&
-                     binder->types->meta_of(binder->context, entries[0]) == NULL;
+    bool is_single = n == 1 && !get_int(entries[0], &value) && meta_of(binder, entries[0]) == NULL;
     if (is_single) {
         return convert(binder, word, entries[0], slot, arg);
     }
@@ -444,16 +425,15 @@ bind(KlPyBound *bound, const KlPySignature *signature, const Binder *binder, Py_
 }
 
 int
-kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
-                     void *context, PyObject *args, PyObject *kwargs)
+kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlPyReader *reader,
+                     PyObject *args, PyObject *kwargs)
 {
     PyObject *flat[KL_PY_INPUTS_FIXED + KL_PY_WORDS_MAX];
     PyObject *names[KL_PY_WORDS_MAX];
     Py_ssize_t n_args = PyTuple_GET_SIZE(args);
     Py_ssize_t n_names = kwargs == NULL ? 0 : PyDict_GET_SIZE(kwargs);
     Binder binder = {.bound = bound,
-                     .types = types,
-                     .context = context,
+                     .reader = reader,
                      .args = n_names == 0 ? PySequence_Fast_ITEMS(args) : flat};
     if (n_names > 0 && (n_args > KL_PY_INPUTS_FIXED || n_names > KL_PY_WORDS_MAX)) {
         return 0;

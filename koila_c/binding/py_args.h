@@ -4,7 +4,7 @@
  *     KlPySignature *signature = kl_py_signature_new(row->call);            once per row
  *     KlPyBound bound;
  *     kl_py_bound_init(&bound);
- *     if (kl_py_args_bind_dict(&bound, signature, types, context, args, kwargs) == 1) {
+ *     if (kl_py_args_bind_dict(&bound, signature, reader, args, kwargs) == 1) {
  *         KlCall call = {.args = bound.args, .inputs = bound.inputs, ...};
  *     }
  *     kl_py_bound_fini(&bound);                                             always, after the call is read
@@ -15,14 +15,13 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include "alloc.h"
 #include "methods.h"
 #include "ops.h"
 
 #define KL_PY_WORDS_MAX 24
 #define KL_PY_INPUTS_FIXED 16
-#define KL_PY_INTS_FIXED 32
-#define KL_PY_ITEMS_FIXED 10
-#define KL_PY_FLOATS_FIXED 4
+#define KL_PY_ROOM 96
 #define KL_PY_NAMES_MAX 6
 
 /* One word of a signature, see the head of ops.def. */
@@ -34,9 +33,6 @@ typedef struct KlPyWord {
     bool is_index;
     bool is_device;
     bool is_out;
-    bool
-        is_size; /* :size, for readers of the signature: binding ignores it, the rules of the op use it */
-    bool is_rows; /* :rows, likewise */
 } KlPyWord;
 
 typedef struct KlPySignature {
@@ -45,19 +41,14 @@ typedef struct KlPySignature {
     KlPyWord words[KL_PY_WORDS_MAX];
 } KlPySignature;
 
-/* What binding must know of torch's objects; the same for every call and thread. The callbacks get the `context`
- * that was given to kl_py_args_bind_dict, and set no exception. */
-typedef struct KlPyTypes {
-    PyTypeObject *dtype_type, *device_type, *format_type;
-    PyObject *dtypes[KL_N_DTYPES];
-    PyObject *formats[4]; /* by KlFormat */
+/* Reads the tensors among the arguments. The callbacks set no exception. */
+typedef struct KlPyReader {
     /* The meta of a tensor, valid until the call is inferred. NULL: no tensor, or one that no KlMeta describes. */
     const KlMeta *(*meta_of)(void *context, PyObject *object);
-    /* Index of a torch.device or of its name (str); -1: not known. */
-    int (*device_of)(void *context, PyObject *object);
     /* Whether the values of this index tensor are 0 .. rows - 1, in order. */
     bool (*is_row_range)(void *context, PyObject *object, const KlMeta *meta);
-} KlPyTypes;
+    void *context;
+} KlPyReader;
 
 /* Where an argument came from. `position` counts as in a vectorcall: positional arguments, then the values of
  * keywords in their order; -1: the argument is absent. */
@@ -74,8 +65,6 @@ typedef struct KlPyInput {
     uint32_t entry;
 } KlPyInput;
 
-typedef struct KlPyBlock KlPyBlock;
-
 typedef struct KlPyBound {
     uint32_t n_args;
     uint32_t n_inputs;
@@ -84,29 +73,21 @@ typedef struct KlPyBound {
     KlArg args[KL_PY_WORDS_MAX];
     KlPyOrigin origins[KL_PY_WORDS_MAX];
     uint32_t n_inputs_max;
-    uint32_t n_ints_used;
-    uint32_t n_items_used;
-    uint32_t n_floats_used;
-    KlPyBlock *blocks; /* memory for what exceeds the fixed arrays below */
+    uint32_t n_room_used;
+    KlScratch scratch; /* memory for what exceeds the fixed arrays below */
     const KlMeta *inputs_fixed[KL_PY_INPUTS_FIXED];
     KlPyInput input_origins_fixed[KL_PY_INPUTS_FIXED];
-    int64_t ints_fixed[KL_PY_INTS_FIXED];
-    KlIndex items_fixed[KL_PY_ITEMS_FIXED];
-    double floats_fixed[KL_PY_FLOATS_FIXED];
+    int64_t room[KL_PY_ROOM]; /* of what sequences and indices hold: ints, floats, KlIndex */
 } KlPyBound;
 
 /* Parse a row's `call`. Returns a new signature, or NULL with an exception if the text is misspelt. */
 KlPySignature *kl_py_signature_new(const char *call);
 void kl_py_signature_free(KlPySignature *signature);
 
-/* Look up torch's dtypes and formats; the caller fills in the callbacks. 0, or -1 with an exception. */
-int kl_py_types_init(KlPyTypes *types);
-void kl_py_types_fini(KlPyTypes *types);
-
 void kl_py_bound_init(KlPyBound *bound);
 void kl_py_bound_fini(KlPyBound *bound);
 
 /* Bind a call of a tuple and a dict (or NULL), whose values get positions in its order. 1: bound; 0: the call does
  * not fit the signature, so that the row declines it; -1: exception. */
-int kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlPyTypes *types,
-                         void *context, PyObject *args, PyObject *kwargs);
+int kl_py_args_bind_dict(KlPyBound *bound, const KlPySignature *signature, const KlPyReader *reader,
+                         PyObject *args, PyObject *kwargs);

@@ -99,11 +99,10 @@ KL_DEFINE_ON(reached, tape, ignored)
     return handed;
 }
 
-KL_DEFINE(left_numbers, is_any)
+KL_DEFINE_ON(left_numbers, tape, is_any)
 {
-    const Tape *tape = kl_tape_open_or_null();
     PyObject *found = PyList_New(0);
-    for (size_t i = 0; found != NULL && tape != NULL && i < tape->core.n_values; i++) {
+    for (size_t i = 0; found != NULL && i < tape->core.n_values; i++) {
         const KlPyValue *entry = &tape->values[i];
         bool is_known = entry->result != NULL && tape->core.values[i].n_pending > 0;
         if (is_known && (is_any == Py_True || entry->handle == NULL)) {
@@ -195,10 +194,11 @@ are_pairs(const Tape *tape, PyObject *pairs)
             PyErr_SetString(PyExc_TypeError, "hand_out: expected pairs of a value and a tensor");
             return false;
         }
-        if (!PyArg_ParseTuple(pair, "O&O!:hand_out", kl_py_id, &id, kl_py.tensor_base, &real)) {
+        if (!PyArg_ParseTuple(pair, "O&O!:hand_out", kl_tape_value_id, &id, kl_py.tensor_base,
+                              &real)) {
             return false;
         }
-        if (id >= tape->core.n_values || tape->core.values[id].node == KL_ID_NONE) {
+        if (tape->core.values[id].node == KL_ID_NONE) {
             (void)PyErr_Format(PyExc_IndexError, "hand_out: no call makes value %u", id);
             return false;
         }

@@ -59,14 +59,11 @@ static int
 encode_sequence(Tape *tape, PyObject *object, KlValueId n_before)
 {
     Py_ssize_t n = PySequence_Fast_GET_SIZE(object);
-    int result = -1;
-    if (PyList_Check(object)) {
-        result = push(tape, KL_SLOT_LIST, (uint32_t)n, NULL);
-    } else if (PyTuple_CheckExact(object)) {
-        result = push(tape, KL_SLOT_TUPLE, (uint32_t)n, NULL);
-    } else {
-        result = push(tape, KL_SLOT_NAMED, (uint32_t)n, (PyObject *)Py_TYPE(object));
-    }
+    KlSlotKind kind = PyList_Check(object)         ? KL_SLOT_LIST
+                      : PyTuple_CheckExact(object) ? KL_SLOT_TUPLE
+                                                   : KL_SLOT_NAMED;
+    PyObject *type = kind == KL_SLOT_NAMED ? (PyObject *)Py_TYPE(object) : NULL;
+    int result = push(tape, kind, (uint32_t)n, type);
     for (Py_ssize_t i = 0; result == 0 && i < PySequence_Fast_GET_SIZE(object); i++) {
         result = encode(tape, PySequence_Fast_GET_ITEM(object, i), n_before);
     }
@@ -162,7 +159,7 @@ kl_call_encode(Tape *tape, PyObject *args, PyObject *kwargs, KlPyNode *node)
     size_t first = tape->n_slots;
     KlValueId n_before = (KlValueId)tape->core.n_values;
     Py_ssize_t n_args = PyTuple_GET_SIZE(args);
-    bool has_kwargs = kwargs != NULL && kwargs != Py_None && PyDict_GET_SIZE(kwargs) > 0;
+    bool has_kwargs = PyDict_GET_SIZE(kwargs) > 0;
     PyObject *names = has_kwargs ? PySequence_Tuple(kwargs) : NULL;
     int result = has_kwargs && names == NULL ? -1 : 0;
     for (Py_ssize_t i = 0; result == 0 && i < n_args; i++) {
@@ -264,16 +261,31 @@ kl_call_decode(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId)
     return decode_list(&decoder, node->n_args);
 }
 
+/* The number of positional arguments of a node, of which `args` holds all. */
+static Py_ssize_t
+count_positional(const KlPyNode *node, PyObject *args)
+{
+    return PyList_GET_SIZE(args) - (node->kwnames != NULL ? PyTuple_GET_SIZE(node->kwnames) : 0);
+}
+
+PyObject *
+kl_call_split(const KlPyNode *node, PyObject *args)
+{
+    Py_ssize_t n = count_positional(node, args);
+    PyObject *first = PyList_GetSlice(args, 0, n);
+    PyObject *positional = first != NULL ? PyList_AsTuple(first) : NULL;
+    PyObject *named = kl_call_keywords(PySequence_Fast_ITEMS(args) + n, node->kwnames);
+    bool is_whole = positional != NULL && named != NULL;
+    PyObject *result = is_whole ? PyTuple_Pack(3, node->func, positional, named) : NULL;
+    KL_DROP(named, positional, first);
+    return result;
+}
+
 PyObject *
 kl_call_describe(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env)
 {
-    const KlPyNode *node = &tape->nodes[id];
-    Decoder decoder = {.slots = &tape->slots[node->first_slot], .value_of = value_of, .env = env};
-    PyObject *names = node->kwnames != NULL ? node->kwnames : kl_py.empty_tuple;
-    PyObject *args = decode_tuple(&decoder, node->n_args - (uint32_t)PyTuple_GET_SIZE(names));
-    PyObject *kwargs = args != NULL ? decode_dict(&decoder, names) : NULL;
-    PyObject *result = kwargs != NULL ? PyTuple_Pack(3, node->func, args, kwargs) : NULL;
-    Py_XDECREF(kwargs);
+    PyObject *args = kl_call_decode(tape, id, value_of, env);
+    PyObject *result = args != NULL ? kl_call_split(&tape->nodes[id], args) : NULL;
     Py_XDECREF(args);
     return result;
 }
@@ -291,39 +303,20 @@ kl_call_keywords(PyObject *const *values, PyObject *names)
     return dict;
 }
 
-#define KL_STACK_ARGS 16
-
 PyObject *
 kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env)
 {
-    const KlPyNode *node = &tape->nodes[id];
-    Decoder decoder = {.slots = &tape->slots[node->first_slot], .value_of = value_of, .env = env};
-    PyObject *stack[KL_STACK_ARGS] = {NULL};
-    PyObject **args = stack;
-    PyObject *result = NULL;
-    uint32_t n_decoded = 0;
-    if (node->n_args > KL_STACK_ARGS) {
-        args = kl_alloc_zeroed(node->n_args, sizeof(PyObject *));
-        if (args == NULL) {
-            return PyErr_NoMemory();
-        }
-    }
-    for (; n_decoded < node->n_args; n_decoded++) {
-        args[n_decoded] = decode(&decoder);
-        if (args[n_decoded] == NULL) {
-            goto error;
-        }
-    }
-    size_t n_named = node->kwnames != NULL ? (size_t)PyTuple_GET_SIZE(node->kwnames) : 0;
-    result = PyObject_Vectorcall(node->func, args, node->n_args - n_named, node->kwnames);
-error:
-    for (uint32_t i = 0; i < n_decoded; i++) {
-        Py_DECREF(args[i]);
-    }
-    if (args != stack) {
-        kl_alloc_free(args);
-    }
+    PyObject *args = kl_call_decode(tape, id, value_of, env);
+    PyObject *result = args != NULL ? kl_call_vector(&tape->nodes[id], args) : NULL;
+    Py_XDECREF(args);
     return result;
+}
+
+PyObject *
+kl_call_vector(const KlPyNode *node, PyObject *args)
+{
+    return PyObject_Vectorcall(node->func, PySequence_Fast_ITEMS(args),
+                               (size_t)count_positional(node, args), node->kwnames);
 }
 
 /* -- looking for LazyTensors in a call that is not recorded --------------------------------------------- */
@@ -425,14 +418,11 @@ real_item(void *Py_UNUSED(context), PyObject *object)
 static PyObject *
 real_slice(const PySliceObject *slice)
 {
-    PyObject *parts = PyTuple_Pack(3, slice->start, slice->stop, slice->step);
-    PyObject *real = parts != NULL ? kl_call_map(parts, real_item, NULL) : NULL;
-    PyObject *result = real != NULL
-                           ? PySlice_New(PyTuple_GET_ITEM(real, 0), PyTuple_GET_ITEM(real, 1),
-                                         PyTuple_GET_ITEM(real, 2))
-                           : NULL;
-    Py_XDECREF(real);
-    Py_XDECREF(parts);
+    PyObject *start = kl_call_real(slice->start), *stop = kl_call_real(slice->stop);
+    PyObject *step = kl_call_real(slice->step);
+    bool is_whole = start != NULL && stop != NULL && step != NULL;
+    PyObject *result = is_whole ? PySlice_New(start, stop, step) : NULL;
+    KL_DROP(step, stop, start);
     return result;
 }
 

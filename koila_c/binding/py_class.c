@@ -30,57 +30,31 @@ look(PyObject *self, Answer *answer)
     return true;
 }
 
-/* The attribute of the real tensor; NULL without an exception if `answer` has a meta instead. */
-static PyObject *
-attribute_of(PyObject *self, const char *name, Answer *answer)
-{
-    bool is_real = look(self, answer) && answer->real != NULL;
-    return is_real ? PyObject_GetAttrString(answer->real, name) : NULL;
-}
+/* The attributes that get() knows, as closures of the getters. */
+static char SHAPE[] = "shape", DTYPE[] = "dtype", DEVICE[] = "device", NDIM[] = "ndim";
 
 static PyObject *
-get_shape(PyObject *self, void *Py_UNUSED(closure))
+get(PyObject *self, void *name)
 {
     Answer answer;
-    PyObject *real = attribute_of(self, "shape", &answer);
-    if (answer.meta != NULL && answer.value->size == NULL) {
+    if (!look(self, &answer) || answer.real != NULL) {
+        return answer.real != NULL ? PyObject_GetAttrString(answer.real, name) : NULL;
+    }
+    if (name == SHAPE && answer.value->size == NULL) {
         answer.value->size = kl_meta_size(answer.meta);
     }
-    return answer.meta == NULL ? real : Py_XNewRef(answer.value->size);
-}
-
-static PyObject *
-get_dtype(PyObject *self, void *Py_UNUSED(closure))
-{
-    Answer answer;
-    PyObject *real = attribute_of(self, "dtype", &answer);
-    return answer.meta == NULL ? real : Py_NewRef(kl_py.dtypes[answer.meta->dtype]);
-}
-
-static PyObject *
-get_device(PyObject *self, void *Py_UNUSED(closure))
-{
-    Answer answer;
-    PyObject *real = attribute_of(self, "device", &answer);
-    return answer.meta == NULL ? real
-                               : Py_NewRef(PyList_GET_ITEM(kl_py.devices, answer.meta->device));
-}
-
-static PyObject *
-get_ndim(PyObject *self, void *Py_UNUSED(closure))
-{
-    Answer answer;
-    PyObject *real = attribute_of(self, "ndim", &answer);
-    return answer.meta == NULL ? real : PyLong_FromLong(answer.meta->n_dims);
+    return name == SHAPE    ? Py_XNewRef(answer.value->size)
+           : name == DTYPE  ? Py_NewRef(kl_py.dtypes[answer.meta->dtype])
+           : name == DEVICE ? Py_NewRef(PyList_GET_ITEM(kl_py.devices, answer.meta->device))
+                            : PyLong_FromLong(answer.meta->n_dims);
 }
 
 static PyObject *
 get_requires_grad(PyObject *self, void *closure)
 {
     Answer answer;
-    PyObject *real = attribute_of(self, "requires_grad", &answer);
-    if (answer.meta == NULL) {
-        return real;
+    if (!look(self, &answer) || answer.real != NULL) {
+        return answer.real != NULL ? PyObject_GetAttr(answer.real, kl_py.requires_grad) : NULL;
     }
     /* A write to another view of the same memory may have given it a gradient. */
     KlValueId current = answer.value->id;
@@ -120,32 +94,23 @@ set_requires_grad(PyObject *self, PyObject *flag, void *Py_UNUSED(closure))
 static PyObject *
 lazy_dim(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
-    return get_ndim(self, NULL);
+    return get(self, NDIM);
 }
 
 /* What torch's size(...) returns for a tensor of this shape; raises torch's errors. */
 static PyObject *
 ask_size(PyObject *shape, PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames)
 {
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *empty = torch != NULL ? PyObject_GetAttrString(torch, "empty") : NULL;
-    PyObject *given = Py_BuildValue("(O)", shape), *words = Py_BuildValue("{ss}", "device", "meta");
-    PyObject *stand_in = NULL, *ask = NULL, *result = NULL;
-    if (empty != NULL && given != NULL && words != NULL) {
-        stand_in = PyObject_Call(empty, given, words);
-    }
-    ask = stand_in != NULL ? PyObject_GetAttrString(stand_in, "size") : NULL;
-    if (ask != NULL) {
-        result = PyObject_Vectorcall(ask, args, (size_t)n_args, kwnames);
-    }
-    KL_DROP(ask, stand_in, words, given, empty, torch);
-    return result;
+    PyObject *ask = PyObject_CallOneArg(kl_py.size_method, shape);
+    PyObject *size = ask != NULL ? PyObject_Vectorcall(ask, args, (size_t)n_args, kwnames) : NULL;
+    Py_XDECREF(ask);
+    return size;
 }
 
 static PyObject *
 lazy_size(PyObject *self, PyObject *const *args, Py_ssize_t n_args, PyObject *kwnames)
 {
-    PyObject *shape = get_shape(self, NULL);
+    PyObject *shape = get(self, SHAPE);
     if (shape == NULL || (n_args == 0 && kwnames == NULL)) {
         return shape;
     }
@@ -172,10 +137,10 @@ lazy_numel(PyObject *self, PyObject *Py_UNUSED(ignored))
 }
 
 static PyGetSetDef getsets[] = {
-    {"shape", get_shape, NULL, "Sizes, a torch.Size; never computes.", NULL},
-    {"dtype", get_dtype, NULL, "Never computes.", NULL},
-    {"device", get_device, NULL, "Never computes.", NULL},
-    {"ndim", get_ndim, NULL, "Never computes.", NULL},
+    {SHAPE, get, NULL, "Sizes, a torch.Size; never computes.", SHAPE},
+    {DTYPE, get, NULL, "Never computes.", DTYPE},
+    {DEVICE, get, NULL, "Never computes.", DEVICE},
+    {NDIM, get, NULL, "Never computes.", NDIM},
     {"requires_grad", get_requires_grad, set_requires_grad, "Reading never computes.", NULL},
 };
 

@@ -105,6 +105,20 @@ kl_context_leave_user(void)
     return is_nothing ? Py_NewRef(Py_None) : PyObject_CallNoArgs(kl_py.leave);
 }
 
+/* The index in state.device_names of the type of a device, given by its number; -1: of another type. */
+static int
+type_of(Py_ssize_t device)
+{
+    PyObject *type = PyObject_GetAttrString(PyList_GET_ITEM(kl_py.devices, device), "type");
+    int i = type != NULL ? KL_N_DEVICES - 1 : -1;
+    while (i >= 0 && PyUnicode_Compare(type, state.device_names[i]) != 0) {
+        i--;
+    }
+    Py_XDECREF(type);
+    PyErr_Clear();
+    return i;
+}
+
 /* The functions above know autocast on the CPU and CUDA. Once another device type was seen, ask through Python. */
 bool
 kl_context_is_direct(void)
@@ -112,13 +126,7 @@ kl_context_is_direct(void)
     static Py_ssize_t n_looked_at; /* devices are only ever added */
     static bool are_known = true;
     for (Py_ssize_t i = n_looked_at; i < PyList_GET_SIZE(kl_py.devices); i++) {
-        PyObject *device = PyList_GET_ITEM(kl_py.devices, i);
-        PyObject *type = PyObject_GetAttrString(device, "type");
-        are_known = are_known && type != NULL &&
-                    (PyUnicode_CompareWithASCIIString(type, "cpu") == 0 ||
-                     PyUnicode_CompareWithASCIIString(type, "cuda") == 0);
-        Py_XDECREF(type);
-        PyErr_Clear();
+        are_known = type_of(i) >= 0 && are_known;
         n_looked_at = i + 1; /* other threads may have looked meanwhile: no device is skipped */
     }
     return are_known && direct.is_grad_enabled != NULL && direct.is_inference_enabled != NULL &&
@@ -269,16 +277,9 @@ kl_context_is_autocast(uint32_t id)
 static int
 autocast_on(const Context *context, uint8_t device, KlAutocast *autocast)
 {
-    int type = 0;
-    if (device != 0) {
-        PyObject *name = PyObject_GetAttrString(PyList_GET_ITEM(kl_py.devices, device), "type");
-        bool is_cuda = name != NULL && PyUnicode_CompareWithASCIIString(name, "cuda") == 0;
-        Py_XDECREF(name);
-        PyErr_Clear();
-        if (!is_cuda) {
-            return -1;
-        }
-        type = 1;
+    int type = type_of(device);
+    if (type < 0) {
+        return -1;
     }
     *autocast = (KlAutocast){.is_cuda = type == 1};
     if (context->casting.is_enabled[type]) {
@@ -380,7 +381,7 @@ call_ignoring(PyObject *callable, PyObject *first, PyObject *second)
 }
 
 static int
-leave_inference(KlContextSwitch *context)
+set_inference(KlContextSwitch *context, bool is_inference)
 {
     PyObject *guard = context->guard, *none = Py_None;
     context->guard = NULL;
@@ -388,18 +389,12 @@ leave_inference(KlContextSwitch *context)
                      ? 0
                      : kl_py_done(PyObject_CallMethod(guard, "__exit__", "OOO", none, none, none));
     Py_XDECREF(guard);
-    return result;
-}
-
-static int
-enter_inference(KlContextSwitch *context, bool is_inference)
-{
-    if (is_inference == state.contexts[context->before].is_inference) {
-        return 0;
+    if (result == 0 && is_inference != state.contexts[context->before].is_inference) {
+        context->guard =
+            kl_context_enter(PyObject_CallOneArg(state.inference_mode, kl_py_bool(is_inference)));
+        result = context->guard != NULL ? 0 : -1;
     }
-    context->guard = kl_context_enter(
-        PyObject_CallOneArg(state.inference_mode, is_inference ? Py_True : Py_False));
-    return context->guard != NULL ? 0 : -1;
+    return result;
 }
 
 /* Set autocast's settings. A dtype that is NULL stays as it is. */
@@ -407,14 +402,14 @@ static int
 set_autocast(const KlCasting *to, bool is_cache_enabled)
 {
     for (int i = 0; i < KL_N_DEVICES; i++) {
-        PyObject *is_enabled = to->is_enabled[i] ? Py_True : Py_False;
+        PyObject *is_enabled = kl_py_bool(to->is_enabled[i]);
         if (call_ignoring(state.set_autocast_enabled, state.device_names[i], is_enabled) < 0 ||
             (to->dtype[i] != NULL &&
              call_ignoring(state.set_autocast_dtype, state.device_names[i], to->dtype[i]) < 0)) {
             return -1;
         }
     }
-    return call_ignoring(state.set_cache_enabled, is_cache_enabled ? Py_True : Py_False, NULL);
+    return call_ignoring(state.set_cache_enabled, kl_py_bool(is_cache_enabled), NULL);
 }
 
 int
@@ -455,16 +450,11 @@ kl_context_switch(KlContextSwitch *context, uint32_t id)
     if ((is_casting || from->is_inference != to->is_inference) && begin_casts(context) < 0) {
         return -1;
     }
-    if (from->is_inference != to->is_inference &&
-        (leave_inference(context) < 0 || enter_inference(context, to->is_inference) < 0)) {
-        return -1;
-    }
-    if (from->switches != to->switches &&
-        kl_py_done(PyObject_CallFunction(kl_py.choose_switches, "I", to->switches)) < 0) {
-        return -1;
-    }
     bool is_grad = to->is_grad_enabled && !context->is_grad_off && !context->is_aside;
-    if (call_ignoring(state.set_grad_enabled, is_grad ? Py_True : Py_False, NULL) < 0) {
+    if ((from->is_inference != to->is_inference && set_inference(context, to->is_inference) < 0) ||
+        (from->switches != to->switches &&
+         kl_py_done(PyObject_CallFunction(kl_py.choose_switches, "I", to->switches)) < 0) ||
+        call_ignoring(state.set_grad_enabled, kl_py_bool(is_grad), NULL) < 0) {
         return -1;
     }
     /* A cast made aside may have no graph (torch 2.10): later nodes must not find it in the cache. */
@@ -483,8 +473,8 @@ kl_context_end(KlContextSwitch *context)
     if (context->is_nested) {
         result = set_autocast(&context->outer, context->outer.is_cache_enabled) < 0 ? -1 : result;
         PyObject *nesting = PyObject_CallNoArgs(state.decrement_nesting);
-        if (nesting == NULL || (PyObject_RichCompareBool(nesting, kl_py.zero, Py_EQ) == 1 &&
-                                call_ignoring(state.clear_cache, NULL, NULL) < 0)) {
+        bool is_last = nesting != NULL && PyLong_AsLong(nesting) == 0;
+        if (nesting == NULL || (is_last && call_ignoring(state.clear_cache, NULL, NULL) < 0)) {
             result = -1;
         }
         Py_XDECREF(nesting);

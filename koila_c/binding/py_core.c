@@ -134,10 +134,16 @@ KL_DEFINE_OF(rows_dim, value)
     return PyLong_FromLong(!kl_place_is_rows(&place) ? -1 : is_alone ? place.dim : -2);
 }
 
+/* Borrowed: this thread's tape, if the value is on it, or else NULL. */
+static Tape *
+tape_here(const Value *value)
+{
+    return value->tape == kl_tape_open_or_null() ? value->tape : NULL;
+}
+
 KL_DEFINE_OF(is_pending_here, value)
 {
-    bool is_here = value->tape != NULL && value->tape == kl_tape_open_or_null();
-    return PyBool_FromLong(is_here && kl_lazy_real(value) == NULL);
+    return PyBool_FromLong(tape_here(value) != NULL && kl_lazy_real(value) == NULL);
 }
 
 /* (dtype, shape, strides or None, requires_grad, device number) */
@@ -149,7 +155,7 @@ describe(const KlMeta *meta)
     }
     PyObject *strides = meta->is_strided ? kl_meta_strides(meta) : Py_NewRef(Py_None);
     return Py_BuildValue("(ONNOi)", kl_py.dtypes[meta->dtype], kl_meta_size(meta), strides,
-                         meta->requires_grad ? Py_True : Py_False, (int)meta->device);
+                         kl_py_bool(meta->requires_grad), (int)meta->device);
 }
 
 KL_DEFINE(describe, object)
@@ -171,7 +177,7 @@ KL_DEFINE(describe, object)
 }
 
 static PyObject *
-live_by(PyObject *(*run)(PyObject *, PyObject *, PyObject *, KlLiveKind), PyObject *args)
+live_by(PyObject *(*run)(const KlPyCall *, KlLiveKind), PyObject *args)
 {
     PyObject *func = NULL, *words = NULL, *kwargs = NULL;
     int is_plain = 0;
@@ -181,7 +187,8 @@ live_by(PyObject *(*run)(PyObject *, PyObject *, PyObject *, KlLiveKind), PyObje
     if (kwargs != Py_None && !PyDict_Check(kwargs)) {
         return PyErr_Format(PyExc_TypeError, "live: kwargs must be a dict or None, not %R", kwargs);
     }
-    return run(func, words, kwargs, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
+    const KlPyCall call = kl_function_call(kl_function_find(func), func, words, kwargs);
+    return run(&call, is_plain ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
 }
 
 KL_DEFINE(live, args)
@@ -194,10 +201,9 @@ KL_DEFINE(live_with_all, args)
     return live_by(kl_record_live, args);
 }
 
-KL_DEFINE(flush, ignored)
+KL_DEFINE_ON(flush, tape, ignored)
 {
-    Tape *tape = kl_tape_open_or_null();
-    return tape != NULL && kl_live_run(tape) < 0 ? NULL : Py_NewRef(Py_None);
+    return kl_live_run(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 KL_DEFINE_ON(has_known, tape, ignored)
@@ -211,10 +217,9 @@ KL_DEFINE_ON(has_stranded, tape, ignored)
     return PyBool_FromLong(kl_tape_has_stranded(&tape->core));
 }
 
-KL_DEFINE(has_numbers, ignored)
+KL_DEFINE_ON(has_numbers, tape, ignored)
 {
-    const Tape *tape = kl_tape_open_or_null();
-    for (size_t i = 0; tape != NULL && i < tape->core.n_values; i++) {
+    for (size_t i = 0; i < tape->core.n_values; i++) {
         const KlValue *value = &tape->core.values[i];
         if (value->state == KL_STATE_KNOWN && value->meta.requires_grad &&
             !tape->core.nodes[value->node].is_done) {
@@ -252,11 +257,9 @@ KL_DEFINE_OF(leave, value)
     return real;
 }
 
-KL_DEFINE(release, ignored)
+KL_DEFINE_ON(release, tape, ignored)
 {
-    Tape *tape = kl_tape_open_or_null();
-    bool is_still = tape != NULL && !tape->is_running;
-    return is_still && kl_stale_release(tape) < 0 ? NULL : Py_NewRef(Py_None);
+    return !tape->is_running && kl_stale_release(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 KL_DEFINE_AT_NODE(call, tape, id)
@@ -311,14 +314,13 @@ settle_in_memory_of(Tape *tape, PyObject *tensor)
     }
 }
 
-KL_DEFINE(leaves_of, tensor)
+KL_DEFINE_ON(leaves_of, tape, tensor)
 {
-    Tape *tape = kl_tape_open_or_null();
-    if (tape != NULL && tensor != Py_None && !tape->is_running) {
+    if (tensor != Py_None && !tape->is_running) {
         settle_in_memory_of(tape, tensor);
     }
     PyObject *list = PyList_New(0);
-    for (size_t i = 0; list != NULL && tape != NULL && i < tape->core.n_values; i++) {
+    for (size_t i = 0; list != NULL && i < tape->core.n_values; i++) {
         PyObject *real = tape->values[i].real;
         const KlValue *value = &tape->core.values[i];
         if (real == NULL || value->n_pending == 0) {
@@ -362,8 +364,8 @@ KL_DEFINE(swap, args)
 
 KL_DEFINE_OF(storage, value)
 {
-    const Tape *tape = kl_tape_open_or_null();
-    if (tape == NULL || value->tape != tape) {
+    const Tape *tape = tape_here(value);
+    if (tape == NULL) {
         return Py_NewRef(Py_None);
     }
     KlStorageId id = tape->core.values[value->id].storage;
@@ -374,9 +376,9 @@ KL_DEFINE_OF(storage, value)
 
 KL_DEFINE_OF(has_views, value)
 {
-    const Tape *tape = kl_tape_open_or_null();
-    bool has_views = false, is_on_tape = tape != NULL && value->tape == tape;
-    const KlValue *own = is_on_tape ? &tape->core.values[value->id] : NULL;
+    const Tape *tape = tape_here(value);
+    const KlValue *own = tape != NULL ? &tape->core.values[value->id] : NULL;
+    bool has_views = false;
     for (size_t i = 0; own != NULL && own->view_of == KL_ID_NONE && i < tape->core.n_values; i++) {
         const KlValue *other = &tape->core.values[i];
         bool is_view = other->storage == own->storage && other->view_of != KL_ID_NONE;
@@ -387,9 +389,8 @@ KL_DEFINE_OF(has_views, value)
 
 KL_DEFINE_OF(set_for_chunks, value)
 {
-    Tape *tape = kl_tape_open_or_null();
-    bool is_on_tape = tape != NULL && value->tape == tape;
-    KlNodeId id = is_on_tape ? tape->core.values[value->id].node : KL_ID_NONE;
+    Tape *tape = tape_here(value);
+    KlNodeId id = tape != NULL ? tape->core.values[value->id].node : KL_ID_NONE;
     bool is_reduction = id != KL_ID_NONE && tape->core.nodes[id].mode == KL_MODE_REDUCE &&
                         id + 1 == tape->core.n_nodes;
     if (is_reduction) {
@@ -398,18 +399,16 @@ KL_DEFINE_OF(set_for_chunks, value)
     return PyBool_FromLong(is_reduction);
 }
 
-KL_DEFINE(has_draw, is_dead)
+KL_DEFINE_ON(has_draw, tape, is_dead)
 {
-    Tape *tape = kl_tape_open_or_null();
-    return PyBool_FromLong(tape != NULL && (is_dead == Py_True ? kl_tape_has_dead_draw(&tape->core)
-                                                               : kl_tape_has_draw(&tape->core)));
+    return PyBool_FromLong(is_dead == Py_True ? kl_tape_has_dead_draw(&tape->core)
+                                              : kl_tape_has_draw(&tape->core));
 }
 
-KL_DEFINE(waiting_draws, ignored)
+KL_DEFINE_ON(waiting_draws, tape, ignored)
 {
-    const Tape *tape = kl_tape_open_or_null();
     PyObject *list = PyList_New(0);
-    KlNodeId id = tape != NULL ? kl_tape_next_draw(&tape->core, 0) : KL_ID_NONE;
+    KlNodeId id = kl_tape_next_draw(&tape->core, 0);
     while (list != NULL && id != KL_ID_NONE) {
         const KlNode *node = &tape->core.nodes[id];
         kl_py_add(&list, Py_BuildValue("(III)", id, node->first_out, node->n_outs));
@@ -450,15 +449,14 @@ KL_DEFINE(hook, args)
     return PyLong_FromUnsignedLong(id);
 }
 
-KL_DEFINE(retained, args)
+KL_DEFINE_ON(retained, tape, args)
 {
-    const Tape *tape = kl_tape_open_or_null();
     KlValueId id = KL_ID_NONE;
     int is_of_lazy = 0;
     if (!PyArg_ParseTuple(args, "O&|p:retained", kl_py_id, &id, &is_of_lazy)) {
         return NULL;
     }
-    size_t n_values = tape != NULL ? tape->core.n_values : 0;
+    size_t n_values = tape->core.n_values;
     if (is_of_lazy && id < n_values) {
         const Value *handle = tape->values[id].handle;
         id = handle != NULL ? handle->retained : KL_ID_NONE;
@@ -474,7 +472,7 @@ KL_DEFINE_AT_VALUE(graph_of, tape, id)
 
 KL_DEFINE_OF(id, value)
 {
-    bool is_here = value->tape != NULL && value->tape == kl_tape_open_or_null();
+    bool is_here = tape_here(value) != NULL;
     return is_here ? PyLong_FromUnsignedLong(value->id) : Py_NewRef(Py_None);
 }
 
@@ -527,11 +525,10 @@ KL_DEFINE_ON(close, tape, ignored)
     return PyBool_FromLong(is_over);
 }
 
-KL_DEFINE(pending_bytes, is_graph)
+KL_DEFINE_ON(pending_bytes, tape, is_graph)
 {
-    const Tape *tape = kl_tape_open_or_null();
     long long bytes = 0;
-    for (size_t i = 0; tape != NULL && i < tape->core.n_nodes; i++) {
+    for (size_t i = 0; i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];
         const KlMeta *out = &tape->core.values[node->first_out].meta;
         if (!node->is_done && (is_graph == Py_False || out->requires_grad)) {

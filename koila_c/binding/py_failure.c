@@ -3,46 +3,32 @@
  * whoever asks for the value later */
 #include "py_tape.h"
 
-void
-kl_failure_keep(Tape *tape, KlNodeId id)
-{
-    PyObject *type = NULL, *value = NULL, *traceback = NULL, *error = NULL;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    /* An interrupt says nothing about the call. The exception itself is not stored: its frames hold tensors. */
-    if (value != NULL && PyErr_GivenExceptionMatches(value, PyExc_Exception)) {
-        PyObject *args = PyObject_GetAttrString(value, "args");
-        PyObject *notes = args != NULL ? PyObject_GetAttrString(value, "__notes__") : NULL;
-        PyErr_Clear();
-        error = args != NULL ? PyTuple_Pack(3, type, args, notes != NULL ? notes : Py_None) : NULL;
-        KL_DROP(notes, args);
-    }
-    PyErr_Clear();
-    Py_XSETREF(tape->nodes[id].error, error);
-    PyErr_Restore(type, value, traceback);
-}
-
-/* Add a note that says where the failing call was recorded, since its traceback starts at the replay. */
+/* Store the exception in flight for node `id`. `is_noted`: with a note that says where the call was recorded, since the
+ * traceback starts at the replay. */
 static void
-add_note(Tape *tape, KlNodeId id)
+keep(Tape *tape, KlNodeId id, bool is_noted)
 {
     PyObject *type = NULL, *value = NULL, *traceback = NULL;
     PyErr_Fetch(&type, &value, &traceback);
     PyErr_NormalizeException(&type, &value, &traceback);
-    PyObject *where = kl_source_where(tape, id);
-    PyObject *note = where != NULL ? PyUnicode_FromFormat("koila: recorded at %U", where) : NULL;
-    if (note != NULL && value != NULL) {
-        (void)kl_py_done(PyObject_CallMethod(value, "add_note", "O", note));
-    }
-    KL_DROP(note, where);
+    PyObject *where = is_noted ? kl_source_where(tape, id) : Py_NewRef(Py_None);
+    PyObject *kept = PyObject_CallFunction(kl_py.kept_error, "ON", value, where);
+    bool is_kept = kept != NULL && kept != Py_None;
+    Py_XSETREF(tape->nodes[id].error, is_kept ? Py_NewRef(kept) : NULL);
+    Py_XDECREF(kept);
     PyErr_Restore(type, value, traceback);
+}
+
+void
+kl_failure_keep(Tape *tape, KlNodeId id)
+{
+    keep(tape, id, false);
 }
 
 void
 kl_failure_set(Tape *tape, KlNodeId id)
 {
-    add_note(tape, id);
-    kl_failure_keep(tape, id);
+    keep(tape, id, true);
     kl_tape_set_failed(&tape->core, id);
 }
 
@@ -84,18 +70,7 @@ kl_failure_raise(PyObject *error)
                         "raised an exception when it ran");
         return;
     }
-    PyObject *type = PyTuple_GET_ITEM(error, 0), *notes = PyTuple_GET_ITEM(error, 2);
-    PyObject *args = PyTuple_GET_ITEM(error, 1);
-    PyObject *value = PyObject_Call(type, args, NULL);
-    if (value == NULL) { /* the __init__ of its class takes other arguments than args holds */
-        PyErr_Clear();
-        value = ((PyTypeObject *)type)->tp_new((PyTypeObject *)type, args, NULL);
-    }
-    if (value != NULL &&
-        (notes == Py_None || PyObject_SetAttrString(value, "__notes__", notes) == 0)) {
-        PyErr_SetObject((PyObject *)Py_TYPE(value), value);
-    }
-    Py_XDECREF(value);
+    kl_py_raise_made(PyObject_CallObject(kl_py.error_again, error));
 }
 
 PyObject *

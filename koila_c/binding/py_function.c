@@ -62,6 +62,26 @@ kl_function_is_in_place(const Function *function)
            (name != NULL && n > 1 && name[n - 1] == '_' && name[n - 2] != '_');
 }
 
+KlPyCall
+kl_function_call(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
+{
+    bool has_kwargs = kwargs != NULL && kwargs != Py_None;
+    PyObject *out = has_kwargs ? PyDict_GetItemWithError(kwargs, kl_py.out) : NULL;
+    return (KlPyCall){.function = function,
+                      .func = func,
+                      .args = args,
+                      .kwargs = has_kwargs ? kwargs : kl_py.empty_dict,
+                      .out = out != Py_None ? out : NULL};
+}
+
+PyObject *
+kl_function_written(const KlPyCall *call)
+{
+    bool is_first = call->out == NULL && PyTuple_GET_SIZE(call->args) > 0 &&
+                    call->function != NULL && kl_function_is_in_place(call->function);
+    return is_first ? PyTuple_GET_ITEM(call->args, 0) : call->out;
+}
+
 Function *
 kl_function_find(PyObject *func)
 {

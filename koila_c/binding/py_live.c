@@ -24,22 +24,17 @@ keep_flags(Tape *tape)
     for (size_t i = 0; i < tape->core.n_values; i++) {
         KlPyValue *entry = &tape->values[i];
         const KlMeta *meta = &tape->core.values[i].meta;
-        if (tape->core.values[i].node != KL_ID_NONE || tape->core.values[i].n_pending == 0) {
-            continue;
+        bool is_read =
+            tape->core.values[i].node == KL_ID_NONE && tape->core.values[i].n_pending > 0;
+        int is_same = is_read ? kl_stale_is_flagged(entry->real, meta) : 1;
+        if (is_same == 0 && entry->recorded == NULL) {
+            entry->recorded = meta->requires_grad
+                                  ? PyObject_CallOneArg(kl_py.thawed, entry->real)
+                                  : PyObject_CallMethod(entry->real, "detach", NULL);
         }
-        int is_same = kl_stale_is_flagged(entry->real, meta);
-        if (is_same < 0) {
+        if (is_same < 0 || (is_same == 0 && entry->recorded == NULL)) {
             return -1;
         }
-        if (is_same || entry->recorded != NULL) {
-            continue;
-        }
-        PyObject *alias = meta->requires_grad ? PyObject_CallOneArg(kl_py.thawed, entry->real)
-                                              : PyObject_CallMethod(entry->real, "detach", NULL);
-        if (alias == NULL) {
-            return -1;
-        }
-        entry->recorded = alias;
     }
     return 0;
 }
@@ -231,13 +226,6 @@ note_ran(unsigned long long n_calls, long long n_bytes)
     return result;
 }
 
-static bool
-has_run(const Tape *tape, KlValueId value)
-{
-    KlNodeId node = tape->core.values[value].node;
-    return node != KL_ID_NONE && tape->core.nodes[node].is_done && tape->values[value].real != NULL;
-}
-
 /* A run stopped, and the tape stays open for the calls that it abandoned. Detach what ran, as from a tape that is
  * closed: later writes and views use its tensors, since the values between are gone. What abandoned calls still
  * read becomes a leaf, and is watched for changes from now on. */
@@ -248,17 +236,14 @@ release_what_ran(Tape *tape)
     PyErr_Fetch(&type, &error, &traceback);
     kl_tape_find_awaited(&tape->core);
     for (size_t i = 0; i < tape->core.n_values; i++) {
-        if (tape->values[i].handle != NULL && has_run(tape, (KlValueId)i)) {
-            kl_lazy_leave(tape, (KlValueId)i, tape->values[i].real);
-        }
-    }
-    for (size_t i = 0; i < tape->core.n_values; i++) {
         const KlValue *value = &tape->core.values[i];
         const KlStorage *storage = &tape->core.storages[value->storage];
-        if (!has_run(tape, (KlValueId)i)) {
-            continue;
+        bool is_made = value->node != KL_ID_NONE && tape->core.nodes[value->node].is_done &&
+                       tape->values[i].real != NULL;
+        if (is_made && tape->values[i].handle != NULL) {
+            kl_lazy_leave(tape, (KlValueId)i, tape->values[i].real);
         }
-        if (value->n_pending > 0 || (storage->is_awaited && storage->base == i)) {
+        if (is_made && (value->n_pending > 0 || (storage->is_awaited && storage->base == i))) {
             kl_tape_cut(&tape->core, (KlValueId)i);
             kl_stale_refresh_leaf(tape, (KlValueId)i);
         }
@@ -475,9 +460,8 @@ read_in_chunks(Value *value)
     bool is_plain =
         !core->values[value->id].meta.requires_grad || kl_tape_is_begun(core, value->id);
     for (int is_known_only = is_plain; is_known_only >= 0; is_known_only--) {
-        int is_known =
-            kl_py_truth(PyObject_CallFunctionObjArgs(kl_py.read, is_known_only ? Py_True : Py_False,
-                                                     caller != NULL ? caller : Py_None, NULL));
+        int is_known = kl_py_truth(PyObject_CallFunctionObjArgs(
+            kl_py.read, kl_py_bool(is_known_only), caller != NULL ? caller : Py_None, NULL));
         if (is_known < 0 || (is_known > 0 && kl_lazy_number(value) != NULL)) {
             return is_known;
         }
@@ -574,7 +558,7 @@ force_one(PyObject *lazy, void *context)
 /* Guess where a result has rows: where an argument has them, if the sizes agree. Any place is right for a value that
  * is whole in memory, since it can be cut along any dim; a poor guess costs memory. Returns the argument, or NULL. */
 static const Value *
-find_rows(const LazyArgs *lazy_args, PyObject *real, KlPlace *place)
+find_rows(const LazyArgs *lazy_args, PyObject *real)
 {
     KlMeta meta;
     if (kl_meta_read(real, &meta) != 0) {
@@ -584,12 +568,10 @@ find_rows(const LazyArgs *lazy_args, PyObject *real, KlPlace *place)
     for (int i = 0; i < lazy_args->n; i++) {
         const Value *value = kl_lazy_value(lazy_args->lazies[i]);
         int64_t n = value->place.outer * value->rows * value->place.inner;
-        if (!kl_place_is_rows(&value->place) || value->place.dim >= meta.n_dims ||
-            meta.shape[value->place.dim] != n) {
-            continue;
+        if (kl_place_is_rows(&value->place) && value->place.dim < meta.n_dims &&
+            meta.shape[value->place.dim] == n) {
+            return value;
         }
-        *place = value->place;
-        return value;
     }
     return NULL;
 }
@@ -600,11 +582,11 @@ is_tensor(PyObject *object)
     return PyObject_TypeCheck(object, kl_py.tensor_base);
 }
 
-/* Call `visit` with the tensors in an object, or NULL, until it returns another number than 0; return that. */
+/* Call `visit` with the tensors in an object until it returns another number than 0; return that. */
 static int
 visit_tensors(PyObject *object, int (*visit)(PyObject *, void *), void *context)
 {
-    return object != NULL ? kl_call_visit_as(object, is_tensor, visit, context) : 0;
+    return kl_call_visit_as(object, is_tensor, visit, context);
 }
 
 static int
@@ -626,11 +608,10 @@ wrap_tensor(const LazyArgs *lazy_args, PyObject *real)
         visit_tensors(lazy_args->kwargs, is_same, real) || kl_meta_has_own_class(real)) {
         return Py_NewRef(real);
     }
-    KlPlace place;
-    const Value *source = find_rows(lazy_args, real, &place);
+    const Value *source = find_rows(lazy_args, real);
     return source == NULL
                ? kl_lazy_new_detached(real, NULL, 0, 0, false)
-               : kl_lazy_new_detached(real, &place, source->axis_key, source->rows, false);
+               : kl_lazy_new_detached(real, &source->place, source->axis_key, source->rows, false);
 }
 
 static PyObject *
@@ -677,7 +658,7 @@ call_now(PyObject *func, PyObject *args, PyObject *kwargs)
 static PyObject *
 call_keeping(PyObject *func, PyObject *args, PyObject *kwargs)
 {
-    PyObject *given = PyTuple_Pack(2, args, kwargs != NULL ? kwargs : Py_None);
+    PyObject *given = PyTuple_Pack(2, args, kwargs);
     PyObject *kept =
         given != NULL ? PyObject_CallFunctionObjArgs(kl_py.before_write, func, given, NULL) : NULL;
     PyObject *result = kept != NULL ? call_now(func, args, kwargs) : NULL;
@@ -697,17 +678,13 @@ call_keeping(PyObject *func, PyObject *args, PyObject *kwargs)
 
 /* Whether a call may write a tensor that a part which was cut off reads. */
 static bool
-may_write_kept(PyObject *func, PyObject *kwargs, KlLiveKind kind)
+may_write_kept(const KlPyCall *call, KlLiveKind kind)
 {
-    if (kl_py.n_cut_off == 0 || kind == KL_LIVE_READ) {
-        return false;
-    }
-    const Function *function = kl_function_find(func);
-    PyErr_Clear();
-    bool has_out = kwargs != NULL && PyDict_GetItem(kwargs, kl_py.out) != NULL;
-    return has_out || function == NULL || function->kind == KL_CALL_LIVE ||
-           (function->row != NULL && function->row->effects != 0) ||
-           kl_function_is_in_place(function);
+    const Function *function = call->function;
+    return kl_py.n_cut_off > 0 && kind != KL_LIVE_READ &&
+           (function == NULL || function->kind == KL_CALL_LIVE ||
+            (function->row != NULL && function->row->effects != 0) ||
+            kl_function_written(call) != NULL);
 }
 
 #define KL_BYTES_REPORTED ((int64_t)1 << 20)
@@ -728,44 +705,28 @@ report_plain(PyObject *tensor, void *context)
     return 0;
 }
 
-/* Borrowed: the tensor, or tensors, that a call writes, or NULL. */
-static PyObject *
-written_by(PyObject *func, PyObject *args, PyObject *kwargs)
-{
-    const Function *function = kl_function_find(func);
-    PyErr_Clear();
-    PyObject *out = kwargs != NULL ? PyDict_GetItem(kwargs, kl_py.out) : NULL;
-    bool is_first = out == NULL && function != NULL && kl_function_is_in_place(function) &&
-                    PyTuple_GET_SIZE(args) > 0;
-    return is_first ? PyTuple_GET_ITEM(args, 0) : out;
-}
-
 PyObject *
-kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
+kl_live_call(const KlPyCall *call, KlLiveKind kind)
 {
     LazyArgs lazy_args = {.kind = kind};
-    bool has_kwargs = kwargs != NULL && kwargs != Py_None;
-    PyObject *result = NULL, *real_args = NULL, *real_kwargs = NULL;
-    PyObject *before = caller;
-    caller = func;
-    int status = kl_call_visit_both(args, kwargs, force_one, &lazy_args);
+    PyObject *result = NULL, *before = caller;
+    caller = call->func;
+    int status = kl_call_visit_both(call->args, call->kwargs, force_one, &lazy_args);
     caller = before;
     if (status < 0) {
         return NULL;
     }
-    real_args = kl_call_real(args);
-    real_kwargs = has_kwargs && real_args != NULL ? kl_call_real(kwargs) : NULL;
-    if (real_args == NULL || (has_kwargs && real_kwargs == NULL)) {
+    PyObject *args = lazy_args.args = kl_call_real(call->args);
+    PyObject *kwargs = lazy_args.kwargs = args != NULL ? kl_call_real(call->kwargs) : NULL;
+    if (kwargs == NULL) {
         goto error;
     }
-    result = may_write_kept(func, real_kwargs, kind) ? call_keeping(func, real_args, real_kwargs)
-                                                     : call_now(func, real_args, real_kwargs);
+    result = may_write_kept(call, kind) ? call_keeping(call->func, args, kwargs)
+                                        : call_now(call->func, args, kwargs);
     Tape *tape = result != NULL ? kl_tape_open_or_null() : NULL;
     if (tape != NULL && kl_stale_release(tape) < 0) {
         Py_CLEAR(result);
     }
-    lazy_args.args = real_args;
-    lazy_args.kwargs = real_kwargs;
     if (result != NULL && kind == KL_LIVE_NUMBERS && visit_tensors(result, is_number, &lazy_args)) {
         Py_SETREF(result, Py_NewRef(Py_NotImplemented));
         goto error;
@@ -775,16 +736,15 @@ kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
         Py_SETREF(result, wrap(&lazy_args, result));
     }
     if (result != NULL) {
-        PyObject *written = is_plain ? NULL : written_by(func, args, has_kwargs ? kwargs : NULL);
-        PyObject *left[] = {func, written != NULL ? Py_True : is_plain ? Py_None : Py_False};
+        PyObject *written = is_plain ? NULL : kl_function_written(call);
+        PyObject *left[] = {call->func, written != NULL ? Py_True : is_plain ? Py_None : Py_False};
         PyObject *made = kind == KL_LIVE_SETTLED ? result : NULL;
-        PyObject *tensors = written != NULL ? written : is_plain ? real_args : made;
+        PyObject *tensors = written != NULL ? written : is_plain ? args : made;
         if (tensors != NULL && visit_tensors(tensors, report_plain, left) < 0) {
             Py_CLEAR(result);
         }
     }
 error:
-    Py_XDECREF(real_kwargs);
-    Py_XDECREF(real_args);
+    KL_DROP(kwargs, args);
     return result;
 }

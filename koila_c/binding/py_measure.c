@@ -157,9 +157,8 @@ KL_DEFINE(moments, args)
         const KlMoment *moment = &measured.moments.moments[i];
         double gradients, temporary;
         double bytes = kl_measure_at(&measured, moment, rows, &gradients, &temporary);
-        PyObject *entry =
-            Py_BuildValue("(IIOddd)", moment->step, moment->node,
-                          moment->is_back ? Py_True : Py_False, bytes, gradients, temporary);
+        PyObject *entry = Py_BuildValue("(IIOddd)", moment->step, moment->node,
+                                        kl_py_bool(moment->is_back), bytes, gradients, temporary);
         kl_py_add(&list, entry);
     }
     return list;

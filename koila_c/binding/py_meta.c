@@ -6,8 +6,7 @@
 #include <dlfcn.h>
 #include <string.h>
 
-/* Since torch 2.10 a tensor object holds its at::Tensor right behind the object header, and a pointer to that is
- * what the C ABI calls a handle. handle_works: the self-test found it so. */
+/* A pointer to the pointer to a tensor's impl is what the C ABI calls a handle. */
 typedef int32_t (*GetInt)(void *handle, int64_t *out);
 typedef int32_t (*GetInts)(void *handle, int64_t **out);
 typedef int32_t (*GetInt32)(void *handle, int32_t *out);
@@ -18,7 +17,8 @@ static struct {
     GetInt32 dtype;
     bool (*requires_grad)(const void *impl); /* c10::TensorImpl's; NULL: ask the attribute */
     int8_t (*default_dtype)(void);           /* c10's; NULL: ask torch.get_default_dtype */
-    bool handle_works;
+    bool has_impl;              /* a self-test found that kl_meta_impl() returns the impl */
+    bool handle_works;          /* and that the functions above can read it */
     int32_t codes[KL_N_DTYPES]; /* torch's number for each dtype */
 } abi;
 
@@ -51,6 +51,18 @@ find_device(PyObject *device)
     return -1;
 }
 
+/* find_device(), which adds a device that is new; -1 without an exception: there are too many. */
+static int
+add_device(PyObject *device)
+{
+    int found = find_device(device);
+    Py_ssize_t n = PyList_GET_SIZE(kl_py.devices);
+    if (found < 0 && !PyErr_Occurred() && n < UINT8_MAX) {
+        found = PyList_Append(kl_py.devices, device) < 0 ? -1 : (int)n;
+    }
+    return found;
+}
+
 int
 kl_meta_device_from(PyObject *device)
 {
@@ -59,13 +71,7 @@ kl_meta_device_from(PyObject *device)
         return found;
     }
     PyObject *meant = PyObject_CallOneArg(kl_py.device_of, device);
-    if (meant != NULL && meant != Py_None) {
-        found = find_device(meant);
-        Py_ssize_t n = PyList_GET_SIZE(kl_py.devices);
-        if (found < 0 && !PyErr_Occurred() && n < UINT8_MAX) {
-            found = PyList_Append(kl_py.devices, meant) < 0 ? -1 : (int)n;
-        }
-    }
+    found = meant != NULL && meant != Py_None ? add_device(meant) : -1;
     Py_XDECREF(meant);
     return found;
 }
@@ -94,6 +100,12 @@ kl_meta_default_dtype(void)
 }
 
 bool
+kl_meta_has_impl(void)
+{
+    return abi.has_impl;
+}
+
+bool
 kl_meta_by_handle(void)
 {
     return abi.handle_works;
@@ -103,7 +115,7 @@ int
 kl_meta_requires_grad(PyObject *tensor)
 {
     if (abi.handle_works && abi.requires_grad != NULL && Py_IS_TYPE(tensor, kl_py.tensor)) {
-        return abi.requires_grad(*(void **)handle_of(tensor));
+        return abi.requires_grad(kl_meta_impl(tensor));
     }
     return kl_py_truth(PyObject_GetAttr(tensor, kl_py.requires_grad));
 }
@@ -185,17 +197,10 @@ int
 kl_meta_read_device(PyObject *tensor, KlMeta *meta)
 {
     PyObject *device = PyObject_GetAttr(tensor, kl_py.device);
-    if (device == NULL) {
-        return -1;
-    }
-    int found = find_device(device), result = 0;
-    if (found < 0 && !PyErr_Occurred()) {
-        found = (int)PyList_GET_SIZE(kl_py.devices);
-        result = found < UINT8_MAX ? PyList_Append(kl_py.devices, device) : 1;
-    }
+    int found = device != NULL ? add_device(device) : -1;
     meta->device = (uint8_t)found;
-    Py_DECREF(device);
-    return PyErr_Occurred() ? -1 : result;
+    Py_XDECREF(device);
+    return found >= 0 ? 0 : PyErr_Occurred() ? -1 : 1;
 }
 
 /* Whether a tensor is strided: not sparse, not nested, and no jagged subclass. */
@@ -316,11 +321,11 @@ static int
 gradient_self_test(PyObject *tensor)
 {
     for (int wanted = 0; wanted < 2 && abi.requires_grad != NULL; wanted++) {
-        PyObject *flag = wanted ? Py_True : Py_False;
+        PyObject *flag = kl_py_bool(wanted);
         if (kl_py_done(PyObject_CallMethod(tensor, "requires_grad_", "O", flag)) < 0) {
             return -1;
         }
-        if (abi.requires_grad(*(void **)handle_of(tensor)) != wanted) {
+        if (abi.requires_grad(kl_meta_impl(tensor)) != wanted) {
             abi.requires_grad = NULL;
         }
     }
@@ -335,7 +340,7 @@ layout_self_test(PyObject *torch)
     PyObject *cdata = tensor ? PyObject_GetAttrString(tensor, "_cdata") : NULL;
     int result = -1;
     if (cdata != NULL) {
-        result = PyLong_AsVoidPtr(cdata) == *(void **)handle_of(tensor);
+        result = PyLong_AsVoidPtr(cdata) == kl_meta_impl(tensor);
         if (result == 1 && gradient_self_test(tensor) < 0) {
             result = -1;
         }
@@ -365,12 +370,12 @@ load_abi(PyObject *torch)
     *(void **)&abi.dtype = kl_meta_symbol("aoti_torch_get_dtype");
     *(void **)&abi.requires_grad = kl_meta_symbol("_ZNK3c1010TensorImpl13requires_gradEv");
     *(void **)&abi.default_dtype = kl_meta_symbol("_ZN3c1031get_default_dtype_as_scalartypeEv");
-    if (abi.dim == NULL || abi.sizes == NULL || abi.strides == NULL || abi.dtype == NULL) {
-        return 0;
-    }
+    bool is_there =
+        abi.dim != NULL && abi.sizes != NULL && abi.strides != NULL && abi.dtype != NULL;
     int works = layout_self_test(torch);
-    works = works == 1 ? handle_self_test(torch) : works;
-    abi.handle_works = works == 1;
+    abi.has_impl = works == 1;
+    works = abi.has_impl && is_there ? handle_self_test(torch) : works;
+    abi.handle_works = is_there && works == 1;
     return works < 0 ? -1 : 0;
 }
 
@@ -388,14 +393,8 @@ kl_meta_init(void)
             goto error;
         }
     }
-    PyObject *cpu = PyObject_CallMethod(torch, "device", "s", "cpu");
-    kl_py.devices = PyList_New(0);
-    if (cpu == NULL || kl_py.devices == NULL || PyList_Append(kl_py.devices, cpu) < 0) {
-        Py_XDECREF(cpu);
-        goto error;
-    }
-    Py_DECREF(cpu);
-    result = load_abi(torch);
+    kl_py.devices = Py_BuildValue("[N]", PyObject_CallMethod(torch, "device", "s", "cpu"));
+    result = kl_py.devices != NULL ? load_abi(torch) : -1;
 error:
     Py_DECREF(torch);
     return result;

@@ -36,14 +36,13 @@ node_object(const Tape *tape, const KlStages *stages, KlNodeId id)
     bool is_kept =
         node->row == NULL || saves->inputs != 0 || saves->outputs != 0 || saves->bytes_extra > 0;
     is_kept = is_kept && kl_stage_has_gradient(&tape->core, stages, node);
-    return Py_BuildValue(
-        "(INNiiiIIOIIOOOION)", id, stage_object(stages->node_stage[id]),
-        stage_object(stages->late_stage[id]), (int)node->mode, (int)node->reduce,
-        axis == KL_ID_NONE ? -1 : (int)axis, node->first_out, node->n_outs,
-        node->is_random ? Py_True : Py_False, node->writes, node->leaf_writes,
-        stages->is_data[id] ? Py_True : Py_False, node->is_open ? Py_True : Py_False,
-        node->is_for_chunks ? Py_True : Py_False, node->region, is_kept ? Py_True : Py_False,
-        node_inputs(&tape->core, stages->import_of, node));
+    return Py_BuildValue("(INNiiiIIOIIOOOION)", id, stage_object(stages->node_stage[id]),
+                         stage_object(stages->late_stage[id]), (int)node->mode, (int)node->reduce,
+                         axis == KL_ID_NONE ? -1 : (int)axis, node->first_out, node->n_outs,
+                         kl_py_bool(node->is_random), node->writes, node->leaf_writes,
+                         kl_py_bool(stages->is_data[id]), kl_py_bool(node->is_open),
+                         kl_py_bool(node->is_for_chunks), node->region, kl_py_bool(is_kept),
+                         node_inputs(&tape->core, stages->import_of, node));
 }
 
 /* (is a value a leaf, does it get a gradient, is it kept): arrays of bool as bytes */
@@ -59,13 +58,6 @@ values_object(const KlTape *core, const KlProgram *program)
     }
     return Py_BuildValue("(y#Ny#)", (const char *)stages->is_leaf, n, gets,
                          (const char *)program->is_kept, n);
-}
-
-static PyObject *
-import_object(const KlImport *import)
-{
-    return Py_BuildValue("(INO)", import->value, kl_py_place(&import->place),
-                         import->is_range ? Py_True : Py_False);
 }
 
 PyObject *
@@ -97,7 +89,7 @@ run_object(const KlTape *core, const KlProgram *program, const KlRun *run)
     return Py_BuildValue("(IiINNNNNNNOL)", run->stage,
                          run->axis == KL_ID_NONE ? -1 : (int)run->axis, run->segment, IDS(nodes),
                          parts, IDS(imports), IDS(exports), IDS(inner), IDS(combined), IDS(shadows),
-                         run->has_gradient ? Py_True : Py_False, made);
+                         kl_py_bool(run->has_gradient), made);
 #undef IDS
 }
 
@@ -214,12 +206,7 @@ static int
 read_root(Tape *tape, PyObject *root, KlValueId *id)
 {
     if (PyLong_Check(root)) {
-        unsigned long index = PyLong_AsUnsignedLong(root);
-        if (!PyErr_Occurred() && index >= tape->core.n_values) {
-            PyErr_Format(PyExc_IndexError, "stage: there is no value %lu", index);
-        }
-        *id = (KlValueId)index;
-        return PyErr_Occurred() ? -1 : 0;
+        return kl_tape_value_id(root, id) ? 0 : -1;
     }
     if (!kl_lazy_check(root) || kl_lazy_checked(root) == NULL) {
         if (!PyErr_Occurred()) {
@@ -389,13 +376,11 @@ describe(const Tape *tape, KlIds roots, KlIds reached, PyObject *shared, PyObjec
         "(ONNONNNnnnINONOOOO(LLLLL)ONnO)", handle, ids_object(roots), ids_object(reached), shared,
         axes_object(&tape->core, program), entered_object(tape, stages), devices_object(&traits),
         (Py_ssize_t)traits.n_nodes, (Py_ssize_t)stages->n_values, (Py_ssize_t)stages->n_imports,
-        stages->n_stages, stage_object(stages->last_body),
-        stages->is_tail_linear ? Py_True : Py_False, stage_object(stages->tail_node),
-        traits.is_all ? Py_True : Py_False, traits.has_writes ? Py_True : Py_False,
-        traits.has_effects ? Py_True : Py_False, traits.is_drawing ? Py_True : Py_False,
-        traits.made, traits.once, traits.entered, traits.given, traits.n_once,
-        traits.has_checkpoints ? Py_True : Py_False, stage_object(traits.hidden),
-        (Py_ssize_t)stages->n_nodes, traits.has_aside ? Py_True : Py_False);
+        stages->n_stages, stage_object(stages->last_body), kl_py_bool(stages->is_tail_linear),
+        stage_object(stages->tail_node), kl_py_bool(traits.is_all), kl_py_bool(traits.has_writes),
+        kl_py_bool(traits.has_effects), kl_py_bool(traits.is_drawing), traits.made, traits.once,
+        traits.entered, traits.given, traits.n_once, kl_py_bool(traits.has_checkpoints),
+        stage_object(traits.hidden), (Py_ssize_t)stages->n_nodes, kl_py_bool(traits.has_aside));
 }
 
 /* Whether autograd keeps something of a call for its backward. */
@@ -448,9 +433,12 @@ KL_DEFINE_ON(facts_of, tape, args)
         if (is_nodes && stages->node_stage[i] == KL_STAGE_NONE) {
             continue;
         }
-        PyObject *item = is_nodes  ? node_object(tape, stages, (KlNodeId)i)
-                         : is_runs ? run_object(&tape->core, program, &program->runs[i])
-                                   : import_object(&stages->imports[i]);
+        const KlImport *import = is_nodes || is_runs ? NULL : &stages->imports[i];
+        PyObject *item = is_nodes ? node_object(tape, stages, (KlNodeId)i)
+                         : is_runs
+                             ? run_object(&tape->core, program, &program->runs[i])
+                             : Py_BuildValue("(INO)", import->value, kl_py_place(&import->place),
+                                             kl_py_bool(import->is_range));
         kl_py_add(&list, item);
     }
     return list;
@@ -652,9 +640,8 @@ KL_DEFINE_ON(gradient_part, tape, args)
         return PyErr_NoMemory();
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); i++) {
-        size_t value = PyLong_AsSize_t(PyList_GET_ITEM(values, i));
-        if (PyErr_Occurred() || value >= tape->core.n_values) {
-            PyErr_Format(PyExc_IndexError, "gradient_part: entry %zd is no value", i);
+        KlValueId value = KL_ID_NONE;
+        if (!kl_tape_value_id(PyList_GET_ITEM(values, i), &value)) {
             goto error;
         }
         is_made[value] = true;
@@ -699,13 +686,12 @@ KL_DEFINE_AT_VALUE(value, tape, id)
     PyObject *size = kl_meta_size(&value->meta);
     PyObject *strides = value->meta.is_strided ? kl_meta_strides(&value->meta) : Py_NewRef(Py_None);
     bool is_uncertain = tape->core.storages[value->storage].is_uncertain;
-    return Py_BuildValue("(ONONLOOIINONO)", dtype, size,
-                         value->meta.requires_grad ? Py_True : Py_False, kl_py_place(&place), rows,
-                         entry->real != NULL ? entry->real : Py_None,
+    return Py_BuildValue("(ONONLOOIINONO)", dtype, size, kl_py_bool(value->meta.requires_grad),
+                         kl_py_place(&place), rows, entry->real != NULL ? entry->real : Py_None,
                          entry->result != NULL ? entry->result : Py_None, value->storage,
                          kl_tape_base(&tape->core, id), view_object(tape, id),
                          PyList_GET_ITEM(kl_py.devices, value->meta.device), strides,
-                         is_uncertain ? Py_True : Py_False);
+                         kl_py_bool(is_uncertain));
 }
 
 KL_DEFINE_AT_NODE(node, tape, id)
@@ -719,7 +705,7 @@ KL_DEFINE_AT_NODE(node, tape, id)
                          (long long)(axis == KL_ID_NONE ? 0 : tape->core.axis_rows[axis]),
                          node_inputs(&tape->core, NULL, node), (unsigned long long)saves->inputs,
                          (unsigned long long)saves->outputs, (long long)saves->bytes_extra,
-                         saves->is_extra_rows ? Py_True : Py_False, (long long)saves->bytes_fixed,
+                         kl_py_bool(saves->is_extra_rows), (long long)saves->bytes_fixed,
                          (long long)saves->bytes_workspace, (long long)saves->bytes_backward);
 }
 
@@ -766,6 +752,6 @@ kl_program_run_again(Tape *tape, KlNodeId id)
     PyObject *inputs = describe_inputs(tape, node, true);
     return PyObject_CallFunction(kl_py.run_again, "IiNIIOn", id,
                                  axis == KL_ID_NONE ? -1 : (int)axis, inputs, node->first_out,
-                                 node->n_outs, node->writes != 0 ? Py_True : Py_False,
+                                 node->n_outs, kl_py_bool(node->writes != 0),
                                  (Py_ssize_t)tape->core.n_values);
 }

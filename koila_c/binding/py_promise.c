@@ -19,24 +19,10 @@ int
 kl_promise_break(const Tape *tape, KlNodeId id, KlValueId value, PyObject *result, long long rows)
 {
     KlMeta promised = promised_to(tape, value, rows);
-    PyObject *where = kl_source_where(tape, id);
-    PyObject *expected = where != NULL ? kl_meta_size(&promised) : NULL;
-    PyObject *shape = PyObject_GetAttrString(result, "shape");
-    PyObject *dtype = shape != NULL ? PyObject_GetAttrString(result, "dtype") : NULL;
-    PyObject *requires_grad =
-        dtype != NULL ? PyObject_GetAttrString(result, "requires_grad") : NULL;
-    PyErr_Clear();
-    if (expected != NULL) {
-        PyErr_Format(
-            kl_py.koila_error,
-            "%R gave %.80s of %R (requires_grad %R, %S) where %R (requires_grad %s, torch.%s) was "
-            "expected%s (%U): a mistake in koila's inference, please report it",
-            tape->nodes[id].func, Py_TYPE(result)->tp_name, shape != NULL ? shape : Py_None,
-            requires_grad != NULL ? requires_grad : Py_None, dtype != NULL ? dtype : Py_None,
-            expected, promised.requires_grad ? "True" : "False", kl_meta_dtype_name(promised.dtype),
-            rows >= 0 ? " of a chunk" : "", where);
-    }
-    KL_DROP(requires_grad, dtype, shape, expected, where);
+    kl_py_raise_made(PyObject_CallFunction(
+        kl_py.broken_promise, "OONOsON", tape->nodes[id].func, result, kl_meta_size(&promised),
+        kl_py_bool(promised.requires_grad), kl_meta_dtype_name(promised.dtype),
+        kl_py_bool(rows >= 0), kl_source_where(tape, id)));
     return -1;
 }
 
@@ -94,12 +80,10 @@ KL_DEFINE_ON(check_result, tape, args)
 {
     unsigned int id = 0, value = 0;
     PyObject *tensor = NULL;
-    if (!PyArg_ParseTuple(args, "IIO:check_result", &id, &value, &tensor)) {
+    if (!PyArg_ParseTuple(args, "O&O&O:check_result", kl_tape_node_id, &id, kl_tape_value_id,
+                          &value, &tensor) ||
+        kl_promise_check(tape, id, value, tensor, -1) < 0) {
         return NULL;
     }
-    if (id >= tape->core.n_nodes || value >= tape->core.n_values) {
-        return PyErr_Format(PyExc_IndexError, "check_result: there is no value %u of node %u",
-                            value, id);
-    }
-    return kl_promise_check(tape, id, value, tensor, -1) < 0 ? NULL : Py_NewRef(Py_None);
+    return Py_NewRef(Py_None);
 }

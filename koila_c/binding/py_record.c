@@ -62,9 +62,9 @@ take_up_one(PyObject *lazy, void *Py_UNUSED(context))
 
 /* A call reads a value that was abandoned: go on with its program, unless the thread is in another one. 0 or -1. */
 static int
-take_up(PyObject *args, PyObject *kwargs)
+take_up(const KlPyCall *call)
 {
-    return kl_py.n_aside > 0 ? kl_call_visit_both(args, kwargs, take_up_one, NULL) : 0;
+    return kl_py.n_aside > 0 ? kl_call_visit_both(call->args, call->kwargs, take_up_one, NULL) : 0;
 }
 
 static int
@@ -107,14 +107,21 @@ inspect_argument(PyObject *argument, LazyArgs *found)
 }
 
 static int
-inspect_arguments(PyObject *args, PyObject *kwargs, LazyArgs *found)
+inspect_arguments(const KlPyCall *call, LazyArgs *found)
 {
     int result = 0;
-    for (Py_ssize_t i = 0; result == 0 && i < PyTuple_GET_SIZE(args); i++) {
-        result = inspect_argument(PyTuple_GET_ITEM(args, i), found);
+    for (Py_ssize_t i = 0; result == 0 && i < PyTuple_GET_SIZE(call->args); i++) {
+        result = inspect_argument(PyTuple_GET_ITEM(call->args, i), found);
     }
-    return result == 0 && kwargs != NULL && kwargs != Py_None ? inspect_argument(kwargs, found)
-                                                              : result;
+    bool has_kwargs = PyDict_GET_SIZE(call->kwargs) > 0;
+    return result == 0 && has_kwargs ? inspect_argument(call->kwargs, found) : result;
+}
+
+/* Return asked(func, args, kwargs). */
+static PyObject *
+ask(PyObject *asked, const KlPyCall *call)
+{
+    return PyObject_CallFunctionObjArgs(asked, call->func, call->args, call->kwargs, NULL);
 }
 
 /* -- inference by meta tensors ------------------------------------------------------------------------ */
@@ -141,43 +148,33 @@ read_out(PyObject *item, KlMeta *meta)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* Infer a call with torch's meta tensors into tape->inferred. 1: done, `*container` is a new reference; 0: torch
- * cannot tell, run the call live; -1. */
+/* Read what meta.infer() answers into tape->inferred. 1: done, and `*container` is borrowed from it; 0: torch cannot
+ * tell, run the call live; -1. */
 static int
-infer_by_meta(Tape *tape, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **container,
-              KlSaves *saves)
+read_answer(Tape *tape, PyObject *answer, PyObject **container, KlSaves *saves)
 {
+    KlInferred *inferred = &tape->inferred;
+    PyObject *outs = NULL;
     KlError error;
-    PyObject *answer = PyObject_CallFunctionObjArgs(kl_py.meta_infer, func, args,
-                                                    kwargs != NULL ? kwargs : Py_None, NULL);
-    if (answer == NULL) {
+    if (answer == NULL || answer == Py_None) {
+        return answer == NULL ? -1 : 0;
+    }
+    if (!PyArg_ParseTuple(answer, "OO!(LLL)", container, &PyTuple_Type, &outs,
+                          &saves->bytes_workspace, &saves->bytes_extra, &saves->bytes_backward)) {
         return -1;
     }
-    int result = 0;
-    if (answer != Py_None) {
-        PyObject *outs = PyTuple_GET_ITEM(answer, 1);
-        uint32_t n = (uint32_t)PyTuple_GET_SIZE(outs);
-        result = -1;
-        if (kl_ops_reserve_outs(&tape->inferred, n, &error) != KL_OK) {
-            (void)kl_py_raise(&error);
-            goto error;
-        }
-        for (uint32_t i = 0; i < n; i++) {
-            if (read_out(PyTuple_GET_ITEM(outs, i), &tape->inferred.outs[i]) < 0) {
-                goto error;
-            }
-        }
-        tape->inferred.alias = KL_ALIAS_NONE;
-        tape->inferred.is_ordered = false;
-        tape->inferred.split = (KlSplit){
-            .mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = tape->inferred.split.places};
-        *container = Py_NewRef(PyTuple_GET_ITEM(answer, 0));
-        int is_read = PyArg_ParseTuple(PyTuple_GET_ITEM(answer, 2), "LLL", &saves->bytes_workspace,
-                                       &saves->bytes_extra, &saves->bytes_backward);
-        result = is_read ? 1 : -1;
+    uint32_t n = (uint32_t)PyTuple_GET_SIZE(outs);
+    if (kl_ops_reserve_outs(inferred, n, &error) != KL_OK) {
+        return kl_py_raise_int(&error);
     }
-error:
-    Py_DECREF(answer);
+    int result = 1;
+    for (uint32_t i = 0; i < n && result > 0; i++) {
+        result = read_out(PyTuple_GET_ITEM(outs, i), &inferred->outs[i]) < 0 ? -1 : 1;
+    }
+    inferred->alias = KL_ALIAS_NONE;
+    inferred->is_ordered = false;
+    inferred->split =
+        (KlSplit){.mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = inferred->split.places};
     return result;
 }
 
@@ -185,8 +182,7 @@ error:
 
 /* Record a call of an op without a row, which then runs on whole values. 1: recorded; 0: it cannot be; -1. */
 static int
-record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *args,
-               PyObject *kwargs, PyObject **results)
+record_by_meta(Tape *tape, const KlPyCall *given, PyObject **results)
 {
     bool is_grad_enabled = false;
     int64_t context = kl_context_now(&is_grad_enabled);
@@ -201,13 +197,14 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
         return 0; /* inference on meta tensors does not see the casts of autocast */
     }
     KlSaves saves = {0};
-    int result = infer_by_meta(tape, func, args, kwargs, &container, &saves);
-    if (result <= 0) {
-        return result;
+    PyObject *answer = ask(kl_py.meta_infer, given);
+    int result = read_answer(tape, answer, &container, &saves);
+    if (result > 0) {
+        result = kl_call_encode(tape, given->args, given->kwargs, &call) < 0 ? -1 : 1;
     }
-    if (kl_call_encode(tape, args, kwargs, &call) < 0) {
-        Py_DECREF(container);
-        return -1;
+    if (result <= 0) {
+        Py_XDECREF(answer);
+        return result;
     }
     KlValueId *inputs = kl_alloc_resize(NULL, call.n_slots, sizeof(*inputs));
     for (uint32_t i = 0; inputs != NULL && i < call.n_slots; i++) {
@@ -221,7 +218,7 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
         .node = {.n_inputs = n,
                  .saves = saves,
                  .context = (uint32_t)context,
-                 .is_random = function->is_random,
+                 .is_random = given->function->is_random,
                  .is_grad_enabled = is_grad_enabled,
                  .refresh_of = KL_ID_NONE},
         .inputs = inputs,
@@ -230,8 +227,8 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
     bool is_mixed = kl_tape_mixes_aside(&tape->core, n, inputs, 0);
     result = inputs == NULL ? kl_py_done(PyErr_NoMemory())
              : is_mixed     ? 0
-             : kl_tape_append_call(tape, &record, func, &call, &id) < 0 ? -1
-                                                                        : 1;
+             : kl_tape_append_call(tape, &record, given->func, &call, &id) < 0 ? -1
+                                                                               : 1;
     tape->inferred.split.places = places;
     if (result <= 0) {
         kl_call_truncate(tape, call.first_slot);
@@ -241,20 +238,19 @@ record_by_meta(Tape *tape, const Function *function, PyObject *func, PyObject *a
         result = *results == NULL ? -1 : 1;
     }
     kl_alloc_free(inputs);
-    Py_DECREF(container);
+    Py_DECREF(answer);
     return result;
 }
 
 /* randn_like(x) and the like read only sizes. With no other draw pending, they draw at once: the same numbers as in
  * eager. */
 static PyObject *
-draw_now(PyObject *func, PyObject *args, PyObject *kwargs)
+draw_now(const KlPyCall *call)
 {
     if (kl_turn_draw() < 0) {
         return NULL;
     }
-    PyObject *drawn = PyObject_CallFunctionObjArgs(
-        kl_py.draw_like, func, args, kwargs != NULL ? kwargs : kl_py.empty_dict, NULL);
+    PyObject *drawn = ask(kl_py.draw_like, call);
     kl_turn_drawn();
     return drawn;
 }
@@ -273,16 +269,13 @@ has_gradient(PyObject *lazy, void *Py_UNUSED(context))
 static bool
 is_read(const Tape *tape, PyObject *tensor)
 {
-    for (size_t i = 0; i < tape->core.n_values; i++) {
-        PyObject *real = tape->values[i].real;
-        if (tape->core.values[i].node != KL_ID_NONE || tape->core.values[i].n_pending == 0) {
-            continue;
-        }
-        if (kl_meta_may_alias(tensor, real)) {
-            return true;
-        }
+    bool is_found = false;
+    for (size_t i = 0; i < tape->core.n_values && !is_found; i++) {
+        const KlValue *value = &tape->core.values[i];
+        is_found = value->node == KL_ID_NONE && value->n_pending > 0 &&
+                   kl_meta_may_alias(tensor, tape->values[i].real);
     }
-    return false;
+    return is_found;
 }
 
 /* Whether a pending call reads the memory of a LazyTensor that has its real tensor. */
@@ -297,15 +290,6 @@ static int
 is_attached(PyObject *lazy, void *tape)
 {
     return kl_lazy_value(lazy)->tape == tape || is_lazy_read(tape, lazy);
-}
-
-/* Borrowed: the `out=` of a call, or NULL. */
-static PyObject *
-out_of(PyObject *kwargs)
-{
-    bool has_kwargs = kwargs != NULL && kwargs != Py_None;
-    PyObject *out = has_kwargs ? PyDict_GetItemWithError(kwargs, kl_py.out) : NULL;
-    return out != Py_None ? out : NULL;
 }
 
 /* What a call writes, as bits: plain tensors that pending calls read, plain tensors that they do not, others. */
@@ -326,32 +310,31 @@ kinds_written(const Tape *tape, PyObject *target)
 }
 
 static bool
-is_target_read(const Tape *tape, PyObject *args, PyObject *kwargs)
+is_target_read(const Tape *tape, const KlPyCall *call)
 {
-    PyObject *out = out_of(kwargs);
-    return (out != NULL && (kinds_written(tape, out) & KL_READ) != 0) ||
-           (PyTuple_GET_SIZE(args) > 0 &&
-            (kinds_written(tape, PyTuple_GET_ITEM(args, 0)) & KL_READ) != 0);
+    PyObject *first = PyTuple_GET_SIZE(call->args) > 0 ? PyTuple_GET_ITEM(call->args, 0) : NULL;
+    return (call->out != NULL && (kinds_written(tape, call->out) & KL_READ) != 0) ||
+           (first != NULL && (kinds_written(tape, first) & KL_READ) != 0);
 }
 
 /* Whether a call meets pending work of this thread's tape: it is given pending values, or writes or reads memory
  * that pending calls read. False during a replay. */
 static bool
-is_waiting(PyObject *args, PyObject *kwargs)
+is_waiting(const KlPyCall *call)
 {
     Tape *tape = kl_tape_open_or_null();
     return tape != NULL && !tape->is_running &&
-           (is_target_read(tape, args, kwargs) ||
-            kl_call_visit_both(args, kwargs, is_attached, tape) != 0);
+           (is_target_read(tape, call) ||
+            kl_call_visit_both(call->args, call->kwargs, is_attached, tape) != 0);
 }
 
 /* Run a call that needs real graphs. If it meets pending work, bridge.py cuts that off before the call, or runs it
  * whole and reports that. */
 PyObject *
-kl_record_live(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind)
+kl_record_live(const KlPyCall *call, KlLiveKind kind)
 {
-    if (!is_waiting(args, kwargs)) {
-        return kl_live_call(func, args, kwargs, kind);
+    if (!is_waiting(call)) {
+        return kl_live_call(call, kind);
     }
     const Tape *tape = kl_tape_open_or_null();
     bool has_graph = false; /* pending calls without a graph are cheap: labels, masks */
@@ -360,9 +343,9 @@ kl_record_live(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind
         has_graph =
             has_graph || (!node->is_done && tape->core.values[node->first_out].meta.requires_grad);
     }
-    return PyObject_CallFunctionObjArgs(kl_py.bridge, func, args, kwargs != NULL ? kwargs : Py_None,
-                                        has_graph ? Py_True : Py_False,
-                                        kind == KL_LIVE_PLAIN ? Py_True : Py_False, NULL);
+    return PyObject_CallFunctionObjArgs(kl_py.bridge, call->func, call->args, call->kwargs,
+                                        kl_py_bool(has_graph), kl_py_bool(kind == KL_LIVE_PLAIN),
+                                        NULL);
 }
 
 /* A call may write this LazyTensor's real tensor: run the pending calls that read its memory before. */
@@ -373,25 +356,24 @@ run_readers(PyObject *lazy, void *Py_UNUSED(context))
     return is_lazy_read(tape, lazy) ? kl_live_run(tape) : 0;
 }
 
-/* Whether a call writes only plain tensors that no pending call reads. */
-static bool
-is_into_plain(const Tape *tape, const Function *function, PyObject *args, PyObject *out)
+static int
+run_readers_of(const KlPyCall *call)
 {
-    bool is_first = out == NULL && function->row != NULL && function->row->kind == KL_ROW_INPLACE &&
-                    PyTuple_GET_SIZE(args) > 0;
-    PyObject *target = is_first ? PyTuple_GET_ITEM(args, 0) : out;
-    return target != NULL && (kinds_written(tape, target) & ~(unsigned)KL_UNREAD) == 0;
+    return kl_call_visit_both(call->args, call->out, run_readers, NULL);
 }
 
-/* is_into_plain() while no other thread uses the tape; -1 on failure. */
+/* Whether a call, by its row, writes only plain tensors that no pending call reads. -1 on failure. */
 static int
-is_into_plain_only(const Function *function, PyObject *args, PyObject *out)
+is_into_plain_only(const KlPyCall *call)
 {
+    const KlRow *row = call->function->row;
+    bool is_known = call->out != NULL || (row != NULL && row->kind == KL_ROW_INPLACE);
+    PyObject *written = is_known ? kl_function_written(call) : NULL;
     Tape *tape = kl_tape_open();
     if (tape == NULL || kl_lock_take(&tape->lock) < 0) {
         return -1;
     }
-    bool result = is_into_plain(tape, function, args, out);
+    bool result = written != NULL && (kinds_written(tape, written) & ~(unsigned)KL_UNREAD) == 0;
     kl_lock_give(&tape->lock);
     return result;
 }
@@ -411,27 +393,31 @@ draw_pending_first(const Function *function)
 
 /* Whether a call may write a tensor that it is given. */
 static bool
-may_write(const Function *function, const PyObject *out)
+may_write(const KlPyCall *call)
 {
+    const Function *function = call->function;
     bool is_known = function->has_meta || (function->row != NULL && function->row->effects == 0);
-    return out != NULL || !is_known;
+    return call->out != NULL || !is_known;
+}
+
+static bool
+is_number(PyObject *object)
+{
+    return PyLong_Check(object) || PyFloat_Check(object) || PyComplex_Check(object);
 }
 
 /* Whether a call writes its first argument, a LazyTensor, and its other arguments are numbers: fill_diagonal_(0). */
 static bool
-writes_one_with_numbers(const Function *function, PyObject *args, PyObject *kwargs)
+writes_one_with_numbers(const KlPyCall *call)
 {
     Py_ssize_t at = 0;
-    PyObject *word = NULL, *given = NULL;
-    bool result = kl_function_is_in_place(function) && PyTuple_GET_SIZE(args) > 0;
-    for (Py_ssize_t i = 0; result && i < PyTuple_GET_SIZE(args); i++) {
-        given = PyTuple_GET_ITEM(args, i);
-        result = i == 0 ? kl_lazy_check(given)
-                        : PyLong_Check(given) || PyFloat_Check(given) || PyComplex_Check(given);
+    PyObject *word = NULL, *given = NULL, *written = kl_function_written(call);
+    bool result = call->out == NULL && written != NULL && kl_lazy_check(written);
+    for (Py_ssize_t i = 1; result && i < PyTuple_GET_SIZE(call->args); i++) {
+        result = is_number(PyTuple_GET_ITEM(call->args, i));
     }
-    while (result && kwargs != NULL && kwargs != Py_None &&
-           PyDict_Next(kwargs, &at, &word, &given)) {
-        result = PyLong_Check(given) || PyFloat_Check(given) || PyComplex_Check(given);
+    while (result && PyDict_Next(call->kwargs, &at, &word, &given)) {
+        result = is_number(given);
     }
     return result;
 }
@@ -439,12 +425,12 @@ writes_one_with_numbers(const Function *function, PyObject *args, PyObject *kwar
 /* Whether a call without a row writes one value whose number is known by now, and has left the tape. It can write
  * that number at once, and the pending calls can still be cut off. -1 on failure. */
 static int
-writes_known_number(const Function *function, PyObject *args, PyObject *kwargs)
+writes_known_number(const KlPyCall *call)
 {
-    if (function->row != NULL || !writes_one_with_numbers(function, args, kwargs)) {
+    if (call->function->row != NULL || !writes_one_with_numbers(call)) {
         return 0;
     }
-    Value *value = kl_lazy_value(PyTuple_GET_ITEM(args, 0));
+    Value *value = kl_lazy_value(PyTuple_GET_ITEM(call->args, 0));
     if (value->tape == NULL || value->tape != kl_tape_open_or_null() || value->tape->is_running) {
         return 0;
     }
@@ -464,19 +450,16 @@ is_lost_lazy(PyObject *lazy, void *Py_UNUSED(context))
 /* Refuse a write to a LazyTensor that may share memory with another: nobody knows whether the other would change. 0
  * or -1. */
 static int
-refuse_lost(const Function *function, PyObject *args, PyObject *out)
+refuse_lost(const KlPyCall *call)
 {
-    PyObject *written = out;
-    if (written == NULL && kl_function_is_in_place(function) && PyTuple_GET_SIZE(args) > 0) {
-        written = PyTuple_GET_ITEM(args, 0);
-    }
+    PyObject *written = kl_function_written(call);
     int result = written != NULL ? kl_call_visit(written, is_lost_lazy, NULL) : 0;
     if (result > 0) {
         PyErr_Format(kl_py.koila_error,
                      "%U: what is written ran in chunks, and may share its memory with another "
                      "tensor, or may not, for how it would lie in memory whole is not known; write "
                      "a clone of it",
-                     function->name);
+                     call->function->name);
     }
     return result != 0 ? -1 : 0;
 }
@@ -485,42 +468,39 @@ refuse_lost(const Function *function, PyObject *args, PyObject *out)
  * their numbers are enough, and pending calls need no graph yet. A call that user code watches (`is_of_user`) is
  * made only once: it gets real graphs at once, not numbers first. */
 static PyObject *
-run_now(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs, bool is_of_user)
+run_now(const KlPyCall *call, bool is_of_user)
 {
     bool is_grad_enabled = false;
     if (kl_context_now(&is_grad_enabled) < 0) {
         return NULL;
     }
-    PyObject *out = out_of(kwargs);
-    int is_number = out == NULL && !is_of_user ? writes_known_number(function, args, kwargs) : 0;
-    if (is_number != 0) {
-        bool is_ready = is_number > 0 && draw_pending_first(function) >= 0 &&
-                        kl_call_visit(args, run_readers, NULL) >= 0;
-        return is_ready ? kl_live_call(func, args, kwargs, KL_LIVE_SETTLED) : NULL;
+    int is_number_known = is_of_user ? 0 : writes_known_number(call);
+    if (is_number_known != 0) {
+        bool is_ready = is_number_known > 0 && draw_pending_first(call->function) >= 0 &&
+                        kl_call_visit(call->args, run_readers, NULL) >= 0;
+        return is_ready ? kl_live_call(call, KL_LIVE_SETTLED) : NULL;
     }
-    bool is_pure = function->has_meta && out == NULL && !is_of_user;
-    int is_plain = is_pure ? 1 : is_of_user ? 0 : is_into_plain_only(function, args, out);
+    bool is_pure = call->function->has_meta && call->out == NULL && !is_of_user;
+    int is_plain = is_pure ? 1 : is_of_user ? 0 : is_into_plain_only(call);
     int needs_graph = is_plain < 0 ? -1 : !is_plain;
     if (needs_graph == 0 && is_grad_enabled) {
-        needs_graph = kl_call_visit_both(args, kwargs, has_gradient, NULL);
+        needs_graph = kl_call_visit_both(call->args, call->kwargs, has_gradient, NULL);
     }
     bool is_bridge =
-        needs_graph > 0 && is_waiting(args, kwargs); /* bridge.py copies what the call writes */
-    if (needs_graph < 0 || (!is_bridge && may_write(function, out) &&
-                            kl_call_visit_both(args, out, run_readers, NULL) < 0)) {
+        needs_graph > 0 && is_waiting(call); /* bridge.py copies what the call writes */
+    bool is_writing = !is_bridge && may_write(call);
+    if (needs_graph < 0 || (is_writing && run_readers_of(call) < 0) ||
+        draw_pending_first(call->function) < 0) {
         return NULL;
     }
-    if (draw_pending_first(function) < 0) {
-        return NULL; /* - */
-    }
     if (needs_graph == 0) {
-        PyObject *result = kl_live_call(func, args, kwargs, KL_LIVE_NUMBERS);
+        PyObject *result = kl_live_call(call, KL_LIVE_NUMBERS);
         if (result != Py_NotImplemented) {
             return result;
         }
         Py_DECREF(result);
     }
-    return kl_record_live(func, args, kwargs, KL_LIVE_LAZY);
+    return kl_record_live(call, KL_LIVE_LAZY);
 }
 
 /* Whether this thread is running the program of `tape`: calls made meanwhile are no part of it. */
@@ -533,16 +513,15 @@ is_in_a_run(const Tape *tape)
 
 /* Record a call by its row, or by meta tensors, while no other thread uses the tape. Returns as kl_rows_record. */
 static int
-record_on(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
-          PyObject **results)
+record_on(Tape *tape, const KlPyCall *call, PyObject **results)
 {
     int recorded = 0;
     if (kl_lock_take(&tape->lock) < 0) {
         return -1;
     }
     tape->is_running = true; /* calls of a finalizer that runs meanwhile are not recorded */
-    recorded = function->row != NULL ? kl_rows_record(tape, function, func, args, kwargs, results)
-                                     : record_by_meta(tape, function, func, args, kwargs, results);
+    recorded = call->function->row != NULL ? kl_rows_record(tape, call, results)
+                                           : record_by_meta(tape, call, results);
     tape->is_running = false;
     kl_lock_give(&tape->lock);
     return recorded;
@@ -550,10 +529,9 @@ record_on(Tape *tape, const Function *function, PyObject *func, PyObject *args, 
 
 /* Call a handler. NULL with its exception, whose traceback leads from the user's line to torch's. */
 static PyObject *
-call_handler(PyObject *handler, PyObject *func, PyObject *args, PyObject *kwargs)
+call_handler(PyObject *handler, const KlPyCall *call)
 {
-    PyObject *words = kwargs != NULL ? kwargs : kl_py.empty_dict;
-    PyObject *result = PyObject_CallFunctionObjArgs(handler, func, args, words, NULL);
+    PyObject *result = ask(handler, call);
     if (result == NULL) {
         kl_failure_hide_frames();
     }
@@ -562,12 +540,12 @@ call_handler(PyObject *handler, PyObject *func, PyObject *args, PyObject *kwargs
 
 /* Offer a call to a handler. 1: it took the call, `*results` is a new reference; 0: it declined; -1. */
 static int
-offer(PyObject *handler, PyObject *func, PyObject *args, PyObject *kwargs, PyObject **results)
+offer(PyObject *handler, const KlPyCall *call, PyObject **results)
 {
     if (handler == NULL) {
         return 0;
     }
-    *results = call_handler(handler, func, args, kwargs);
+    *results = call_handler(handler, call);
     if (*results == Py_NotImplemented) {
         Py_CLEAR(*results);
         return 0;
@@ -578,19 +556,18 @@ offer(PyObject *handler, PyObject *func, PyObject *args, PyObject *kwargs, PyObj
 /* Record a call. 1: recorded, `*results` is a new reference; 0: run it now; -1; KL_ROWS_ILLEGAL. The row comes
  * before meta tensors: what they infer runs on the whole batch. */
 static int
-record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
-       PyObject **results)
+record(Tape *tape, const KlPyCall *call, PyObject **results)
 {
-    if (out_of(kwargs) != NULL) {
-        return offer(function->is_random ? NULL : kl_py.record_out, func, args, kwargs, results);
+    const Function *function = call->function;
+    if (call->out != NULL) {
+        return offer(function->is_random ? NULL : kl_py.record_out, call, results);
     }
-    int recorded =
-        function->row != NULL ? record_on(tape, function, func, args, kwargs, results) : 0;
+    int recorded = function->row != NULL ? record_on(tape, call, results) : 0;
     if (recorded == 0) {
-        recorded = offer(function->handler, func, args, kwargs, results);
+        recorded = offer(function->handler, call, results);
     }
     if (recorded == 0 && function->row == NULL && function->has_meta) {
-        recorded = record_on(tape, function, func, args, kwargs, results);
+        recorded = record_on(tape, call, results);
     }
     return recorded;
 }
@@ -598,7 +575,7 @@ record(Tape *tape, const Function *function, PyObject *func, PyObject *args, PyO
 /* Whether torch's engine, or a replay, calls a hook or a custom backward, which must get tensors, and this call does
  * not write; -1: failure. */
 static int
-is_in_hook(const Tape *tape, const Function *function, PyObject *kwargs)
+is_in_hook(const Tape *tape, const KlPyCall *call)
 {
     static int (*task)(void);
     static bool is_known;
@@ -607,7 +584,7 @@ is_in_hook(const Tape *tape, const Function *function, PyObject *kwargs)
         is_known = true;
     }
     bool is_running = is_in_a_run(tape), is_grad_enabled = true;
-    if (may_write(function, out_of(kwargs)) || (!is_running && task != NULL && task() < 0)) {
+    if (may_write(call) || (!is_running && task != NULL && task() < 0)) {
         return 0;
     }
     return !is_running ? kl_py_truth(PyObject_CallNoArgs(kl_py.is_in_hook))
@@ -618,16 +595,14 @@ is_in_hook(const Tape *tape, const Function *function, PyObject *kwargs)
 /* A call is not recorded: raise what torch raises for illegal sizes and dtypes, before pending calls run for it. 0
  * or -1. */
 static int
-raise_if_illegal(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs,
-                 bool is_illegal)
+raise_if_illegal(const KlPyCall *call, bool is_illegal)
 {
-    bool can_ask = function->row != NULL || function->has_meta;
-    if (!can_ask || function->is_random || may_write(function, out_of(kwargs))) {
+    bool can_ask = call->function->row != NULL || call->function->has_meta;
+    if (!can_ask || call->function->is_random || may_write(call)) {
         return 0;
     }
-    PyObject *error =
-        PyObject_CallFunctionObjArgs(kl_py.refusal, func, args, kwargs != NULL ? kwargs : Py_None,
-                                     is_illegal ? Py_True : Py_False, NULL);
+    PyObject *error = PyObject_CallFunctionObjArgs(kl_py.refusal, call->func, call->args,
+                                                   call->kwargs, kl_py_bool(is_illegal), NULL);
     if (error != NULL && error != Py_None) {
         kl_failure_raise(error); /* here, for its traceback to have the user's frames alone */
     }
@@ -637,99 +612,108 @@ raise_if_illegal(const Function *function, PyObject *func, PyObject *args, PyObj
 
 /* Run a call whose results torch's C++ gets. With gradients off, numbers of its LazyTensors are enough. */
 static PyObject *
-call_for_tensors(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
+call_for_tensors(const KlPyCall *call)
 {
-    bool is_grad_enabled = false, is_write = may_write(function, out_of(kwargs));
-    if (draw_pending_first(function) < 0 || kl_context_now(&is_grad_enabled) < 0) {
+    bool is_grad_enabled = false;
+    if (draw_pending_first(call->function) < 0 || kl_context_now(&is_grad_enabled) < 0) {
         return NULL;
     }
-    return is_grad_enabled || is_write ? kl_record_live(func, args, kwargs, KL_LIVE_PLAIN)
-                                       : kl_live_call(func, args, kwargs, KL_LIVE_READ);
+    return is_grad_enabled || may_write(call) ? kl_record_live(call, KL_LIVE_PLAIN)
+                                              : kl_live_call(call, KL_LIVE_READ);
 }
 
 PyObject *
-kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs)
+kl_record_op(const KlPyCall *call)
 {
-    LazyArgs found = {.tape = take_up(args, kwargs) < 0 ? NULL : kl_tape_open()};
-    if (found.tape == NULL || inspect_arguments(args, kwargs, &found) < 0) {
+    const Function *function = call->function;
+    LazyArgs found = {.tape = take_up(call) < 0 ? NULL : kl_tape_open()};
+    if (found.tape == NULL || inspect_arguments(call, &found) < 0 ||
+        (found.is_any_lost && refuse_lost(call) < 0)) {
         return NULL;
     }
-    if (found.is_any_lost && refuse_lost(function, args, out_of(kwargs)) < 0) {
-        return NULL;
-    }
-    int is_plain = kl_context_is_for_torch() ? 1 : is_in_hook(found.tape, function, kwargs);
+    int is_plain = kl_context_is_for_torch() ? 1 : is_in_hook(found.tape, call);
     if (is_plain != 0) {
-        return is_plain < 0 ? NULL : call_for_tensors(function, func, args, kwargs);
+        return is_plain < 0 ? NULL : call_for_tensors(call);
     }
     /* In a checkpoint's body a normalization is recorded: backward updates its statistics once more. */
     bool is_again = kl_py_region != 0 && function->row != NULL && function->row->is_batch_norm;
-    bool is_writing = !found.is_any_lazy && !is_again && may_write(function, out_of(kwargs));
+    bool is_writing = !found.is_any_lazy && !is_again && may_write(call);
     bool is_detach = function->row != NULL && kl_ops_is_detached(function->row);
     /* A settled value with rows is recorded with, as the batch is: what reads it can then run in chunks. */
     if (!found.is_any_lazy && (is_writing || is_detach || !found.is_any_of_rows)) {
-        PyObject *out = out_of(kwargs);
         Tape *tape = found.tape;
-        if (is_writing && !is_in_a_run(tape) && is_target_read(tape, args, kwargs)) {
-            return kl_record_live(func, args, kwargs, KL_LIVE_LAZY);
+        if (is_writing && !is_in_a_run(tape) && is_target_read(tape, call)) {
+            return kl_record_live(call, KL_LIVE_LAZY);
         }
-        if (draw_pending_first(function) < 0 ||
-            (is_writing && kl_call_visit_both(args, out, run_readers, NULL) < 0)) {
+        if (draw_pending_first(function) < 0 || (is_writing && run_readers_of(call) < 0)) {
             return NULL;
         }
         /* While calls are pending, the results stay lazy, so that koila sees writes with them. */
         bool is_waited_for = tape->core.n_done < tape->core.n_nodes || kl_py.n_cut_off > 0;
         bool is_lazy = is_waited_for || found.is_any_of_rows;
-        return kl_live_call(func, args, kwargs, is_lazy ? KL_LIVE_LAZY : KL_LIVE_SETTLED);
+        return kl_live_call(call, is_lazy ? KL_LIVE_LAZY : KL_LIVE_SETTLED);
     }
     bool is_ours = !found.is_any_foreign && !is_in_a_run(found.tape);
-    int is_of_user = !is_ours ? 0 : found.is_any_own_class ? 1 : kl_context_runs_at_once(func);
+    int is_of_user = !is_ours                 ? 0
+                     : found.is_any_own_class ? 1
+                                              : kl_context_runs_at_once(call->func);
     if (is_of_user < 0) {
         return NULL;
     }
     if (is_ours && is_of_user == 0) {
         PyObject *results = NULL;
         if (function->is_draw_like && !kl_tape_has_draw(&found.tape->core)) {
-            PyObject *drawn = draw_now(func, args, kwargs);
+            PyObject *drawn = draw_now(call);
             if (drawn != Py_NotImplemented) {
                 return drawn;
             }
             Py_DECREF(drawn);
         }
-        int recorded = record(found.tape, function, func, args, kwargs, &results);
+        int recorded = record(found.tape, call, &results);
         bool is_illegal = recorded == KL_ROWS_ILLEGAL;
         if (recorded != 0 && !is_illegal) {
             return recorded < 0 ? NULL : results;
         }
-        int refused = raise_if_illegal(function, func, args, kwargs, is_illegal);
+        int refused = raise_if_illegal(call, is_illegal);
         if (refused < 0 || is_illegal) {
-            return refused < 0 ? NULL : kl_live_call(func, args, kwargs, KL_LIVE_LAZY);
+            return refused < 0 ? NULL : kl_live_call(call, KL_LIVE_LAZY);
         }
     }
-    return run_now(function, func, args, kwargs, is_of_user > 0);
+    return run_now(call, is_of_user > 0);
+}
+
+/* Read what torch gives to the hook of that name: func, types, args and perhaps kwargs. 0 or -1. */
+static int
+read_call(const char *hook, PyObject *const *args, Py_ssize_t n_args, KlPyCall *call)
+{
+    if (n_args != 3 && n_args != 4) {
+        return kl_py_done(
+            PyErr_Format(PyExc_TypeError, "%s takes func, types, args, kwargs", hook));
+    }
+    *call =
+        kl_function_call(kl_function_find(args[0]), args[0], args[2], n_args == 4 ? args[3] : NULL);
+    return 0;
 }
 
 PyObject *
 kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
 {
-    if (n_args != 3 && n_args != 4) {
-        return PyErr_Format(PyExc_TypeError, "__torch_function__ takes func, types, args, kwargs");
+    KlPyCall call;
+    if (read_call("__torch_function__", args, n_args, &call) < 0) {
+        return NULL;
     }
-    PyObject *func = args[0], *types = args[1], *call_args = args[2];
-    PyObject *kwargs = n_args == 4 && args[3] != Py_None ? args[3] : NULL;
-    PyObject *words = kwargs != NULL ? kwargs : kl_py.empty_dict;
+    PyObject *types = args[1];
     if (kl_py.n_transforms > 0) {
-        PyObject *result =
-            PyObject_CallFunctionObjArgs(kl_py.in_transform, func, call_args, words, NULL);
+        PyObject *result = ask(kl_py.in_transform, &call);
         if (result != Py_NotImplemented) {
             return result;
         }
         Py_DECREF(result);
     }
-    Function *function = kl_function_find(func);
-    if (function == NULL) {
-        func = PyObject_CallOneArg(kl_py.own_of, func);
-        function = func != NULL ? kl_function_find(func) : NULL;
-        if (kl_py_done(func) < 0) { /* its caller holds it */
+    if (call.function == NULL) {
+        call.func = PyObject_CallOneArg(kl_py.own_of, call.func);
+        call.function = call.func != NULL ? kl_function_find(call.func) : NULL;
+        if (kl_py_done(call.func) < 0) { /* its caller holds it */
             return NULL;
         }
     }
@@ -739,22 +723,19 @@ kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args)
         bool is_own = type != (PyObject *)kl_py.lazy && type != (PyObject *)kl_py.tensor;
         is_asked = is_own && !kl_meta_is_watched(type);
     }
-    bool is_live = function == NULL || (is_asked && function->kind == KL_CALL_ENTER);
-    switch (is_live ? KL_CALL_LIVE : function->kind) {
+    bool is_live = call.function == NULL || (is_asked && call.function->kind == KL_CALL_ENTER);
+    switch (is_live ? KL_CALL_LIVE : call.function->kind) {
     case KL_CALL_OP:
-        return kl_record_op(function, func, call_args, kwargs);
+        return kl_record_op(&call);
     case KL_CALL_LIVE:
-        return kl_record_live(func, call_args, kwargs,
-                              kl_context_is_for_torch() ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
+        return kl_record_live(&call, kl_context_is_for_torch() ? KL_LIVE_PLAIN : KL_LIVE_LAZY);
     case KL_CALL_READ:
-        return kl_live_call(func, call_args, kwargs, KL_LIVE_READ);
+        return kl_live_call(&call, KL_LIVE_READ);
     case KL_CALL_ENTER:
-        return PyObject_CallFunctionObjArgs(kl_py.skip_one_hop, func, types, call_args, words,
-                                            NULL);
+        return PyObject_CallFunctionObjArgs(kl_py.skip_one_hop, call.func, types, call.args,
+                                            call.kwargs, NULL);
     case KL_CALL_HANDLER:
-        return take_up(call_args, kwargs) < 0
-                   ? NULL
-                   : call_handler(function->handler, func, call_args, kwargs);
+        return take_up(&call) < 0 ? NULL : call_handler(call.function->handler, &call);
     }
     Py_UNREACHABLE();
 }
@@ -792,13 +773,14 @@ compute_one(PyObject *lazy, void *is_read)
 /* Compute the LazyTensors among the arguments. Below autograd gradients are off; re-entering torch's dispatcher
  * turns them on, so that the program that runs keeps its graph. 0 or -1. */
 static int
-force_with_graph(PyObject *args, PyObject *kwargs, bool is_read)
+force_with_graph(const KlPyCall *call, bool is_read)
 {
-    if (kl_call_visit_both(args, kwargs, is_pending, NULL) == 0) {
+    if (kl_call_visit_both(call->args, call->kwargs, is_pending, NULL) == 0) {
         return 0;
     }
     PyObject *guard = kl_context_enter(PyObject_CallNoArgs(kl_py.reenter));
-    int result = guard != NULL ? kl_call_visit_both(args, kwargs, compute_one, &is_read) : -1;
+    int result =
+        guard != NULL ? kl_call_visit_both(call->args, call->kwargs, compute_one, &is_read) : -1;
     kl_context_end_outside(guard);
     return result;
 }
@@ -808,27 +790,24 @@ force_with_graph(PyObject *args, PyObject *kwargs, bool is_read)
 PyObject *
 kl_record_torch_dispatch(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n_args)
 {
-    if (n_args != 3 && n_args != 4) {
-        return PyErr_Format(PyExc_TypeError, "__torch_dispatch__ takes func, types, args, kwargs");
-    }
-    PyObject *kwargs = n_args == 4 && args[3] != Py_None ? args[3] : NULL;
+    KlPyCall call;
     bool is_grad_enabled = false;
-    if (kl_context_now(&is_grad_enabled) < 0) {
+    if (read_call("__torch_dispatch__", args, n_args, &call) < 0 ||
+        kl_context_now(&is_grad_enabled) < 0) {
         return NULL;
     }
-    int tracked = kl_call_visit_both(args[2], kwargs, is_tracked, NULL);
+    int tracked = kl_call_visit_both(call.args, call.kwargs, is_tracked, NULL);
     if (is_grad_enabled && tracked != 0) {
         return PyErr_Format(
             kl_py.koila_error,
             "%S was called where koila cannot see it, on a lazy tensor that needs a "
             "gradient, and the gradient would be lost; wrap that code in koila.off(), or "
             "give it x.detach()",
-            args[0]);
+            call.func);
     }
     /* torch's argument parser calls item() on a placeholder where it wants a number: that is a read. */
-    const Function *function = kl_function_find(args[0]);
-    bool is_read = function != NULL && function->kind == KL_CALL_READ;
-    return force_with_graph(args[2], kwargs, is_read) < 0
+    bool is_read = call.function != NULL && call.function->kind == KL_CALL_READ;
+    return force_with_graph(&call, is_read) < 0
                ? NULL
-               : kl_live_call(args[0], args[2], kwargs, is_read ? KL_LIVE_READ : KL_LIVE_PLAIN);
+               : kl_live_call(&call, is_read ? KL_LIVE_READ : KL_LIVE_PLAIN);
 }

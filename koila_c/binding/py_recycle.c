@@ -5,19 +5,19 @@
 
 #define KL_FREE_MAX 256
 
-/* Since torch 2.10 the object owns its TensorImpl, and these fields follow the object's header. */
-typedef struct TensorObject {
-    PyObject_HEAD void *impl;
-    PyObject *backward_hooks;
-    PyObject *post_accumulate_grad_hooks;
-} TensorObject;
-
 /* A TensorImpl begins with its vtable and its reference counts: the strong count is the low half; the high half,
  * below one bit, is the weak count, of which all strong references together hold one. */
 typedef struct Impl {
     void *vtable;
     uint64_t counts;
 } Impl;
+
+/* Since torch 2.10 the object owns its TensorImpl, and these fields follow the object's header. */
+typedef struct TensorObject {
+    PyObject_HEAD const Impl *impl;
+    PyObject *backward_hooks;
+    PyObject *post_accumulate_grad_hooks;
+} TensorObject;
 
 /* Dead objects whose placeholders are of one kind. */
 typedef struct Dead {
@@ -37,7 +37,7 @@ static struct {
 static uint32_t
 n_strong(PyObject *tensor)
 {
-    return (uint32_t)((const Impl *)((TensorObject *)tensor)->impl)->counts;
+    return (uint32_t)((const TensorObject *)tensor)->impl->counts;
 }
 
 static void
@@ -61,7 +61,7 @@ can_keep(PyObject *object)
     const TensorObject *tensor = (const TensorObject *)object;
     const Value *value = kl_lazy_value(object);
     /* A weak reference of C++ would never expire if the tensor were used again. */
-    bool has_weak = (((const Impl *)tensor->impl)->counts >> 32 & 0x7fffffff) != 1;
+    bool has_weak = (tensor->impl->counts >> 32 & 0x7fffffff) != 1;
     return state.works && value != NULL && state.dead[value->placeholder].n < KL_FREE_MAX &&
            n_strong(object) == 1 && !has_weak && tensor->backward_hooks == NULL &&
            tensor->post_accumulate_grad_hooks == NULL && !value->is_touched;
@@ -147,36 +147,18 @@ kl_recycle_take(KlPlaceholder kind)
 static int
 find_options(void)
 {
-    static const char *const names[KL_N_PLACEHOLDERS] = {
-        [KL_PLACEHOLDER_INT] = "int64",
-        [KL_PLACEHOLDER_BOOL] = "bool",
-        [KL_PLACEHOLDER_FLOAT] = "float64",
+    static const KlDtype dtypes[KL_N_PLACEHOLDERS] = {
+        [KL_PLACEHOLDER_INT] = KL_DTYPE_INT64,
+        [KL_PLACEHOLDER_BOOL] = KL_DTYPE_BOOL,
+        [KL_PLACEHOLDER_FLOAT] = KL_DTYPE_FLOAT64,
     };
-    PyObject *torch = PyImport_ImportModule("torch");
-    int result = torch == NULL ? -1 : 0;
-    for (int i = KL_PLACEHOLDER_INT; result == 0 && i < KL_N_PLACEHOLDERS; i++) {
-        PyObject *dtype = PyObject_GetAttrString(torch, names[i]);
-        Py_XSETREF(state.options[i], dtype != NULL ? Py_BuildValue("{sO}", "dtype", dtype) : NULL);
-        Py_XDECREF(dtype);
-        result = state.options[i] == NULL ? -1 : 0;
+    for (int i = KL_PLACEHOLDER_INT; i < KL_N_PLACEHOLDERS; i++) {
+        state.options[i] = Py_BuildValue("{sO}", "dtype", kl_py.dtypes[dtypes[i]]);
+        if (state.options[i] == NULL) {
+            return -1;
+        }
     }
-    Py_XDECREF(torch);
-    return result;
-}
-
-/* Whether a tensor's impl is where the layout says: its _cdata is the impl's address. */
-static int
-layout_test(void)
-{
-    PyObject *tensor = kl_py.tensor->tp_new(kl_py.tensor, kl_py.empty_tuple, NULL);
-    PyObject *cdata = tensor != NULL ? PyObject_GetAttrString(tensor, "_cdata") : NULL;
-    int result = -1;
-    if (cdata != NULL) {
-        result = PyLong_AsVoidPtr(cdata) == ((TensorObject *)tensor)->impl &&
-                 kl_py.slot_offset >= (Py_ssize_t)sizeof(TensorObject);
-    }
-    KL_DROP(cdata, tensor);
-    return PyErr_Occurred() ? -1 : result;
+    return 0;
 }
 
 /* Whether the strong count rises when C++ takes a reference. */
@@ -211,13 +193,10 @@ kl_recycle_init(void)
     if (find_options() < 0) {
         return -1;
     }
-    int works = layout_test();
-    works = works == 1 ? count_test() : works;
-    if (works < 0) {
-        PyErr_Clear(); /* this torch is built otherwise: each LazyTensor is created anew */
-    }
-    if (works == 1) {
-        state.works = true;
+    state.works = kl_meta_has_impl() && kl_py.slot_offset >= (Py_ssize_t)sizeof(TensorObject) &&
+                  count_test() == 1;
+    PyErr_Clear(); /* this torch is built otherwise: each LazyTensor is created anew */
+    if (state.works) {
         state.dealloc = kl_py.lazy->tp_dealloc;
         kl_py.lazy->tp_dealloc = lazy_dealloc;
     }

@@ -15,8 +15,6 @@ typedef struct MetaReader {
     bool is_asked;   /* for numbers, which may be others at the next call */
 } MetaReader;
 
-static KlPyTypes types; /* filled at import */
-
 static KlValueId
 value_of(const Tape *tape, PyObject *tensor)
 {
@@ -55,14 +53,6 @@ desk_meta_of(void *context, PyObject *object)
     return meta;
 }
 
-static int
-desk_device_of(void *Py_UNUSED(context), PyObject *object)
-{
-    int result = kl_meta_device_from(object);
-    PyErr_Clear();
-    return result;
-}
-
 /* Asked for each call, since the numbers of an index tensor may have changed since the last one. */
 static bool
 desk_is_row_range(void *context, PyObject *object, const KlMeta *Py_UNUSED(meta))
@@ -77,15 +67,6 @@ desk_is_row_range(void *context, PyObject *object, const KlMeta *Py_UNUSED(meta)
     bool is_range = kl_py_truth(PyObject_CallOneArg(kl_py.is_row_range, real)) == 1;
     PyErr_Clear();
     return is_range;
-}
-
-int
-kl_rows_init(void)
-{
-    types.meta_of = desk_meta_of;
-    types.device_of = desk_device_of;
-    types.is_row_range = desk_is_row_range;
-    return kl_py_types_init(&types);
 }
 
 /* -- recording ------------------------------------------------------------------------------------------- */
@@ -124,8 +105,8 @@ typedef struct Known {
 /* A call that is about to become a node. */
 typedef struct Recording {
     Tape *tape;
-    const Function *function;
-    PyObject *func, *args, *kwargs;
+    const KlPyCall *given;
+    const KlRow *row;
     KlPyBound bound;
     KlPyNode call;
     uint32_t context;
@@ -150,7 +131,7 @@ ranges_of(Recording *recording)
 {
     const KlPyBound *bound = &recording->bound;
     bool has_role = false;
-    if (recording->function->row->tie != KL_TIE_PUT || bound->args[2].kind != KL_ARG_VALUE ||
+    if (recording->row->tie != KL_TIE_PUT || bound->args[2].kind != KL_ARG_VALUE ||
         bound->args[2].input >= 64) {
         return 0;
     }
@@ -168,7 +149,7 @@ static KlStatus
 infer_once(Recording *recording, KlError *error)
 {
     Tape *tape = recording->tape;
-    const KlCall call = {.row = recording->function->row,
+    const KlCall call = {.row = recording->row,
                          .args = recording->bound.args,
                          .n_args = recording->bound.n_args,
                          .inputs = recording->bound.inputs,
@@ -199,8 +180,7 @@ infer(Recording *recording, KlError *error)
         status = infer_once(recording, error);
     }
     /* Unsorted rows are written into a view of sorted ones: the memory would then be neither, so the order is broken. */
-    if (status == KL_OK && inferred->is_ordered &&
-        recording->function->row->kind == KL_ROW_INPLACE &&
+    if (status == KL_OK && inferred->is_ordered && recording->row->kind == KL_ROW_INPLACE &&
         core->values[recording->inputs[0]].view_of != KL_ID_NONE) {
         KlAxisId was = recording->bound.inputs[0]->place.axis;
         if (was != inferred->outs[0].place.axis && is_order(recording, was)) {
@@ -217,29 +197,21 @@ static KlStatus
 infer_merging_axes(Recording *recording, KlError *error)
 {
     KlTape *core = &recording->tape->core;
-    KlAxisId kept = KL_ID_NONE;
-    KlAxisId before[KL_ROW_INPUTS];
+    KlAxisId kept = KL_ID_NONE, before[KL_ROW_INPUTS];
     uint32_t n = recording->bound.n_inputs;
-    bool is_several = false;
-    if (n > KL_ROW_INPUTS) {
-        return infer(recording, error);
-    }
-    for (uint32_t i = 0; i < n; i++) {
+    bool is_several = false, is_possible = n <= KL_ROW_INPUTS;
+    for (uint32_t i = 0; is_possible && i < n; i++) {
         const KlMeta *meta = recording->bound.inputs[i];
         before[i] = meta != NULL ? meta->place.axis : KL_ID_NONE;
-        if (is_order(recording, before[i])) {
-            return infer(recording, error);
-        }
         if (before[i] == KL_ID_NONE || before[i] == kept) {
             continue;
         }
-        if (kept != KL_ID_NONE && core->axis_rows[before[i]] != core->axis_rows[kept]) {
-            return infer(recording, error);
-        }
-        is_several = is_several || kept != KL_ID_NONE;
-        kept = kept == KL_ID_NONE || before[i] < kept ? before[i] : kept;
+        is_several = kept != KL_ID_NONE;
+        is_possible = !is_order(recording, before[i]) &&
+                      (!is_several || core->axis_rows[before[i]] == core->axis_rows[kept]);
+        kept = before[i] < kept ? before[i] : kept; /* KL_ID_NONE is larger than each */
     }
-    if (!is_several) {
+    if (!is_several || !is_possible) {
         return infer(recording, error);
     }
     for (uint32_t i = 0; i < n; i++) {
@@ -248,20 +220,15 @@ infer_merging_axes(Recording *recording, KlError *error)
         }
     }
     KlStatus status = infer(recording, error);
-    if (status == KL_OK && recording->tape->inferred.split.mode != KL_MODE_ONCE) {
-        for (uint32_t i = 0; i < n; i++) {
-            if (before[i] != KL_ID_NONE) {
-                kl_tape_axis_merge(core, before[i], kept);
-            }
-        }
-        return status;
-    }
+    bool is_merged = status == KL_OK && recording->tape->inferred.split.mode != KL_MODE_ONCE;
     for (uint32_t i = 0; i < n; i++) {
-        if (before[i] != KL_ID_NONE) {
+        if (before[i] != KL_ID_NONE && is_merged) {
+            kl_tape_axis_merge(core, before[i], kept);
+        } else if (before[i] != KL_ID_NONE) {
             core->values[recording->inputs[i]].meta.place.axis = before[i];
         }
     }
-    return infer(recording, error);
+    return is_merged ? status : infer(recording, error);
 }
 
 static void
@@ -285,7 +252,7 @@ refuse_two_roles(Recording *recording)
         for (uint32_t k = 0; k < i; k++) {
             uint32_t arg = recording->bound.input_origins[k].arg;
             bool is_named =
-                recording->bound.origins[arg].position >= PyTuple_GET_SIZE(recording->args);
+                recording->bound.origins[arg].position >= PyTuple_GET_SIZE(recording->given->args);
             if (recording->inputs[i] == recording->inputs[k] && is_named &&
                 recording->inputs[i] != KL_ID_NONE &&
                 !kl_place_is_equal(&split->places[i], &split->places[k])) {
@@ -362,7 +329,7 @@ begin_order(Recording *recording)
 {
     Tape *tape = recording->tape;
     KlInferred *inferred = &tape->inferred;
-    KlTie tie = recording->function->row->tie;
+    KlTie tie = recording->row->tie;
     const KlMeta *keys = recording->bound.inputs[0];
     const KlArg *descending = &recording->bound.args[2];
     if ((tie != KL_TIE_SORT && tie != KL_TIE_ARGSORT) || inferred->split.mode != KL_MODE_ONCE ||
@@ -486,7 +453,7 @@ static int
 find_writes(Recording *recording, uint32_t *writes, uint32_t *leaf_writes)
 {
     const KlTape *core = &recording->tape->core;
-    const KlRow *row = recording->function->row;
+    const KlRow *row = recording->row;
     KlEffects effects = recording->tape->inferred.effects;
     *writes = *leaf_writes = 0;
     for (uint32_t i = 0; i < recording->bound.n_args; i++) {
@@ -604,8 +571,8 @@ is_same(PyObject *left, PyObject *right)
         return type == &PyLong_Type && PyObject_RichCompareBool(left, right, Py_EQ) == 1;
     }
     return left == Py_None || type == &PyLong_Type || type == &PyBool_Type ||
-           type == &PyFloat_Type || type == &PyUnicode_Type || type == types.dtype_type ||
-           type == types.format_type;
+           type == &PyFloat_Type || type == &PyUnicode_Type || type == kl_py.dtype_type ||
+           type == kl_py.format_type;
 }
 
 /* Borrowed: the constant in a slot of the call; of the slot after the last, the names of its keywords; or NULL. */
@@ -628,7 +595,7 @@ find_known(Recording *recording)
         return NULL;
     }
     memset(seen, 0, offsetof(Seen, inputs)); /* with its padding, for memcmp */
-    seen->row = recording->function->row;
+    seen->row = recording->row;
     seen->context = recording->context;
     seen->n_slots = recording->call.n_slots;
     seen->default_dtype = kl_meta_default_dtype();
@@ -683,7 +650,7 @@ is_in_order(const Recording *recording, uint32_t slot, uint32_t n)
     const KlSlot *slots = &recording->tape->slots[recording->call.first_slot];
     return n < bound->n_inputs && recording->inputs[n] == slots[slot].n &&
            bound->origins[bound->input_origins[n].arg].position <
-               PyTuple_GET_SIZE(recording->args) &&
+               PyTuple_GET_SIZE(recording->given->args) &&
            memcmp(bound->inputs[n], &recording->seen.inputs[n].meta, sizeof(KlMeta)) == 0;
 }
 
@@ -736,7 +703,7 @@ append_node(Recording *recording, const KlInferred *inferred, const KlSaves *sav
             uint32_t leaf_writes, PyObject **results)
 {
     Tape *tape = recording->tape;
-    const Function *function = recording->function;
+    const Function *function = recording->given->function;
     KlNodeId id = KL_ID_NONE;
     settle_open(recording, &inferred->split);
     const KlRecord record = {
@@ -753,7 +720,7 @@ append_node(Recording *recording, const KlInferred *inferred, const KlSaves *sav
         .inferred = inferred,
         .is_detached = writes != 0 && kl_view_is_detached(tape, recording->inputs[0]),
     };
-    if (kl_tape_append_call(tape, &record, recording->func, &recording->call, &id) < 0) {
+    if (kl_tape_append_call(tape, &record, recording->given->func, &recording->call, &id) < 0) {
         return -1;
     }
     if (writes != 0) {
@@ -777,7 +744,7 @@ append(Recording *recording, PyObject **results)
         (writes == 0 && is_view_of_plain(recording, inferred))) {
         return 0;
     }
-    if (recording->function->row->keeps.is_leaf && is_read_or_shared(tape, recording->inputs[0])) {
+    if (recording->row->keeps.is_leaf && is_read_or_shared(tape, recording->inputs[0])) {
         return 0;
     }
     if (inferred->alias == KL_ALIAS_SAME && writes == 0) { /* the call returns its input: no node */
@@ -837,16 +804,18 @@ static int
 bind_and_append(Recording *recording, PyObject **results)
 {
     KlError error;
-    MetaReader reader = {.tape = recording->tape};
-    int bound = kl_py_args_bind_dict(&recording->bound, recording->function->signature, &types,
-                                     &reader, recording->args, recording->kwargs);
-    if (bound <= 0 || reader.is_unknown) {
+    MetaReader tensors = {.tape = recording->tape};
+    const KlPyReader reader = {desk_meta_of, desk_is_row_range, &tensors};
+    const KlPyCall *given = recording->given;
+    int bound = kl_py_args_bind_dict(&recording->bound, given->function->signature, &reader,
+                                     given->args, given->kwargs);
+    if (bound <= 0 || tensors.is_unknown) {
         return bound < 0 ? -1 : 0;
     }
     if (find_inputs(recording) < 0) {
         return -1;
     }
-    recording->known = reader.is_asked ? NULL : recording->known;
+    recording->known = tensors.is_asked ? NULL : recording->known;
     int result = 0;
     KlStatus status = infer_merging_axes(recording, &error);
     if (status == KL_OK) {
@@ -864,15 +833,12 @@ bind_and_append(Recording *recording, PyObject **results)
 }
 
 int
-kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args,
-               PyObject *kwargs, PyObject **results)
+kl_rows_record(Tape *tape, const KlPyCall *call, PyObject **results)
 {
     Recording recording; /* not zeroed: its buffers are two kilobytes */
     recording.tape = tape;
-    recording.function = function;
-    recording.func = func;
-    recording.args = args;
-    recording.kwargs = kwargs;
+    recording.given = call;
+    recording.row = call->function->row;
     recording.call = (KlPyNode){0};
     recording.saves = (KlSaves){0};
     int64_t context = kl_context_now(&recording.is_grad_enabled);
@@ -880,7 +846,7 @@ kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *a
         return -1;
     }
     recording.context = (uint32_t)context;
-    if (kl_call_encode(tape, args, kwargs, &recording.call) < 0) {
+    if (kl_call_encode(tape, call->args, call->kwargs, &recording.call) < 0) {
         return -1;
     }
     kl_py_bound_init(&recording.bound);

@@ -57,13 +57,11 @@ int kl_promise_break(const Tape *tape, KlNodeId id, KlValueId value, PyObject *r
 
 /* -- py_rows.c: calls that have a row --------------------------------------------------------------- */
 
-int kl_rows_init(void);
 #define KL_ROWS_ILLEGAL 2
 
 /* Record a call by its row. 1: recorded, `*results` is a new reference; 0: the row declines; -1: exception;
  * KL_ROWS_ILLEGAL: torch would refuse the call, so that the caller should run it for torch's own error. */
-int kl_rows_record(Tape *tape, const Function *function, PyObject *func, PyObject *args,
-                   PyObject *kwargs, PyObject **results);
+int kl_rows_record(Tape *tape, const KlPyCall *call, PyObject **results);
 
 /* -- py_program.c: what the tape holds, as plain numbers -------------------------------------------- */
 
@@ -102,15 +100,15 @@ typedef enum {
     KL_LIVE_READ,    /* reads numbers; results are plain */
 } KlLiveKind;
 
-/* Run `func` now on real tensors. */
-PyObject *kl_live_call(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind);
+/* Run a call now on real tensors. */
+PyObject *kl_live_call(const KlPyCall *call, KlLiveKind kind);
 /* py_record.c: kl_live_call for a call that needs a real graph: pending calls are cut off, or run. */
-PyObject *kl_record_live(PyObject *func, PyObject *args, PyObject *kwargs, KlLiveKind kind);
+PyObject *kl_record_live(const KlPyCall *call, KlLiveKind kind);
 
 /* -- py_record.c: what happens when torch hands us a call --------------------------------------- */
 
 /* Record a call of an op, or run it live: __torch_function__ for callables of kind OP. */
-PyObject *kl_record_op(const Function *function, PyObject *func, PyObject *args, PyObject *kwargs);
+PyObject *kl_record_op(const KlPyCall *call);
 /* LazyTensor.__torch_function__(func, types, args[, kwargs]), and __torch_dispatch__. */
 PyObject *kl_record_torch_function(PyObject *const *args, Py_ssize_t n_args);
 PyObject *kl_record_torch_dispatch(PyObject *module, PyObject *const *args, Py_ssize_t n_args);

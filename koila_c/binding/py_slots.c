@@ -41,7 +41,8 @@ record(const Function *function, PyObject *func, PyObject *const *args, Py_ssize
         kwargs = kl_call_keywords(args + n, names);
     }
     if (kwargs != NULL || !PyErr_Occurred()) {
-        result = kl_record_op(function, func, tuple, kwargs);
+        const KlPyCall call = kl_function_call(function, func, tuple, kwargs);
+        result = kl_record_op(&call);
     }
     Py_XDECREF(kwargs);
     Py_DECREF(tuple);
@@ -104,7 +105,9 @@ install_method(PyObject *name, PyObject *func, Function *function)
 typedef enum { ADD, SUBTRACT, MULTIPLY, DIVIDE, MATMUL, NEGATE, N_OPERATORS } Operator;
 
 /* Ops by name: the name under which torch dispatches each operator, and its methods on either side. */
-static const char *const operator_names[N_OPERATORS][3] = {
+static const struct {
+    const char *name, *forward, *reflected;
+} operator_names[N_OPERATORS] = {
     {"add", "__add__", "__radd__"},          {"sub", "__sub__", "__rsub__"},
     {"mul", "__mul__", "__rmul__"},          {"div", "__truediv__", "__rtruediv__"},
     {"matmul", "__matmul__", "__rmatmul__"}, {"neg", "__neg__", "__neg__"},
@@ -113,7 +116,6 @@ static const char *const operator_names[N_OPERATORS][3] = {
 static struct {
     PyObject *func;
     Function *function;
-    PyObject *forward, *reflected; /* str */
 } operators[N_OPERATORS];
 
 /* A plain tensor, which overrides nothing; or a Parameter, which disables overriding for itself. */
@@ -127,9 +129,10 @@ is_plain(PyObject *object)
 static PyObject *
 ask_torch(Operator which, PyObject *left, PyObject *right)
 {
-    return PyObject_TypeCheck(left, kl_py.tensor_base)
-               ? PyObject_CallMethodObjArgs(left, operators[which].forward, right, NULL)
-               : PyObject_CallMethodObjArgs(right, operators[which].reflected, left, NULL);
+    return right == NULL ? PyObject_CallMethod(left, operator_names[which].forward, NULL)
+           : PyObject_TypeCheck(left, kl_py.tensor_base)
+               ? PyObject_CallMethod(left, operator_names[which].forward, "(O)", right)
+               : PyObject_CallMethod(right, operator_names[which].reflected, "(O)", left);
 }
 
 static PyObject *
@@ -164,24 +167,19 @@ negate(PyObject *self)
                        : ask_torch(NEGATE, self, NULL);
 }
 
-static int
+static void
 install_operators(void)
 {
     for (int i = 0; i < N_OPERATORS; i++) {
-        PyObject *func = PyObject_GetAttrString((PyObject *)kl_py.tensor, operator_names[i][0]);
+        PyObject *func = PyObject_GetAttrString((PyObject *)kl_py.tensor, operator_names[i].name);
         Function *function = func != NULL ? kl_function_find(func) : NULL;
         if (function == NULL || function->kind != KL_CALL_OP) {
             Py_XDECREF(func);
             PyErr_Clear();
-            return 0; /* this torch is built otherwise: keep its way */
+            return; /* this torch is built otherwise: keep its way */
         }
         operators[i].func = func;
         operators[i].function = function;
-        operators[i].forward = PyUnicode_InternFromString(operator_names[i][1]);
-        operators[i].reflected = PyUnicode_InternFromString(operator_names[i][2]);
-        if (operators[i].forward == NULL || operators[i].reflected == NULL) {
-            return -1;
-        }
     }
     PyNumberMethods *protocol = kl_py.lazy->tp_as_number;
     protocol->nb_add = add;
@@ -190,7 +188,6 @@ install_operators(void)
     protocol->nb_true_divide = divide;
     protocol->nb_matrix_multiply = matmul;
     protocol->nb_negative = negate;
-    return 0;
 }
 
 /* -- installing --------------------------------------------------------------------------------------- */
@@ -215,8 +212,10 @@ kl_slots_install(PyObject *Py_UNUSED(module), PyObject *names)
     if (!find_torch_state()) {
         return Py_NewRef(Py_False);
     }
-    int is_ready = PyType_Ready(&method_type);
-    for (Py_ssize_t i = 0; is_ready == 0 && i < PyTuple_GET_SIZE(names); i++) {
+    if (PyType_Ready(&method_type) < 0) {
+        return NULL;
+    }
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); i++) {
         PyObject *name = PyTuple_GET_ITEM(names, i);
         PyObject *func = PyObject_GetAttr((PyObject *)kl_py.tensor, name);
         Function *function = func != NULL ? kl_function_find(func) : NULL;
@@ -228,5 +227,6 @@ kl_slots_install(PyObject *Py_UNUSED(module), PyObject *names)
             return NULL;
         }
     }
-    return is_ready < 0 || install_operators() < 0 ? NULL : Py_NewRef(Py_True);
+    install_operators();
+    return Py_NewRef(Py_True);
 }

@@ -137,37 +137,46 @@ apply_rewrites(const Run *run, PyObject *args)
 
 /* Call the function of a node. With `aside`, that tape is this thread's meanwhile, and records the call. */
 static PyObject *
-call_function(const Run *run, const KlPyNode *call, PyObject *args, Py_ssize_t n_positional)
+call_function(const Run *run, const KlPyNode *call, PyObject *args)
 {
     KlTurn turn;
     if (run->aside != NULL && kl_turn_begin(&turn, run->aside) < 0) {
         return NULL;
     }
-    PyObject *result = PyObject_Vectorcall(call->func, ((PyListObject *)args)->ob_item,
-                                           (size_t)n_positional, call->kwnames);
+    PyObject *result = kl_call_vector(call, args);
     if (run->aside != NULL) {
         kl_turn_end(&turn);
     }
     return result;
 }
 
-/* Whether the node makes a view (or a copy instead of one) of memory that some call of the program writes. Then
- * Python must check which of the two a chunk got. */
+/* Whether the node makes a view (or a copy instead of one) of memory that some call of the program writes. Whether
+ * reshape() gives a view depends on strides, which can differ between a chunk and the whole batch. */
 static bool
 is_view_of_written(const KlTape *tape, const KlNode *node)
 {
-    bool is_written = false;
-    for (uint32_t i = 0; i < node->n_inputs + node->n_outs; i++) {
+    bool is_view = node->row != NULL && node->row->kind == KL_ROW_VIEW, is_written = false;
+    for (uint32_t i = 0; is_view && i < node->n_inputs + node->n_outs; i++) {
         bool is_input = i < node->n_inputs;
         KlValueId value = is_input ? tape->inputs[node->first_input + i].value
                                    : node->first_out + i - node->n_inputs;
-        const KlStorage *storage =
-            value != KL_ID_NONE ? &tape->storages[tape->values[value].storage] : NULL;
-        is_written =
-            is_written || (storage != NULL &&
-                           (storage->version > 0 || storage->is_hidden || storage->is_uncertain));
+        const KlStorage *of =
+            value != KL_ID_NONE ? &tape->storages[tape->values[value].storage] : &(KlStorage){0};
+        is_written |= of->version > 0 || of->is_hidden || of->is_uncertain;
     }
-    return is_written && node->row != NULL && node->row->kind == KL_ROW_VIEW;
+    return is_written;
+}
+
+/* Whether run_other() runs the node. */
+static bool
+is_for_other(const Run *run)
+{
+    const KlTape *core = &run->tape->core;
+    const KlNode *node = run->node;
+    return node->mode == KL_MODE_REDUCE || node->is_random || node->leaf_writes != 0 ||
+           kl_tape_is_begun(core, node->first_out) || is_view_of_written(core, node) ||
+           (run->rows >= 0 && kl_stage_accruing(core, node) != KL_ID_NONE) ||
+           kl_tape_reads_for_chunks(core, node);
 }
 
 static PyObject *
@@ -179,34 +188,19 @@ call_node(Run *run, KlNodeId id)
     if (args == NULL || (run->rows >= 0 && apply_rewrites(run, args) < 0)) {
         goto error;
     }
-    Py_ssize_t n_named = call->kwnames != NULL ? PyTuple_GET_SIZE(call->kwnames) : 0;
-    Py_ssize_t n_positional = PyList_GET_SIZE(args) - n_named;
-    /* Whether reshape() gives a view depends on strides, which can differ between a chunk and the whole batch. */
-    bool is_view = is_view_of_written(&run->tape->core, run->node);
-    bool has_effect = run->node->is_random || run->node->leaf_writes != 0 ||
-                      kl_tape_is_begun(&run->tape->core, run->node->first_out);
-    bool is_accruing =
-        run->rows >= 0 && kl_stage_accruing(&run->tape->core, run->node) != KL_ID_NONE;
-    bool is_other = has_effect || is_view || is_accruing ||
-                    kl_tape_reads_for_chunks(&run->tape->core, run->node);
-    if (run->node->mode != KL_MODE_REDUCE && !is_other) {
-        result = call_function(run, call, args, n_positional);
-        if (result == Py_None && run->node->writes != 0) { /* __setitem__ returns None */
-            Py_SETREF(result, Py_NewRef(PyList_GET_ITEM(args, 0)));
+    if (is_for_other(run)) {
+        PyObject *parts = kl_call_split(call, args);
+        if (parts != NULL) {
+            PyObject **part = PySequence_Fast_ITEMS(parts);
+            result = PyObject_CallFunction(run->run_other, "IOOO", id, part[0], part[1], part[2]);
+            Py_DECREF(parts);
         }
         goto error;
     }
-    PyObject *positional = PyList_GetSlice(args, 0, n_positional);
-    PyObject *tuple = positional != NULL ? PyList_AsTuple(positional) : NULL;
-    PyObject *named =
-        kl_call_keywords(((PyListObject *)args)->ob_item + n_positional, call->kwnames);
-    Py_XDECREF(positional);
-    PyObject *integer = PyLong_FromUnsignedLong(id);
-    if (tuple != NULL && named != NULL && integer != NULL) {
-        result =
-            PyObject_CallFunctionObjArgs(run->run_other, integer, call->func, tuple, named, NULL);
+    result = call_function(run, call, args);
+    if (result == Py_None && run->node->writes != 0) { /* __setitem__ returns None */
+        Py_SETREF(result, Py_NewRef(PyList_GET_ITEM(args, 0)));
     }
-    KL_DROP(integer, named, tuple);
 error:
     Py_XDECREF(args);
     return result;
@@ -226,22 +220,8 @@ lay_out(const Run *run, KlValueId value, PyObject *result)
         !kl_place_is_rows(place) || place->outer != 1 || place->inner != 1) {
         return Py_NewRef(result);
     }
-    PyObject *given = PyObject_CallMethod(result, "stride", NULL);
-    PyObject *shape = given != NULL ? PyObject_GetAttrString(result, "shape") : NULL;
-    PyObject *strides = shape != NULL ? PySequence_List(given) : NULL;
-    PyObject *stride = strides != NULL ? PyLong_FromLongLong(whole->strides[place->dim]) : NULL;
-    PyObject *laid_out = NULL;
-    int is_same = -1;
-    if (stride != NULL) {
-        is_same = PyObject_RichCompareBool(PyList_GET_ITEM(strides, place->dim), stride, Py_EQ);
-    }
-    if (is_same > 0) {
-        laid_out = Py_NewRef(result);
-    } else if (is_same == 0 && PyList_SetItem(strides, place->dim, Py_NewRef(stride)) == 0) {
-        laid_out = PyObject_CallMethod(result, "as_strided", "OO", shape, strides);
-    }
-    KL_DROP(stride, strides, shape, given);
-    return laid_out;
+    return PyObject_CallFunction(kl_py.with_stride, "OiL", result, (int)place->dim,
+                                 (long long)whole->strides[place->dim]);
 }
 
 /* Check a result against what inference promised, and store it. A part of a reduction is not checked: it is not
@@ -448,10 +428,9 @@ mark_wanted(Run *run, KlSlice nodes, PyObject *asked)
         return kl_py_done(PyErr_NoMemory());
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(asked); i++) {
-        size_t value = PyLong_AsSize_t(PyTuple_GET_ITEM(asked, i));
-        if (PyErr_Occurred() || value >= run->tape->core.n_values) {
-            return kl_py_done(
-                PyErr_Format(PyExc_IndexError, "run: there is no such value to make again"));
+        KlValueId value = KL_ID_NONE;
+        if (!kl_tape_value_id(PyTuple_GET_ITEM(asked, i), &value)) {
+            return -1;
         }
         run->marks[value] = IS_WANTED | IS_ASKED_FOR;
     }
@@ -557,14 +536,14 @@ KL_DEFINE(run_alone, args)
     int is_grad_off = 0;
     Run run = {.tape = kl_tape_open()};
     if (run.tape == NULL ||
-        !PyArg_ParseTuple(args, "O&O!LpO:run_alone", kl_py_id, &id, &PyList_Type, &run.env,
+        !PyArg_ParseTuple(args, "O&O!LpO:run_alone", kl_tape_node_id, &id, &PyList_Type, &run.env,
                           &run.rows, &is_grad_off, &run.run_other)) {
         return NULL;
     }
     run.imports = run.env; /* not read, since env holds all inputs */
-    const KlNode *node = id < run.tape->core.n_nodes ? &run.tape->core.nodes[id] : NULL;
-    if (node == NULL || PyList_GET_SIZE(run.env) < (Py_ssize_t)(node->first_out + node->n_outs)) {
-        return PyErr_Format(PyExc_IndexError, "run_alone: no node %u, or no room for it", id);
+    const KlNode *node = &run.tape->core.nodes[id];
+    if (PyList_GET_SIZE(run.env) < (Py_ssize_t)(node->first_out + node->n_outs)) {
+        return PyErr_Format(PyExc_IndexError, "run_alone: no room for node %u", id);
     }
     return run_nodes(&run, (KlSlice){.n = 1}, id, is_grad_off);
 }
@@ -576,12 +555,9 @@ KL_DEFINE_ON(deliver, tape, args)
     unsigned int id = 0;
     PyObject *tensor = NULL;
     int is_final = 0;
-    if (!PyArg_ParseTuple(args, "O&O!p:deliver", kl_py_id, &id, kl_py.tensor_base, &tensor,
+    if (!PyArg_ParseTuple(args, "O&O!p:deliver", kl_tape_value_id, &id, kl_py.tensor_base, &tensor,
                           &is_final)) {
         return NULL;
-    }
-    if (id >= tape->core.n_values) {
-        return PyErr_Format(PyExc_IndexError, "deliver: there is no value %u", id);
     }
     tape->core.values[id].state = KL_STATE_KNOWN;
     if (tape->core.values[id].node != KL_ID_NONE) {
@@ -606,11 +582,8 @@ KL_DEFINE_ON(cut, tape, args)
 {
     unsigned int id = 0;
     PyObject *tensor = NULL;
-    if (!PyArg_ParseTuple(args, "O&O!:cut", kl_py_id, &id, kl_py.tensor_base, &tensor)) {
+    if (!PyArg_ParseTuple(args, "O&O!:cut", kl_tape_value_id, &id, kl_py.tensor_base, &tensor)) {
         return NULL;
-    }
-    if (id >= tape->core.n_values) {
-        return PyErr_Format(PyExc_IndexError, "cut: there is no value %u", id);
     }
     if (tape->core.values[id].n_pending == 0 && tape->values[id].handle == NULL) {
         Py_RETURN_NONE;

@@ -61,25 +61,6 @@ is_read_by(const KlTape *core, const KlNode *node, KlValueId leaf)
     return is_found;
 }
 
-static void
-set_stale(Tape *tape, KlValueId leaf, KlNodeId reader)
-{
-    PyObject *where = kl_source_where(tape, reader);
-    PyObject *size = where != NULL ? kl_meta_size(&tape->core.values[leaf].meta) : NULL;
-    PyObject *name =
-        size != NULL ? PyObject_GetAttrString(tape->nodes[reader].func, "__name__") : NULL;
-    if (name != NULL) {
-        PyObject *real = tape->values[leaf].real;
-        bool is_parameter = PyObject_IsInstance(real, (PyObject *)kl_py.parameter) == 1;
-        PyErr_Format(
-            kl_py.stale_error,
-            "%U: a %s of shape %S was changed in place after it was recorded (%U) and before "
-            "the call ran; change it after backward(), or read the result first",
-            name, is_parameter ? "parameter" : "tensor", size, where);
-    }
-    KL_DROP(name, size, where);
-}
-
 /* A leaf was changed: fail the calls that read it, so that whoever asks for their values gets a StaleError. If one
  * of them is to write statistics, nobody may ever ask: then the error is raised at once (-1). */
 static int
@@ -92,7 +73,9 @@ fail_changed(Tape *tape, KlValueId leaf)
     for (size_t i = core->n_done; i < core->n_nodes && !is_raised; i++) {
         if (is_read_by(core, &core->nodes[i], leaf)) {
             PyErr_Clear(); /* of the call before */
-            set_stale(tape, leaf, (KlNodeId)i);
+            kl_py_raise_made(PyObject_CallFunction(
+                kl_py.changed_leaf, "OONN", tape->nodes[i].func, tape->values[leaf].real,
+                kl_meta_size(&core->values[leaf].meta), kl_source_where(tape, (KlNodeId)i)));
             kl_failure_keep(tape, (KlNodeId)i);
             kl_tape_set_failed(core, (KlNodeId)i);
             is_raised = core->n_aside < n_aside && !core->nodes[i].is_abandoned;
@@ -230,14 +213,12 @@ kl_stale_drop_numbers(Tape *tape)
     }
 }
 
-KL_DEFINE(forget_left, ignored)
+KL_DEFINE_ON(forget_left, tape, ignored)
 {
-    Tape *tape = kl_tape_open_or_null();
-    size_t n_values = tape != NULL ? tape->core.n_values : 0;
+    size_t n_values = tape->core.n_values;
     enum { REACHED = 1, DIFFERENTIATED = 2 };
-    unsigned char *storages = /* [n_storages] */
-        tape != NULL ? kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(*storages)) : NULL;
-    if (tape != NULL && storages == NULL) {
+    uint8_t *storages = kl_alloc_zeroed(tape->core.n_storages, 1); /* [n_storages] */
+    if (storages == NULL) {
         return PyErr_NoMemory();
     }
     for (size_t i = 0; i < n_values; i++) {
@@ -323,21 +304,16 @@ find_outdated(const Tape *tape, bool is_over, uint8_t *lost, PyObject **list, bo
     return *list != NULL ? 1 : -1;
 }
 
-KL_DEFINE(outdated, is_over)
+KL_DEFINE_ON(outdated, tape, is_over)
 {
-    Tape *tape = kl_tape_open_or_null();
     PyObject *list = PyList_New(0), *cuts = PyList_New(0);
     int status = list != NULL && cuts != NULL ? 1 : -1;
-    if (tape == NULL || status < 0) {
-        goto done;
-    }
     if (!kl_tape_has_draw(&tape->core) && !kl_tape_has_effect(tape)) {
         kl_tape_retire(&tape->core, false);
     }
     /* Only a run in chunks gives a number to a value that stays on the tape. */
-    uint8_t *lost = tape->is_kept && tape->core.n_done < tape->core.n_nodes
-                        ? kl_alloc_zeroed(tape->core.n_values, sizeof(*lost))
-                        : NULL;
+    bool may_be_any = tape->is_kept && tape->core.n_done < tape->core.n_nodes && status > 0;
+    uint8_t *lost = may_be_any ? kl_alloc_zeroed(tape->core.n_values, sizeof(*lost)) : NULL;
     if (lost != NULL) {
         status = find_outdated(tape, is_over == Py_True, lost, &list, false);
     }
@@ -346,7 +322,6 @@ KL_DEFINE(outdated, is_over)
         status = status == 0 ? find_outdated(tape, is_over == Py_True, lost, &cuts, true) : status;
     }
     kl_alloc_free(lost);
-done:;
     PyObject *result = status < 0 ? NULL : PyTuple_Pack(2, list, cuts);
     KL_DROP(cuts, list);
     return result;

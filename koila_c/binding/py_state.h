@@ -152,6 +152,15 @@ typedef struct Function {
     PyObject *container;      /* type of several outputs: tuple, or one of torch.return_types */
 } Function;
 
+/* A call that torch hands to koila. All of it is borrowed. */
+typedef struct KlPyCall {
+    const Function *function; /* its entry in the table; NULL: it has none */
+    PyObject *func;
+    PyObject *args;   /* tuple */
+    PyObject *kwargs; /* dict, which may be empty and must not be changed */
+    PyObject *out;    /* its `out=`, or NULL */
+} KlPyCall;
+
 /* Everything that the whole module shares, filled once at import. It is a global, since koila._core cannot exist
  * twice in a process: torch forbids sub-interpreters. */
 typedef struct KlPyState {
@@ -164,8 +173,10 @@ typedef struct KlPyState {
     /* __torch_function__ and __torch_dispatch__ of a class that overrides neither */
     PyObject *no_function, *no_dispatch;
     PyObject *size_type; /* torch.Size */
-    PyObject *functions; /* dict: torch callable or getset descriptor -> Function */
-    PyObject *empty_tuple, *empty_dict, *zero;
+    PyTypeObject *dtype_type, *device_type, *format_type;
+    PyObject *formats[4]; /* torch.memory_format, by KlFormat */
+    PyObject *functions;  /* dict: torch callable or getset descriptor -> Function */
+    PyObject *empty_tuple, *empty_dict;
     PyObject *requires_grad, *out, *device, *layout, *version, *data_ptr; /* str */
 #define KL_BOUND(name) PyObject *name;
 #include "bound.def"
@@ -234,6 +245,13 @@ kl_py_truth(PyObject *answer)
     return answer == NULL ? -1 : answer == Py_True;
 }
 
+/* Borrowed: True or False. */
+static inline PyObject *
+kl_py_bool(bool flag)
+{
+    return flag ? Py_True : Py_False;
+}
+
 /* Drop references, of which each may be NULL, in that order. */
 #define KL_DROP(...)                                                                               \
     kl_py_drop((PyObject *[]){__VA_ARGS__},                                                        \
@@ -243,6 +261,16 @@ kl_py_drop(PyObject *const *objects, size_t n)
 {
     for (size_t i = 0; i < n; i++) {
         Py_XDECREF(objects[i]);
+    }
+}
+
+/* Raise an exception that Python made, and drop it; NULL: making it raised. */
+static inline void
+kl_py_raise_made(PyObject *error)
+{
+    if (error != NULL) {
+        PyErr_SetObject((PyObject *)Py_TYPE(error), error);
+        Py_DECREF(error);
     }
 }
 
@@ -271,6 +299,14 @@ PyObject *kl_meta_strides(const KlMeta *meta);
 
 /* Whether two real tensors share memory, or torch cannot tell. */
 bool kl_meta_may_alias(PyObject *left, PyObject *right);
+/* Since torch 2.10 a tensor object holds a pointer to its c10::TensorImpl right behind the object header. */
+static inline const void *
+kl_meta_impl(PyObject *tensor)
+{
+    return *(void **)((char *)tensor + sizeof(PyObject));
+}
+/* Whether a self-test found that it does. */
+bool kl_meta_has_impl(void);
 /* Whether a self-test found that torch's C ABI can read tensors. */
 bool kl_meta_by_handle(void);
 /* Whether a real tensor requires a gradient; -1 on failure. */
@@ -298,7 +334,7 @@ KlDtype kl_meta_dtype_from(PyObject *dtype);
 
 /* -- py_storage.c: the memory that tensors hold on the CPU --------------------------------------- */
 
-int kl_storage_init(void);
+void kl_storage_init(void);
 /* Whether a write may leave a tensor's version as it is: its memory is not torch's own, or noted by aliases.py. */
 bool kl_storage_may_be_shared(PyObject *tensor);
 
@@ -367,5 +403,10 @@ KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred,
 int kl_function_init(PyObject *module);
 /* Borrowed: the entry of `func` in the table; NULL, without an exception, if it has none. */
 Function *kl_function_find(PyObject *func);
+/* kwargs: a dict; NULL or None: there are none. */
+KlPyCall kl_function_call(const Function *function, PyObject *func, PyObject *args,
+                          PyObject *kwargs);
 /* Whether a call writes its first argument, by its row or by its name. */
 bool kl_function_is_in_place(const Function *function);
+/* Borrowed: the tensor, or tensors, that a call writes: `out=`, or its first argument; or NULL. */
+PyObject *kl_function_written(const KlPyCall *call);

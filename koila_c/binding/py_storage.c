@@ -16,7 +16,6 @@
 #define KL_IDLE_MAX 10000
 /* From this size on, ask whether memory is a mapped file, which takes a millisecond. */
 #define KL_FILE_BYTES (16 << 20)
-#define KL_TYPES 1024
 
 /* The first fields of a StorageImpl, since torch 2.10. The strong count is the low half of the counts. */
 typedef struct Storage {
@@ -37,26 +36,21 @@ typedef struct Impl {
     const Storage *storage; /* NULL: sparse, opaque, or undefined */
 } Impl;
 
-/* A storage that was seen; koila owns the weak reference. */
-typedef struct Known {
-    const Storage *storage; /* NULL: a free entry */
-    bool is_unsettled;      /* large and not torch's own: it may be a mapped file */
-    bool is_apart;          /* a mapped file, which does not count */
-} Known;
-
 typedef struct Range {
     const char *start, *end;
 } Range;
 
 static struct {
-    Known *known; /* [n_known_max] open addressing, by pointer; at most half full */
-    size_t n_known, n_known_max;
+    PyObject *known; /* dict: address of a storage that was seen -> torch's weak reference to it */
+    PyObject
+        *is_file;  /* dict: address -> is this large storage a mapped file, which does not count */
     Range *ranges; /* [n_ranges_max] scratch */
     size_t n_ranges_max;
     const Impl *const *(*grad)(const Impl *tensor); /* c10::TensorImpl::grad */
     const Impl *undefined;                          /* what that returns if there is no gradient */
-    PyObject *lock, *free_weak; /* UntypedStorage's _new_with_weak_ptr and _free_weak_ref */
-    PyObject *get_objects;      /* gc's */
+    PyObject *lock;                                 /* UntypedStorage._new_with_weak_ptr */
+    PyObject *weak_ref;                             /* torch's StorageWeakRef */
+    PyObject *get_objects;                          /* gc's */
     PyObject *parts;   /* storages.py: the tensors that one without a storage consists of */
     int n_idle;        /* collections since the last query */
     bool works;        /* the self-test found that these layouts are right */
@@ -66,13 +60,7 @@ static struct {
 static inline const Impl *
 impl_of(PyObject *tensor)
 {
-    return *(const Impl **)((char *)tensor + sizeof(PyObject));
-}
-
-static inline bool
-is_dead(const Storage *storage)
-{
-    return (uint32_t)storage->counts == 0;
+    return kl_meta_impl(tensor);
 }
 
 /* The bytes of a storage on the CPU; 0 for FakeTensors, which claim bytes and have none. */
@@ -97,134 +85,31 @@ kl_storage_may_be_shared(PyObject *tensor)
     return !state.works || is_others || is_noted;
 }
 
-/* -- the table ----------------------------------------------------------------------------------- */
-
-static Known *
-find(Known *table, size_t n_max, const Storage *storage)
-{
-    size_t i = (size_t)((uintptr_t)storage * UINT64_C(0x9E3779B97F4A7C15) >> 32) & (n_max - 1);
-    while (table[i].storage != NULL && table[i].storage != storage) {
-        i = (i + 1) & (n_max - 1);
-    }
-    return &table[i];
-}
-
-/* Release the weak reference to a storage. An exception stays set. */
-static void
-free_weak(const Storage *storage)
-{
-    PyObject *type, *value, *traceback;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyObject *address = PyLong_FromVoidPtr((void *)(uintptr_t)storage);
-    if (kl_py_done(address != NULL ? PyObject_CallOneArg(state.free_weak, address) : NULL) < 0) {
-        PyErr_WriteUnraisable(state.free_weak);
-    }
-    Py_XDECREF(address);
-    PyErr_Restore(type, value, traceback);
-}
-
-/* Build a table without the dead storages, or an empty one; `before` is emptied into it. */
-static int
-rebuild(bool is_empty)
-{
-    Known *before = state.known;
-    size_t n_before = state.n_known_max, n_alive = 0, n_max = 64;
-    for (size_t i = 0; i < n_before; i++) {
-        n_alive += before[i].storage != NULL && !is_empty && !is_dead(before[i].storage);
-    }
-    while (n_max < 4 * n_alive) {
-        n_max *= 2;
-    }
-    Known *after = kl_alloc_zeroed(n_max, sizeof(*after));
-    if (after == NULL) {
-        return kl_py_done(PyErr_NoMemory());
-    }
-    /* Install the new table before releasing anything, since that may run code that comes here. */
-    size_t n_dead = 0;
-    state.n_known = 0;
-    for (size_t i = 0; i < n_before; i++) {
-        if (before[i].storage == NULL) {
-            continue;
-        }
-        if (is_empty || is_dead(before[i].storage)) {
-            before[n_dead++] = before[i];
-        } else {
-            *find(after, n_max, before[i].storage) = before[i];
-            state.n_known++;
-        }
-    }
-    state.known = after;
-    state.n_known_max = n_max;
-    for (size_t i = 0; i < n_dead; i++) {
-        free_weak(before[i].storage);
-    }
-    kl_alloc_free(before);
-    return 0;
-}
-
-/* Take a weak reference to a storage that somebody holds, through torch. 1: taken; 0: it died meanwhile; -1 on
- * failure. */
-static int
-take_weak(const Storage *storage)
-{
-    PyObject *address = PyLong_FromVoidPtr((void *)(uintptr_t)storage);
-    PyObject *object = address != NULL ? PyObject_CallOneArg(state.lock, address) : NULL;
-    PyObject *weak = NULL;
-    if (object != NULL && object != Py_None) {
-        weak = PyObject_CallMethod(object, "_weak_ref", NULL);
-    }
-    int result = weak != NULL ? 1 : object == Py_None ? 0 : -1;
-    KL_DROP(weak, object, address);
-    return result;
-}
-
-/* Remember a storage that somebody holds. Asking torch may run a collection, which comes here too: so look into the
- * table again after it. */
+/* Remember a storage that somebody holds. 0 or -1. */
 static int
 keep(const Storage *storage)
 {
-    bool is_any = state.n_known_max > 0;
-    bool is_known = is_any && find(state.known, state.n_known_max, storage)->storage != NULL;
-    if (bytes_of(storage) == 0 || is_known) {
-        return 0;
+    PyObject *object = NULL, *weak = NULL, *key = PyLong_FromVoidPtr((void *)(uintptr_t)storage);
+    int is_kept = key == NULL ? -1 : bytes_of(storage) == 0 ? 1 : PyDict_Contains(state.known, key);
+    if (is_kept == 0) {
+        object = PyObject_CallOneArg(state.lock, key); /* None: it died meanwhile */
+        bool is_alive = object != NULL && object != Py_None;
+        weak = is_alive ? PyObject_CallOneArg(state.weak_ref, object) : NULL;
+        bool is_noted = weak != NULL && PyDict_SetDefault(state.known, key, weak) != NULL;
+        is_kept = is_noted || object == Py_None ? 1 : -1;
     }
-    int taken = take_weak(storage);
-    if (taken <= 0) {
-        return taken;
-    }
-    if (2 * (state.n_known + 1) > state.n_known_max && rebuild(false) < 0) {
-        free_weak(storage);
-        return -1;
-    }
-    Known *place = find(state.known, state.n_known_max, storage);
-    if (place->storage != NULL) {
-        free_weak(storage);
-        return 0;
-    }
-    bool may_be_file = !storage->is_resizable && bytes_of(storage) >= KL_FILE_BYTES;
-    *place = (Known){.storage = storage, .is_unsettled = may_be_file};
-    state.n_known++;
-    return 0;
+    KL_DROP(weak, object, key);
+    return is_kept < 0 ? -1 : 0;
+}
+
+static void
+forget_all(void)
+{
+    PyDict_Clear(state.is_file);
+    PyDict_Clear(state.known);
 }
 
 /* -- tensors ------------------------------------------------------------------------------------- */
-
-/* Whether a type is a tensor class; for a list, each type is asked once. */
-typedef struct Types {
-    PyTypeObject *types[KL_TYPES];
-    bool are_tensors[KL_TYPES];
-} Types;
-
-static bool
-is_tensor(Types *seen, PyTypeObject *type)
-{
-    size_t i = (size_t)((uintptr_t)type * UINT64_C(0x9E3779B97F4A7C15) >> 54);
-    if (seen->types[i] != type) {
-        seen->types[i] = type;
-        seen->are_tensors[i] = type != kl_py.lazy && PyType_IsSubtype(type, kl_py.tensor_base);
-    }
-    return seen->are_tensors[i];
-}
 
 /* Remember the storage of a tensor, and of its gradient, which may have no Python object yet. 1: one of them
  * consists of other tensors; -1 on failure. */
@@ -253,13 +138,11 @@ note_tensor(PyObject *tensor)
 static int
 note_list(PyObject *objects, PyObject *others)
 {
-    Types seen = {0};
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(objects); i++) {
         PyObject *object = PyList_GET_ITEM(objects, i);
-        if (!is_tensor(&seen, Py_TYPE(object))) {
-            continue;
-        }
-        int made_up = note_tensor(object);
+        bool is_plain =
+            PyObject_TypeCheck(object, kl_py.tensor_base) && !Py_IS_TYPE(object, kl_py.lazy);
+        int made_up = is_plain ? note_tensor(object) : 0;
         if (made_up < 0 || (made_up > 0 && others != NULL && PyList_Append(others, object) < 0)) {
             return -1;
         }
@@ -280,15 +163,6 @@ note_all(PyObject *objects)
     return result;
 }
 
-static int
-note_young(void)
-{
-    PyObject *young = PyObject_CallFunction(state.get_objects, "i", 0);
-    int result = young == NULL ? -1 : note_all(young);
-    Py_XDECREF(young);
-    return result;
-}
-
 /* -- what Python calls ----------------------------------------------------------------------------- */
 
 KL_DEFINE(note_storages, objects)
@@ -296,13 +170,8 @@ KL_DEFINE(note_storages, objects)
     if (!PyList_Check(objects)) {
         return PyErr_Format(PyExc_TypeError, "note_storages: a list of objects is wanted");
     }
-    return note_all(objects) < 0 ? NULL : Py_NewRef(Py_None);
-}
-
-KL_DEFINE(note_young_storages, ignored)
-{
     state.n_idle = 0;
-    return note_young() < 0 ? NULL : Py_NewRef(Py_None);
+    return note_all(objects) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* In C, since an exception of Ctrl-C in a Python callback of the collector would be lost. */
@@ -316,13 +185,16 @@ KL_DEFINE(collecting_garbage, args)
     if (!state.is_following || phase[0] != 's' || phase[2] != 'a') { /* "start", not "stop" */
         return Py_NewRef(Py_None);
     }
-    bool is_idle = ++state.n_idle > KL_IDLE_MAX;
-    state.is_following = !is_idle;
-    if ((is_idle ? rebuild(true) : note_young()) < 0) {
-        state.is_following = false; /* one was missed: the next query walks over all objects */
-        return NULL;
+    state.is_following = ++state.n_idle <= KL_IDLE_MAX;
+    if (!state.is_following) {
+        forget_all();
+        return Py_NewRef(Py_None);
     }
-    return Py_NewRef(Py_None);
+    PyObject *young = PyObject_CallFunction(state.get_objects, "i", 0);
+    /* If one was missed, the next query walks over all objects. */
+    state.is_following = young != NULL && note_all(young) == 0;
+    Py_XDECREF(young);
+    return state.is_following ? Py_NewRef(Py_None) : NULL;
 }
 
 KL_DEFINE(follow_storages, parts)
@@ -330,7 +202,10 @@ KL_DEFINE(follow_storages, parts)
     state.n_idle = 0;
     state.is_following = parts != Py_None;
     Py_XSETREF(state.parts, state.is_following ? Py_NewRef(parts) : NULL);
-    return !state.is_following && rebuild(true) < 0 ? NULL : Py_NewRef(Py_None);
+    if (!state.is_following) {
+        forget_all();
+    }
+    return Py_NewRef(Py_None);
 }
 
 KL_DEFINE(is_following_storages, ignored)
@@ -364,57 +239,62 @@ bytes_in(Range *ranges, size_t n)
 
 KL_DEFINE(storage_bytes, ignored)
 {
-    size_t n = 0, n_dead = 0, total = 0;
+    PyObject *key = NULL, *weak = NULL;
+    Py_ssize_t at = 0;
+    size_t n = 0, total = 0;
     KlError error;
-    if (KL_RESERVE(&state, ranges, state.n_known, &error) != KL_OK) {
+    PyObject *known = PyDict_Copy(state.known); /* holds the storages while code of Python's runs */
+    if (known == NULL) {
+        return NULL;
+    }
+    if (KL_RESERVE(&state, ranges, (size_t)PyDict_GET_SIZE(known), &error) != KL_OK) {
+        Py_DECREF(known);
         return kl_py_raise(&error);
     }
-    for (size_t i = 0; i < state.n_known_max; i++) {
-        const Known *known = &state.known[i];
-        if (known->storage == NULL || is_dead(known->storage)) {
-            n_dead += known->storage != NULL;
-            continue;
-        }
-        size_t n_bytes = known->is_apart ? 0 : bytes_of(known->storage);
-        if (known->storage->is_resizable) {
+    while (PyDict_Next(known, &at, &key, &weak)) {
+        const Storage *storage = PyLong_AsVoidPtr(key);
+        size_t n_bytes = PyDict_GetItem(state.is_file, key) != Py_True ? bytes_of(storage) : 0;
+        if ((uint32_t)storage->counts == 0) { /* it is dead */
+            (void)PyDict_DelItem(state.is_file, key);
+            (void)PyDict_DelItem(state.known, key);
+        } else if (storage->is_resizable) {
             total += n_bytes;
         } else if (n_bytes > 0) {
-            const char *start = known->storage->data;
-            state.ranges[n++] = (Range){start, start + n_bytes};
+            state.ranges[n++] = (Range){storage->data, storage->data + n_bytes};
         }
     }
+    PyErr_Clear(); /* of missing keys */
+    Py_DECREF(known);
     total += bytes_in(state.ranges, n); /* several may lie in one numpy array */
-    return n_dead > 0 && rebuild(false) < 0 ? NULL : PyLong_FromSize_t(total);
+    return PyLong_FromSize_t(total);
 }
 
 KL_DEFINE(unsettled_storages, ignored)
 {
-    PyObject *result = PyList_New(0);
-    for (size_t i = 0; result != NULL && i < state.n_known_max; i++) {
-        const Known *known = &state.known[i];
-        if (known->storage == NULL || !known->is_unsettled || is_dead(known->storage)) {
-            continue;
+    PyObject *key = NULL, *weak = NULL, *known = PyDict_Copy(state.known);
+    PyObject *result = known != NULL ? PyList_New(0) : NULL;
+    Py_ssize_t at = 0;
+    while (result != NULL && PyDict_Next(known, &at, &key, &weak)) {
+        const Storage *storage = PyLong_AsVoidPtr(key);
+        bool may_be_file = (uint32_t)storage->counts > 0 && !storage->is_resizable &&
+                           bytes_of(storage) >= KL_FILE_BYTES;
+        if (may_be_file && PyDict_GetItem(state.is_file, key) == NULL) {
+            PyObject *address = PyLong_FromVoidPtr((void *)(uintptr_t)storage->data);
+            kl_py_add(&result, Py_BuildValue("(ON)", key, address));
         }
-        PyObject *entry =
-            Py_BuildValue("(NN)", PyLong_FromVoidPtr((void *)(uintptr_t)known->storage),
-                          PyLong_FromVoidPtr((void *)(uintptr_t)known->storage->data));
-        kl_py_add(&result, entry);
     }
+    Py_XDECREF(known);
     return result;
 }
 
 KL_DEFINE(settle_storage, args)
 {
-    unsigned long long key = 0;
-    int is_apart = 0;
-    if (!PyArg_ParseTuple(args, "Kp:settle_storage", &key, &is_apart)) {
+    PyObject *key = NULL, *is_file = NULL;
+    if (!PyArg_ParseTuple(args, "O!O!:settle_storage", &PyLong_Type, &key, &PyBool_Type,
+                          &is_file) ||
+        (PyDict_Contains(state.known, key) == 1 &&
+         PyDict_SetItem(state.is_file, key, is_file) < 0)) {
         return NULL;
-    }
-    const Storage *storage = (const Storage *)(uintptr_t)key;
-    Known *known = state.n_known_max > 0 ? find(state.known, state.n_known_max, storage) : NULL;
-    if (known != NULL && known->storage != NULL) {
-        known->is_unsettled = false;
-        known->is_apart = is_apart;
     }
     return Py_NewRef(Py_None);
 }
@@ -432,35 +312,31 @@ evaluate(const char *text, PyObject *locals)
     return result;
 }
 
-/* 1 if torch's own answer for the address of a tensor's storage, and the fields read there, fit a tensor of 60
- * bytes, and the strong count rises when a view is taken; else 0, or -1 on failure. */
-static int
+/* Whether torch's own answer for the address of a tensor's storage, and the fields read there, fit a tensor of 60
+ * bytes, and the strong count rises when a view is taken. */
+static bool
 test_storage(PyObject *locals)
 {
-    PyObject *tensor = evaluate("torch.empty(3, 5, dtype=torch.float32, device='cpu')", locals);
-    int result = tensor == NULL || PyDict_SetItemString(locals, "x", tensor) < 0 ? -1 : 0;
-    const char *text = "(x._cdata, x.untyped_storage()._cdata, x.data_ptr())";
-    PyObject *words = result == 0 ? evaluate(text, locals) : NULL;
-    PyObject *view = NULL;
-    unsigned long long impl = 0, key = 0, data = 0;
-    if (words == NULL || !PyArg_ParseTuple(words, "KKK", &impl, &key, &data)) {
-        goto error;
+    PyObject *tensor, *view = NULL;
+    unsigned long long key = 0, data = 0;
+    PyObject *words = evaluate("(lambda x: (x, x.untyped_storage()._cdata, x.data_ptr()))("
+                               "torch.empty(3, 5, dtype=torch.float32, device='cpu'))",
+                               locals);
+    bool is_met = false;
+    if (words != NULL && PyArg_ParseTuple(words, "OKK", &tensor, &key, &data)) {
+        const Storage *storage = (const Storage *)(uintptr_t)key;
+        is_met = impl_of(tensor)->storage == storage && (uintptr_t)storage->data == data &&
+                 bytes_of(storage) == 60;
+        uint32_t n_before = is_met ? (uint32_t)storage->counts : 0;
+        view = is_met ? PyObject_CallMethod(tensor, "view", "i", -1) : NULL;
+        is_met = view != NULL && (uint32_t)storage->counts == n_before + 1;
     }
-    const Storage *storage = (const Storage *)(uintptr_t)key;
-    if ((uintptr_t)impl_of(tensor) != impl || impl_of(tensor)->storage != storage ||
-        (uintptr_t)storage->data != data || bytes_of(storage) != 60) {
-        goto error;
-    }
-    uint32_t n_before = (uint32_t)storage->counts;
-    view = evaluate("x.view(-1)", locals);
-    result = view == NULL ? -1 : (uint32_t)storage->counts == n_before + 1;
-error:
-    KL_DROP(view, words, tensor);
-    return result;
+    KL_DROP(view, words);
+    return is_met;
 }
 
 /* The same for a gradient, for a missing one, and for tensors without such memory. */
-static int
+static bool
 test_others(PyObject *locals)
 {
     PyObject *leaf, *grad, *meta, *buffer, *sparse;
@@ -472,7 +348,7 @@ test_others(PyObject *locals)
                  "torch.empty((2, 2), dtype=torch.float32, device='cpu', layout=torch.sparse_coo))",
                  locals);
     if (all == NULL || !PyArg_ParseTuple(all, "OOOOO", &leaf, &grad, &meta, &buffer, &sparse)) {
-        return -1;
+        return false;
     }
     state.undefined = *state.grad(impl_of(leaf));
     bool is_met = PyObject_SetAttrString(leaf, "grad", grad) == 0 &&
@@ -484,31 +360,26 @@ test_others(PyObject *locals)
     return is_met;
 }
 
-static int
-self_test(void)
-{
-    const KlName names[] = {{&state.get_objects, "gc", "get_objects"}};
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *locals = torch != NULL ? Py_BuildValue("{sO}", "torch", torch) : NULL;
-    int result = -1;
-    *(void **)&state.grad = kl_meta_symbol("_ZNK3c1010TensorImpl4gradEv");
-    if (locals != NULL && kl_py_look_up(names, 1) == 0) {
-        state.lock = evaluate("torch.UntypedStorage._new_with_weak_ptr", locals);
-        state.free_weak = evaluate("torch.UntypedStorage._free_weak_ref", locals);
-        bool is_there = state.lock != NULL && state.free_weak != NULL;
-        result = is_there && state.grad != NULL ? test_storage(locals) : 0;
-        result = result == 1 ? test_others(locals) : result;
-    }
-    KL_DROP(locals, torch);
-    return result;
-}
-
-int
+void
 kl_storage_init(void)
 {
-    state.works = self_test() == 1;
+    const KlName names[] = {
+        {&state.get_objects, "gc", "get_objects"},
+        {&state.weak_ref, "torch.multiprocessing.reductions", "StorageWeakRef"},
+    };
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *locals = torch != NULL ? Py_BuildValue("{sO}", "torch", torch) : NULL;
+    *(void **)&state.grad = kl_meta_symbol("_ZNK3c1010TensorImpl4gradEv");
+    state.known = PyDict_New();
+    state.is_file = PyDict_New();
+    if (locals != NULL && state.known != NULL && state.is_file != NULL &&
+        kl_py_look_up(names, sizeof(names) / sizeof(names[0])) == 0) {
+        state.lock = evaluate("torch.UntypedStorage._new_with_weak_ptr", locals);
+        state.works = state.lock != NULL && state.grad != NULL && kl_meta_has_impl() &&
+                      test_storage(locals) && test_others(locals);
+    }
     PyErr_Clear(); /* where the test failed: this torch is built otherwise */
-    return 0;
+    KL_DROP(locals, torch);
 }
 
 KL_DEFINE(sees_storages, ignored)

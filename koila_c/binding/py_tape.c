@@ -558,18 +558,28 @@ kl_tape_open(void)
     return (Tape *)kept;
 }
 
-Tape *
-kl_tape_open_at(PyObject *object, bool is_node, uint32_t *id)
+static int
+read_id(PyObject *object, uint32_t *id, bool is_node)
 {
-    Tape *tape = kl_tape_open();
-    if (tape == NULL || !kl_py_id(object, id)) {
-        return NULL;
-    }
-    if (*id >= (is_node ? tape->core.n_nodes : tape->core.n_values)) {
+    const Tape *tape = kl_tape_open();
+    int is_there = tape != NULL && kl_py_id(object, id);
+    if (is_there && *id >= (is_node ? tape->core.n_nodes : tape->core.n_values)) {
         PyErr_Format(PyExc_IndexError, "there is no %s %u", is_node ? "node" : "value", *id);
-        return NULL;
+        is_there = 0;
     }
-    return tape;
+    return is_there;
+}
+
+int
+kl_tape_value_id(PyObject *object, void *id)
+{
+    return read_id(object, id, false);
+}
+
+int
+kl_tape_node_id(PyObject *object, void *id)
+{
+    return read_id(object, id, true);
 }
 
 int

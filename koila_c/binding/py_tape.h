@@ -12,18 +12,18 @@ int kl_tape_type_init(PyObject *module);
 Tape *kl_tape_open(void);
 /* Borrowed: this thread's tape; NULL, without an exception, if it has none. */
 Tape *kl_tape_open_or_null(void);
-/* This thread's tape, and the id of a node or value of it; NULL with an exception: it has none with that number. */
-Tape *kl_tape_open_at(PyObject *object, bool is_node, uint32_t *id);
+/* Converters for "O&": the id of a value, or of a node, of this thread's tape. IndexError if there is none. */
+int kl_tape_value_id(PyObject *object, void *id);
+int kl_tape_node_id(PyObject *object, void *id);
 /* The heads of the definitions of _core.<name>(id), where `id` is that of a value, or a node, of this thread's tape. */
-#define KL_DEFINE_AT_VALUE(name, tape, id) KL_DEFINE_AT(name, false, tape, id)
-#define KL_DEFINE_AT_NODE(name, tape, id) KL_DEFINE_AT(name, true, tape, id)
-#define KL_DEFINE_AT(name, is_node, tape, id)                                                      \
+#define KL_DEFINE_AT_VALUE(name, tape, id) KL_DEFINE_AT(name, kl_tape_value_id, tape, id)
+#define KL_DEFINE_AT_NODE(name, tape, id) KL_DEFINE_AT(name, kl_tape_node_id, tape, id)
+#define KL_DEFINE_AT(name, converter, tape, id)                                                    \
     static PyObject *name##_at(Tape *tape, uint32_t id);                                           \
     KL_DEFINE(name, object)                                                                        \
     {                                                                                              \
         uint32_t at = KL_ID_NONE;                                                                  \
-        Tape *open = kl_tape_open_at(object, is_node, &at);                                        \
-        return open != NULL ? name##_at(open, at) : NULL;                                          \
+        return converter(object, &at) ? name##_at(kl_tape_open_or_null(), at) : NULL;              \
     }                                                                                              \
     static PyObject *name##_at(Tape *tape, uint32_t id)
 /* Likewise of one that is given other arguments, or none, and works on this thread's tape. */
@@ -237,6 +237,10 @@ PyObject *kl_call_describe(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *
                            void *env);
 /* Call node `id` with the tensors that value_of(env, value) returns (borrowed). */
 PyObject *kl_call_run(Tape *tape, KlNodeId id, PyObject *(*value_of)(void *, KlValueId), void *env);
+/* Call the function of a node with the list that kl_call_decode() made. */
+PyObject *kl_call_vector(const KlPyNode *node, PyObject *args);
+/* New reference: (func, args, kwargs) of a node, from that list. */
+PyObject *kl_call_split(const KlPyNode *node, PyObject *args);
 /* A copy of an argument, in which each LazyTensor is replaced by its real tensor, or its number. */
 PyObject *kl_call_real(PyObject *object);
 /* A list or tuple of the type of `object`, with item(context, entry) in place of each entry. */
@@ -247,7 +251,7 @@ int kl_call_visit_as(PyObject *object, bool (*is_met)(PyObject *),
                      int (*visit)(PyObject *found, void *), void *context);
 /* Likewise for each LazyTensor. */
 int kl_call_visit(PyObject *object, int (*visit)(PyObject *lazy, void *), void *context);
-/* kl_call_visit() for the arguments of a call; kwargs may be NULL or None. */
+/* kl_call_visit() for two objects, such as the arguments of a call; the second may be NULL. */
 int kl_call_visit_both(PyObject *args, PyObject *kwargs, int (*visit)(PyObject *lazy, void *),
                        void *context);
 /* Whether an argument, or the arguments of a call, hold an object for which `is_met` holds. */

@@ -80,26 +80,22 @@ is_hopeless(const KlLock *lock, uint64_t thread)
     return is_worker;
 }
 
-static void
-join(Waiter *waiter)
+/* The link of the list that points to a waiter; the last one, if it is in none or NULL. */
+static Waiter **
+link_to(const Waiter *waiter)
 {
-    Waiter **end = &waiters;
-    while (*end != NULL) {
-        end = &(*end)->next;
+    Waiter **link = &waiters;
+    while (*link != NULL && *link != waiter) {
+        link = &(*link)->next;
     }
-    *end = waiter;
+    return link;
 }
 
 static void
 leave(const Waiter *waiter)
 {
-    Waiter **place = &waiters;
-    while (*place != NULL && *place != waiter) {
-        place = &(*place)->next;
-    }
-    if (*place != NULL) {
-        *place = waiter->next;
-    }
+    Waiter **link = link_to(waiter);
+    *link = *link != NULL ? waiter->next : NULL;
 }
 
 #define KL_WAIT_MICROSECONDS 50000 /* the main thread must wake up to handle signals */
@@ -119,7 +115,7 @@ kl_lock_wait(KlLock *lock)
         return kl_py_done(PyErr_NoMemory());
     }
     (void)PyThread_acquire_lock(waiter.gate, NOWAIT_LOCK);
-    join(&waiter);
+    *link_to(NULL) = &waiter;
     int result = 0;
     while (result == 0 && lock->holder != me) {
         Py_BEGIN_ALLOW_THREADS;
@@ -206,12 +202,9 @@ kl_turn_end(KlTurn *turn)
 static void
 stop(Tape *tape)
 {
-    bool is_interrupt = PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception);
-    if (is_interrupt) {
+    if (PyErr_Occurred() != NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
         kl_tape_abandon_pending(tape);
-    }
-    if (is_interrupt && !tape->is_running) {
-        (void)kl_tape_end(tape, true);
+        (void)(!tape->is_running && kl_tape_end(tape, true));
     }
 }
 

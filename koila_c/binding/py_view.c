@@ -251,26 +251,22 @@ int
 kl_view_current(Tape *tape, KlValueId value, KlValueId *current)
 {
     const KlValue *core = &tape->core.values[value];
-    if (!kl_tape_is_stale(&tape->core, value)) {
+    const KlStorage *storage = &tape->core.storages[core->storage];
+    bool is_view = core->view_of != KL_ID_NONE;
+    /* The tensor of a view that was cut shows the memory as it is now. */
+    if (!kl_tape_is_stale(&tape->core, value) || (is_view && core->node == KL_ID_NONE)) {
         *current = value;
-        return 0;
+    } else if (!is_view) {
+        *current = storage->base;
+    } else if (storage->apart != KL_ID_NONE &&
+               kl_view_origin(tape, storage->apart) == kl_view_origin(tape, value)) {
+        *current = storage->apart; /* a new view would lose the graph that a write gave this one */
+    } else {
+        KlValueId source = KL_ID_NONE;
+        int result = kl_view_current(tape, core->view_of, &source);
+        return result < 0 ? -1 : take_again(tape, value, source, current);
     }
-    if (core->view_of == KL_ID_NONE) {
-        *current = tape->core.storages[core->storage].base;
-        return 0;
-    }
-    if (core->node == KL_ID_NONE) {
-        *current = value; /* it was cut, and its tensor shows the memory as it is now */
-        return 0;
-    }
-    KlValueId apart = tape->core.storages[core->storage].apart;
-    if (apart != KL_ID_NONE && kl_view_origin(tape, apart) == kl_view_origin(tape, value)) {
-        *current = apart; /* a new view would lose the graph that a write gave this one */
-        return 0;
-    }
-    KlValueId source = KL_ID_NONE;
-    int result = kl_view_current(tape, core->view_of, &source);
-    return result < 0 ? -1 : take_again(tape, value, source, current);
+    return 0;
 }
 
 /* Whether a value is a view of `other` that belongs to its graph. */

@@ -16,8 +16,6 @@ enum { METAS_MAX = 64, AXES_MAX = 16 };
 typedef struct {
     KlMeta metas[METAS_MAX];
     uint32_t n_metas;
-    KlPyTypes *types;
-    PyObject *tensor_type;
 } MetaReader;
 
 static bool
@@ -55,7 +53,7 @@ is_strided(PyObject *object)
 }
 
 static bool
-read_meta(const MetaReader *reader, PyObject *object, KlMeta *meta)
+read_meta(PyObject *object, KlMeta *meta)
 {
     *meta = (KlMeta){.place = KL_PLACE_WHOLE, .dtype = KL_DTYPE_OTHER};
     PyObject *shape = PyObject_GetAttrString(object, "shape");
@@ -71,11 +69,7 @@ read_meta(const MetaReader *reader, PyObject *object, KlMeta *meta)
         meta->requires_grad = read_true(object, "requires_grad");
         is_read = is_read && kl_meta_read_device(object, meta) == 0;
     }
-    for (int i = 0; is_read && i < KL_N_DTYPES; i++) {
-        if (dtype == reader->types->dtypes[i]) {
-            meta->dtype = (KlDtype)i;
-        }
-    }
+    meta->dtype = is_read ? kl_meta_dtype_from(dtype) : KL_DTYPE_OTHER;
     Py_XDECREF(shape);
     Py_XDECREF(dtype);
     Py_XDECREF(strides);
@@ -87,24 +81,17 @@ static const KlMeta *
 desk_meta_of(void *context, PyObject *object)
 {
     MetaReader *reader = context;
-    if (PyObject_IsInstance(object, reader->tensor_type) != 1 || reader->n_metas == METAS_MAX) {
+    if (PyObject_IsInstance(object, (PyObject *)kl_py.tensor) != 1 ||
+        reader->n_metas == METAS_MAX) {
         PyErr_Clear();
         return NULL;
     }
     KlMeta *meta = &reader->metas[reader->n_metas];
-    if (!is_strided(object) || !read_meta(reader, object, meta)) {
+    if (!is_strided(object) || !read_meta(object, meta)) {
         return NULL;
     }
     reader->n_metas++;
     return meta;
-}
-
-static int
-desk_device_of(void *Py_UNUSED(context), PyObject *object)
-{
-    int device = kl_meta_device_from(object);
-    PyErr_Clear();
-    return device;
 }
 
 /* Whether an int64 index of one dim (or with further dims of size 1) counts 0, 1, 2, ... */
@@ -187,16 +174,12 @@ status_name(KlStatus status)
 
 /* torch's default dtype and grad mode at the time of the call. */
 static int
-set_context(KlCall *call, const MetaReader *reader)
+set_context(KlCall *call)
 {
     PyObject *torch = PyImport_ImportModule("torch");
     PyObject *dtype = torch == NULL ? NULL : PyObject_CallMethod(torch, "get_default_dtype", NULL);
     PyObject *grad = dtype == NULL ? NULL : PyObject_CallMethod(torch, "is_grad_enabled", NULL);
-    for (int i = 0; i < KL_N_DTYPES; i++) {
-        if (dtype == reader->types->dtypes[i]) {
-            call->default_dtype = (KlDtype)i;
-        }
-    }
+    call->default_dtype = kl_meta_dtype_from(dtype);
     call->blocked_halves = kl_py.blocked_halves, call->tiled_halves = kl_py.tiled_halves;
     call->emulated_halves = kl_py.emulated_halves, call->block_width = kl_py.block_width;
     call->is_flash_allowed = kl_py.is_flash_allowed;
@@ -209,8 +192,7 @@ set_context(KlCall *call, const MetaReader *reader)
 }
 
 static int
-infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, const MetaReader *reader,
-           PyObject *args, PyObject *kwargs)
+infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, PyObject *args, PyObject *kwargs)
 {
     KlInferred result = {0};
     KlSaves saves = {0};
@@ -220,7 +202,7 @@ infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, const MetaReade
     call->n_args = bound->n_args;
     call->inputs = (const KlMeta *const *)bound->inputs;
     call->n_inputs = bound->n_inputs;
-    int failed = context < 0 ? -1 : set_context(call, reader);
+    int failed = context < 0 ? -1 : set_context(call);
     if (failed == 0) {
         KlStatus status = kl_context_infer(call, (uint32_t)context, &result, &saves, &error);
         failed = kl_py_set_new(dict, "status", PyUnicode_FromString(status_name(status))) < 0 ||
@@ -237,8 +219,9 @@ infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, const MetaReade
 
 static PyObject *
 infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places,
-            PyObject *rows_given, MetaReader *reader)
+            PyObject *rows_given, MetaReader *tensors)
 {
+    const KlPyReader reader = {desk_meta_of, desk_is_row_range, tensors};
     int64_t rows[AXES_MAX];
     uint32_t n_axes = 0;
     KlPyBound bound;
@@ -258,7 +241,7 @@ infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places
         }
         n_axes = (uint32_t)n;
     }
-    int status = kl_py_args_bind_dict(&bound, signature, reader->types, reader, args, kwargs);
+    int status = kl_py_args_bind_dict(&bound, signature, &reader, args, kwargs);
     if (status < 0) {
         goto error;
     }
@@ -269,11 +252,11 @@ infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places
         }
     } else {
         KlCall call = {.row = row, .axis_rows = rows};
-        if (set_places(&bound, reader, places, rows, &n_axes) < 0) {
+        if (set_places(&bound, tensors, places, rows, &n_axes) < 0) {
             goto error;
         }
         call.n_axes = n_axes;
-        if (infer_into(dict, &call, &bound, reader, args, kwargs) < 0) {
+        if (infer_into(dict, &call, &bound, args, kwargs) < 0) {
             goto error;
         }
     }
@@ -303,29 +286,12 @@ core_infer(PyObject *Py_UNUSED(module), PyObject *args)
     if (row == NULL) {
         return PyErr_Format(PyExc_KeyError, "no row for %s", name);
     }
-    KlPyTypes types = {0};
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *tensor_type = torch == NULL ? NULL : PyObject_GetAttrString(torch, "Tensor");
-    Py_XDECREF(torch);
-    if (tensor_type == NULL || kl_py_types_init(&types) < 0) {
-        Py_XDECREF(tensor_type);
-        return NULL;
+    MetaReader *tensors = kl_alloc_zeroed(1, sizeof(*tensors));
+    if (tensors == NULL) {
+        return PyErr_NoMemory();
     }
-    PyObject *dict = NULL;
-    MetaReader *reader = kl_alloc_zeroed(1, sizeof(*reader));
-    if (reader == NULL) {
-        PyErr_NoMemory();
-    } else {
-        reader->types = &types;
-        reader->tensor_type = tensor_type;
-        types.meta_of = desk_meta_of;
-        types.device_of = desk_device_of;
-        types.is_row_range = desk_is_row_range;
-        dict = infer_bound(row, call_args, call_kwargs == Py_None ? NULL : call_kwargs, places,
-                           rows, reader);
-    }
-    kl_alloc_free(reader);
-    kl_py_types_fini(&types);
-    Py_DECREF(tensor_type);
+    PyObject *dict = infer_bound(row, call_args, call_kwargs == Py_None ? NULL : call_kwargs,
+                                 places, rows, tensors);
+    kl_alloc_free(tensors);
     return dict;
 }

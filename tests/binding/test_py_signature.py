@@ -18,7 +18,7 @@ from koila import _core
 KOILA_C = Path(__file__).parents[2] / "koila_c"
 SOURCES = "binding/py_signature.c core/alloc.c core/error.c core/meta.c".split()
 N_WORDS_MAX, N_NAMES_MAX = 24, 6
-FLAGS = "is_optional is_variadic is_index is_device is_out is_size is_rows".split()
+FLAGS = "is_optional is_variadic is_index is_device is_out".split()
 
 
 class CWord(ctypes.Structure):
@@ -110,14 +110,14 @@ def test_positional_words_and_those_by_keyword(read: Read) -> None:
 
 def test_annotations(read: Read) -> None:
     _, words = read("a:size, b:rows=None, c:index, d:device, e:out=None")
-    wanted: list[set[str]] = [{"size"}, {"rows", "optional"}, {"index"}, {"device"}]
-    assert [word.flags for word in words] == [*wanted, {"out", "optional"}]
+    wanted: list[set[str]] = [set(), {"optional"}, {"index"}, {"device"}, {"out", "optional"}]
+    assert [word.flags for word in words] == wanted
 
 
 def test_a_spread_may_be_empty(read: Read) -> None:
     assert read("x1, *shape:size") == (
         2,
-        [Word(("x1",), set()), Word(("shape",), {"variadic", "optional", "size"})],
+        [Word(("x1",), set()), Word(("shape",), {"variadic", "optional"})],
     )
 
 
@@ -200,4 +200,6 @@ def test_every_row_is_read_as_it_is_written(read: Read) -> None:
             assert own == names.split("|"), row
             spread = {"variadic"} if text.startswith("*") else set()
             optional = {"optional"} if equals or spread else set()
-            assert word.flags == spread | optional | ({annotation} if annotation else set()), row
+            assert word.flags == spread | optional | ({annotation} & {"index", "device", "out"}), (
+                row
+            )

@@ -206,8 +206,8 @@ MALFORMED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no imports": ({"imports": []}, ValueError, "imports for 1"),
     "saved in no list": ({"saved": ()}, TypeError, "saved must be a list"),
     "again in a list": ({"again": [1]}, TypeError, "again a tuple"),
-    "again what is no value": ({"again": (7,)}, IndexError, "no such value"),
-    "again what is no number": ({"again": ("x",)}, IndexError, "no such value"),
+    "again what is no value": ({"again": (7,)}, IndexError, "there is no value 7"),
+    "again what is no number": ({"again": ("x",)}, TypeError, "expected a number"),
     "aside no tape": ({"aside": 1}, TypeError, "aside must be a tape"),
 }
 

@@ -257,3 +257,12 @@ def widen_gradient(leaf: torch.Tensor) -> None:
     """Let the gradients of a new leaf accumulate in at least float32."""
     if hasattr(leaf, "grad_dtype"):
         leaf.grad_dtype = WIDENED[leaf.dtype]
+
+
+def with_stride(tensor: torch.Tensor, dim: int, stride: int) -> torch.Tensor:
+    """Return a view of a tensor, or itself, whose dim `dim` has this stride."""
+    strides = list(tensor.stride())
+    if strides[dim] == stride:
+        return tensor
+    strides[dim] = stride
+    return tensor.as_strided(tensor.shape, strides)

@@ -150,7 +150,7 @@ def _look() -> None:
         walk()
     elif _core.sees_storages() and (gc.get_count()[0] < _N_YOUNG or _looked.is_due()):
         with _looked:
-            _core.note_young_storages()
+            _core.note_storages(gc.get_objects(generation=0))
 
 
 def n_bytes(held: list[torch.Tensor]) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import os
 import traceback
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -134,6 +135,66 @@ _OF_LAYOUT = ("refer to a single memory location", "view size is not compatible"
 def is_of_layout(error: BaseException) -> bool:
     """Tell whether torch refused a call because of the strides of its tensors."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OF_LAYOUT)
+
+
+def kept(
+    error: BaseException, where: str | None
+) -> tuple[type[Exception], tuple[Any, ...], list[str] | None] | None:
+    """Return what `again` takes to make an exception again, without its frames, which hold tensors.
+    None: it is an interrupt, which says nothing about the call that raised it.
+
+    Args:
+        error: the exception.
+        where: where its call was recorded; None adds no note of that.
+    """
+    if where is not None:
+        error.add_note(f"koila: recorded at {where}")
+    if not isinstance(error, Exception):
+        return None
+    return type(error), error.args, getattr(error, "__notes__", None)
+
+
+def again(kind: type[Exception], args: tuple[Any, ...], notes: list[str] | None) -> Exception:
+    """Return an exception from what `kept` returned for it."""
+    try:
+        error = kind(*args)
+    except Exception:  # the __init__ of its class takes other arguments than args holds
+        error = kind.__new__(kind, *args)
+    if notes is not None:
+        error.__notes__ = notes
+    return error
+
+
+def broken_promise(
+    func: Callable[..., Any],
+    result: Any,
+    shape: torch.Size,
+    requires_grad: bool,
+    dtype: str,
+    is_of_chunk: bool,
+    where: str,
+) -> KoilaError:
+    """Return the error about a call whose result is not what was inferred when it was recorded."""
+    given, tracked, kind = (
+        getattr(result, name, None) for name in ("shape", "requires_grad", "dtype")
+    )
+    return KoilaError(
+        f"{func!r} gave {type(result).__name__} of {given!r} (requires_grad {tracked!r}, {kind}) "
+        f"where {shape!r} (requires_grad {requires_grad}, torch.{dtype}) was "
+        f"expected{' of a chunk' if is_of_chunk else ''} ({where}): a mistake in koila's "
+        "inference, please report it"
+    )
+
+
+def changed_leaf(
+    func: Callable[..., Any], tensor: torch.Tensor, shape: torch.Size, where: str
+) -> StaleError:
+    """Return the error about a tensor that was changed between a call that reads it and its run."""
+    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+    return StaleError(
+        f"{func.__name__}: a {kind} of shape {shape} was changed in place after it was recorded "
+        f"({where}) and before the call ran; change it after backward(), or read the result first"
+    )
 
 
 def let_go(error: BaseException) -> None:

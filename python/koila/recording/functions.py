@@ -18,13 +18,14 @@ from koila.basics import (
     enter,
     holders,
     lines,
+    rows,
     surroundings,
     switches,
     table,
     threads,
 )
 from koila.memory import order
-from koila.messages.errors import KoilaError, StaleError, hide_frames, is_out_of_memory
+from koila.messages import errors
 from koila.planning import left_plain
 from koila.random import draws, generators, plain
 from koila.recording import (
@@ -270,11 +271,16 @@ def register_all() -> None:
         lines.INSIDE,
         calls.known(),
         {
-            "koila_error": KoilaError,
-            "stale_error": StaleError,
+            "koila_error": errors.KoilaError,
+            "kept_error": errors.kept,
+            "error_again": errors.again,
+            "broken_promise": errors.broken_promise,
+            "changed_leaf": errors.changed_leaf,
+            "with_stride": rows.with_stride,
             "meta_infer": meta.infer,
             "refusal": surroundings.in_outside(meta.refusal),
             "is_row_range": meta.is_row_range,
+            "size_method": meta.size_method,
             "checksum": meta.checksum,
             "draw_like": meta.draw_like,
             "note_draw": generators.note_recorded,
@@ -301,8 +307,8 @@ def register_all() -> None:
             "choose_switches": switches.choose,
             "record_out": outs.record,
             "settle": numbers.settle_outdated,
-            "is_out_of_memory": is_out_of_memory,
-            "hide_frames": hide_frames,
+            "is_out_of_memory": errors.is_out_of_memory,
+            "hide_frames": errors.hide_frames,
             "note_write": unwritten.watch,
             "note_written": unwritten.note_written,
             "write_elsewhere": unwritten.make_elsewhere,

@@ -317,6 +317,11 @@ def is_row_range(index: torch.Tensor) -> bool:
     return torch.equal(flat, torch.arange(n, device=flat.device))
 
 
+def size_method(shape: torch.Size) -> Callable[..., Any]:
+    """Return `size` of a tensor of this shape, for torch's own errors."""
+    return torch.empty(shape, device="meta").size
+
+
 def draw_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run randn_like(lazy) or a function like it at once: it reads only the sizes of the tensor.
 
