@@ -172,13 +172,12 @@ bytes_won_whole(const Tape *tape, bool *is_saved, bool *is_held /* [n_storages] 
 }
 KL_DEFINE_ON(won_whole, tape, ignored)
 {
-    bool *is_saved = kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(bool));
-    bool *is_held = kl_alloc_zeroed(tape->core.n_storages + 1, sizeof(bool));
-    bool is_there = is_saved != NULL && is_held != NULL;
-    int64_t won = is_there ? bytes_won_whole(tape, is_saved, is_held) : -1;
-    kl_alloc_free(is_held);
-    kl_alloc_free(is_saved);
-    return is_there ? PyLong_FromLongLong(won) : PyErr_NoMemory();
+    KlScratch scratch = {0};
+    bool *is_saved = kl_alloc_scratch(&scratch, tape->core.n_storages, sizeof(bool));
+    bool *is_held = kl_alloc_scratch(&scratch, tape->core.n_storages, sizeof(bool));
+    int64_t won = scratch.is_short ? -1 : bytes_won_whole(tape, is_saved, is_held);
+    kl_alloc_scratch_free(&scratch);
+    return scratch.is_short ? PyErr_NoMemory() : PyLong_FromLongLong(won);
 }
 
 /* -- handing them out ----------------------------------------------------------------------------- */

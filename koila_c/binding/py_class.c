@@ -158,16 +158,6 @@ static PyMethodDef methods[] = {
 static PyMethodDef torch_dispatch_def = {
     "__torch_dispatch__", (PyCFunction)(void *)kl_record_torch_dispatch, METH_FASTCALL, NULL};
 
-/* The class must have both hooks before the metaclass runs, which disables __torch_function__ in a class with
- * __torch_dispatch__ alone. Neither is a descriptor, so that no bound method is created for each call. */
-static PyObject *
-make_class_dict(PyObject *module)
-{
-    return Py_BuildValue("{s:(s),s:s,s:N,s:N}", "__slots__", "_node", "__module__", "koila",
-                         "__torch_function__", kl_dispatch_function(), "__torch_dispatch__",
-                         PyCFunction_New(&torch_dispatch_def, module));
-}
-
 static int
 add_member(PyObject *class, const char *name, PyObject *member)
 {
@@ -195,8 +185,12 @@ int
 kl_class_init(PyObject *module)
 {
     int result = -1;
-    PyObject *class = PyObject_CallFunction((PyObject *)Py_TYPE(kl_py.tensor), "s(O)N",
-                                            "LazyTensor", kl_py.tensor, make_class_dict(module));
+    /* The class must have both hooks before the metaclass runs, which disables __torch_function__ in a class with
+     * __torch_dispatch__ alone. Neither is a descriptor, so that no bound method is created for each call. */
+    PyObject *class = PyObject_CallFunction(
+        (PyObject *)Py_TYPE(kl_py.tensor), "s(O){s:(s),s:s,s:N,s:N}", "LazyTensor", kl_py.tensor,
+        "__slots__", "_node", "__module__", "koila", "__torch_function__", kl_dispatch_function(),
+        "__torch_dispatch__", PyCFunction_New(&torch_dispatch_def, module));
     PyObject *member =
         class != NULL && add_members(class) == 0 ? PyObject_GetAttrString(class, "_node") : NULL;
     if (member == NULL) {

@@ -323,16 +323,13 @@ KL_DEFINE_ON(leaves_of, tape, tensor)
     for (size_t i = 0; list != NULL && i < tape->core.n_values; i++) {
         PyObject *real = tape->values[i].real;
         const KlValue *value = &tape->core.values[i];
-        if (real == NULL || value->n_pending == 0) {
-            continue;
-        }
-        if (tensor == Py_None /* n_aside: the calls that read a running statistic also write it */
-                ? kl_place_is_rows(&value->meta.place) || value->meta.requires_grad ||
-                      value->n_aside
-                : real != tensor && !kl_meta_may_alias(real, tensor)) {
-            continue;
-        }
-        int is_lost = kl_stale_is_lost(tape, (KlValueId)i); /* then its readers raise anyway */
+        /* n_aside: the calls that read a running statistic also write it */
+        bool is_plain = !kl_place_is_rows(&value->meta.place) && !value->meta.requires_grad &&
+                        value->n_aside == 0;
+        bool is_asked =
+            real != NULL && value->n_pending > 0 &&
+            (tensor == Py_None ? is_plain : real == tensor || kl_meta_may_alias(real, tensor));
+        int is_lost = is_asked ? kl_stale_is_lost(tape, (KlValueId)i) : 1; /* readers raise then */
         if (is_lost <= 0) {
             kl_py_add(&list, is_lost < 0 ? NULL : PyLong_FromSize_t(i));
         }

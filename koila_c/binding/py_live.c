@@ -345,12 +345,11 @@ note_run(const Tape *tape, uint64_t first)
     for (size_t i = 0; leaves != NULL && i < tape->core.n_values; i++) {
         const KlValue *value = &tape->core.values[i];
         PyObject *real = value->node == KL_ID_NONE ? tape->values[i].real : NULL;
-        if (real != NULL && value->meta.requires_grad && PyList_Append(leaves, real) < 0) {
-            Py_CLEAR(leaves);
+        if (real != NULL && value->meta.requires_grad) {
+            kl_py_add(&leaves, Py_NewRef(real));
         }
     }
-    return leaves != NULL ? kl_py_done(PyObject_CallFunction(kl_py.note_run, "KN", first, leaves))
-                          : -1;
+    return kl_py_done(PyObject_CallFunction(kl_py.note_run, "KN", first, leaves));
 }
 
 static int

@@ -91,12 +91,12 @@ lazy_dealloc(PyObject *object)
 }
 
 static PyObject *
-make_number(KlPlaceholder kind)
+make_wrapper(KlPlaceholder kind)
 {
     PyObject *make = PyObject_GetAttrString((PyObject *)kl_py.lazy, "_make_wrapper_subclass");
-    PyObject *args =
-        make != NULL ? PyTuple_Pack(2, (PyObject *)kl_py.lazy, kl_py.empty_tuple) : NULL;
-    PyObject *made = args != NULL ? PyObject_Call(make, args, state.options[kind]) : NULL;
+    PyObject *args = Py_BuildValue(kind == KL_PLACEHOLDER_EMPTY ? "O(i)" : "O()", kl_py.lazy, 0);
+    bool is_there = make != NULL && args != NULL;
+    PyObject *made = is_there ? PyObject_Call(make, args, state.options[kind]) : NULL;
     KL_DROP(args, make);
     return made;
 }
@@ -111,11 +111,8 @@ make_empty(void)
     }
     bool is_plain = PyLong_AsLong(n_modes) == 0;
     Py_DECREF(n_modes);
-    if (is_plain) {
-        return kl_py.lazy->tp_new(kl_py.lazy, kl_py.empty_tuple, NULL);
-    }
-    return PyObject_CallMethod((PyObject *)kl_py.lazy, "_make_wrapper_subclass", "O(i)", kl_py.lazy,
-                               0);
+    return is_plain ? kl_py.lazy->tp_new(kl_py.lazy, kl_py.empty_tuple, NULL)
+                    : make_wrapper(KL_PLACEHOLDER_EMPTY);
 }
 
 /* A placeholder created in inference mode would stay an inference tensor when it is used again. */
@@ -125,7 +122,7 @@ make(KlPlaceholder kind)
     PyObject *guard = kl_context_leave_inference();
     PyObject *made = guard == NULL                  ? NULL
                      : kind == KL_PLACEHOLDER_EMPTY ? make_empty()
-                                                    : make_number(kind);
+                                                    : make_wrapper(kind);
     kl_context_end_outside(guard);
     return made;
 }
@@ -162,29 +159,23 @@ find_options(void)
 }
 
 /* Whether the strong count rises when C++ takes a reference. */
-static int
+static bool
 count_test(void)
 {
-    PyObject *lazy = make_empty();
-    PyObject *aoti = PyImport_ImportModule("torch._C._aoti");
+    PyObject *lazy = make_empty(), *aoti = PyImport_ImportModule("torch._C._aoti");
     PyObject *capsule = NULL, *back = NULL;
-    int result = -1;
-    if (lazy == NULL || aoti == NULL) {
-        goto error;
+    bool is_counted = lazy != NULL && aoti != NULL && n_strong(lazy) == 1 &&
+                      ((TensorObject *)lazy)->backward_hooks == NULL;
+    if (is_counted) {
+        capsule = PyObject_CallMethod(aoti, "unsafe_alloc_void_ptr_from_tensor", "O", lazy);
+        is_counted = capsule != NULL && n_strong(lazy) == 2;
     }
-    bool is_one = n_strong(lazy) == 1 && ((TensorObject *)lazy)->backward_hooks == NULL;
-    capsule = PyObject_CallMethod(aoti, "unsafe_alloc_void_ptr_from_tensor", "O", lazy);
-    if (capsule == NULL) {
-        goto error;
+    if (capsule != NULL) {
+        back = PyObject_CallMethod(aoti, "alloc_tensor_by_stealing_from_void_ptr", "O", capsule);
     }
-    result = is_one && n_strong(lazy) == 2;
-    back = PyObject_CallMethod(aoti, "alloc_tensor_by_stealing_from_void_ptr", "O", capsule);
-    if (back == NULL) {
-        result = -1;
-    }
-error:
+    is_counted = is_counted && back != NULL;
     KL_DROP(back, capsule, aoti, lazy);
-    return result;
+    return is_counted;
 }
 
 int
@@ -193,8 +184,8 @@ kl_recycle_init(void)
     if (find_options() < 0) {
         return -1;
     }
-    state.works = kl_meta_has_impl() && kl_py.slot_offset >= (Py_ssize_t)sizeof(TensorObject) &&
-                  count_test() == 1;
+    state.works =
+        kl_meta_has_impl() && kl_py.slot_offset >= (Py_ssize_t)sizeof(TensorObject) && count_test();
     PyErr_Clear(); /* this torch is built otherwise: each LazyTensor is created anew */
     if (state.works) {
         state.dealloc = kl_py.lazy->tp_dealloc;

@@ -623,17 +623,13 @@ static int
 note_write(Tape *tape, const KlRecord *record)
 {
     PyObject *leaves = PyList_New(0);
-    int result = leaves == NULL ? -1 : 0;
-    for (uint32_t i = 0; result == 0 && record->node.leaf_writes >> i != 0; i++) {
-        bool is_written = (record->node.leaf_writes >> i & 1) != 0;
-        result = is_written ? PyList_Append(leaves, tape->values[record->inputs[i]].real) : 0;
+    for (uint32_t i = 0; leaves != NULL && record->node.leaf_writes >> i != 0; i++) {
+        if ((record->node.leaf_writes >> i & 1) != 0) {
+            kl_py_add(&leaves, Py_NewRef(tape->values[record->inputs[i]].real));
+        }
     }
-    if (result == 0) {
-        result = kl_py_done(PyObject_CallFunction(kl_py.note_write, "OnO", tape,
-                                                  (Py_ssize_t)tape->core.n_nodes, leaves));
-    }
-    Py_XDECREF(leaves);
-    return result;
+    return kl_py_done(PyObject_CallFunction(kl_py.note_write, "OnN", tape,
+                                            (Py_ssize_t)tape->core.n_nodes, leaves));
 }
 
 int

@@ -175,15 +175,21 @@ def broken_promise(
     where: str,
 ) -> KoilaError:
     """Return the error about a call whose result is not what was inferred when it was recorded."""
-    given, tracked, kind = (
-        getattr(result, name, None) for name in ("shape", "requires_grad", "dtype")
-    )
+    given, tracked, kind = (_of(result, name) for name in ("shape", "requires_grad", "dtype"))
     return KoilaError(
         f"{func!r} gave {type(result).__name__} of {given!r} (requires_grad {tracked!r}, {kind}) "
         f"where {shape!r} (requires_grad {requires_grad}, torch.{dtype}) was "
         f"expected{' of a chunk' if is_of_chunk else ''} ({where}): a mistake in koila's "
         "inference, please report it"
     )
+
+
+def _of(result: Any, name: str) -> Any:
+    """Return an attribute of what a call returned, which may be anything; None: it has none."""
+    try:
+        return getattr(result, name)
+    except Exception:  # a nested tensor raises RuntimeError for its shape
+        return None
 
 
 def changed_leaf(
