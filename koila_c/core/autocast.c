@@ -101,12 +101,11 @@ find_widest(const KlAutocast *autocast, const KlCall *call, KlDtype *widest)
 static bool
 is_any_eligible(const KlCall *call)
 {
-    for (uint32_t i = 0; i < call->n_inputs; i++) {
-        if (is_eligible(call->inputs[i])) {
-            return true;
-        }
+    bool is_found = false;
+    for (uint32_t i = 0; i < call->n_inputs && !is_found; i++) {
+        is_found = is_eligible(call->inputs[i]);
     }
-    return false;
+    return is_found;
 }
 
 KlStatus

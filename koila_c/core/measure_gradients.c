@@ -84,9 +84,8 @@ kl_walk_call_hooks(KlWalk *walk, const KlStep *step)
             KlNodeId of_node = walk->tape->values[value].node;
             if (walk->tape->values[value].is_hooked && needs_gradient(walk, value)) {
                 KlBytes made = {.fixed = gradient(walk, value)};
-                kl_walk_note(
-                    walk,
-                    (KlMoment){.bytes = made, .gradients = kl_sweep_share(made), .node = of_node});
+                KlMoment back = {made, .gradients = kl_sweep_share(made), .node = of_node};
+                kl_walk_note(walk, back);
             }
         }
     }

@@ -22,13 +22,14 @@ cheap_number(const KlRetained *retained, KlValueId value)
     return retained->cheap_set->number[value];
 }
 
-/* Add a cheap value to `needs`, once. */
+/* Add a value to `needs`, once, if it is cheap. */
 static KlStatus
 need(const KlRetained *retained, KlValueId value, KlIds *needs)
 {
-    bool is_known = (retained->known[value] & IS_NEEDED) != 0;
-    retained->known[value] |= IS_NEEDED;
-    return is_known ? KL_OK : kl_program_push(needs, value, retained->error);
+    uint8_t *known = &retained->known[value];
+    bool is_new = cheap_number(retained, value) != 0 && (*known & IS_NEEDED) == 0;
+    *known |= is_new ? IS_NEEDED : 0;
+    return is_new ? kl_program_push(needs, value, retained->error) : KL_OK;
 }
 
 /* Sort needs[first:] in the order in which they are made, and clear their bits. Insertion sort: they are few. */
@@ -109,12 +110,12 @@ save(const KlRetained *retained, const KlNode *node, uint32_t k, bool is_output,
         *retains &= !kl_place_is_rows(place) ||
                     kl_tape_is_place(retained->tape, &v->meta.place, place) ||
                     kl_meta_is_cut_in_place(&v->meta, place);
-        return cheap_number(retained, value) != 0 ? need(retained, value, needs) : KL_OK;
+        return need(retained, value, needs);
     }
     *retains &=
         is_there(retained, value) && !kl_stage_is_overwritten(retained->tape, node, k, is_output);
     if ((*known & (IS_STORED | IS_LISTED)) != 0 || !*retains) {
-        return cheap_number(retained, value) != 0 ? need(retained, value, needs) : KL_OK;
+        return need(retained, value, needs);
     }
     *known |= IS_LISTED | IS_WALKED;
     return kl_program_push(again, value, retained->error);
@@ -216,7 +217,7 @@ walk(const KlRetained *retained, const KlRun *run, KlIds *needs, KlIds *nodes)
             }
             bool is_inside = (retained->known[value] & (IS_MADE | IS_STORED)) == IS_MADE;
             retained->known[value] |= is_inside ? IS_WALKED : 0;
-            status = cheap_number(retained, value) != 0 ? need(retained, value, needs) : KL_OK;
+            status = need(retained, value, needs);
         }
     }
     return status;

@@ -41,12 +41,11 @@ KL_SHAPE(itself)
 static bool
 has_one(const KlMeta *meta)
 {
-    for (int32_t dim = 0; dim < meta->n_dims; dim++) {
-        if (meta->shape[dim] <= 1) {
-            return true;
-        }
+    bool is_found = false;
+    for (int32_t dim = 0; dim < meta->n_dims && !is_found; dim++) {
+        is_found = meta->shape[dim] <= 1;
     }
-    return false;
+    return is_found;
 }
 
 KL_SHAPE(contiguous)

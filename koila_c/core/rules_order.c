@@ -189,12 +189,10 @@ count(const KlCall *call, KlAxisId order, KlInferred *result)
     return true;
 }
 
-/* Make the call run on COUNTS or OFFSETS: they are whole, but each chunk has its own. */
+/* Make the call run on COUNTS or OFFSETS: they are whole, as infer.c has set, but each chunk has its own. */
 static bool
-go_on(KlAxisId order, KlRole role, KlInferred *result)
+go_on(KlRole role, KlInferred *result)
 {
-    (void)go(result, &KL_PLACE_WHOLE);
-    result->split.axis = order;
     result->outs[0].role = (uint8_t)role;
     return true;
 }
@@ -228,15 +226,14 @@ kl_rules_goes_in_order(const KlCall *call, KlAxisId order, KlInferred *result)
     const KlMeta *first = call->inputs[0];
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         const KlMeta *meta = call->inputs[i];
-        bool is_other = (is_order(call, meta->place.axis) && meta->place.axis != order) ||
-                        (meta->role != KL_ROLE_NONE && meta->order != order);
-        if (is_other) {
+        if ((is_order(call, meta->place.axis) && meta->place.axis != order) ||
+            (meta->role != KL_ROLE_NONE && meta->order != order)) {
             return false;
         }
     }
     bool is_whole = first->role == KL_ROLE_COUNTS || first->role == KL_ROLE_OFFSETS;
     if (is_whole && is_cast_of_integers(call, result)) {
-        return go_on(order, (KlRole)first->role, result);
+        return go_on((KlRole)first->role, result);
     }
     uint32_t index = KL_ID_NONE;
     switch (call->row->tie) {
@@ -258,7 +255,7 @@ kl_rules_goes_in_order(const KlCall *call, KlAxisId order, KlInferred *result)
         return count(call, order, result);
     case KL_TIE_ADD_UP:
         return first->role == KL_ROLE_COUNTS && call->n_inputs == 1 &&
-               go_on(order, KL_ROLE_OFFSETS, result);
+               go_on(KL_ROLE_OFFSETS, result);
     case KL_TIE_GROUPS:
         return multiply_groups(call, order, result);
     default:

@@ -176,12 +176,11 @@ kl_outline_read(const KlCall *call, KlOutline *outline)
 bool
 kl_outline_is_indexed(const KlOutline *outline, int32_t basic_dim)
 {
-    for (int32_t i = 0; i < outline->n_tensors; i++) {
-        if (outline->tensors[i].dim == basic_dim) {
-            return true;
-        }
+    bool is_found = false;
+    for (int32_t i = 0; i < outline->n_tensors && !is_found; i++) {
+        is_found = outline->tensors[i].dim == basic_dim;
     }
-    return false;
+    return is_found;
 }
 
 int32_t

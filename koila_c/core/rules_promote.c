@@ -13,16 +13,10 @@ kl_rules_promote(KlDtype left, KlDtype right)
 {
     KlDtype low = left < right ? left : right;
     KlDtype high = left < right ? right : left;
-    if (high == KL_DTYPE_OTHER || low == high) {
-        return high;
-    }
-    if (low == KL_DTYPE_UINT8 && (high == KL_DTYPE_INT8)) {
-        return KL_DTYPE_INT16;
-    }
-    if (low == KL_DTYPE_FLOAT16 && high == KL_DTYPE_BFLOAT16) {
-        return KL_DTYPE_FLOAT32;
-    }
-    return low == KL_DTYPE_FLOAT64 && high == KL_DTYPE_COMPLEX64 ? KL_DTYPE_COMPLEX128 : high;
+    return low == KL_DTYPE_UINT8 && high == KL_DTYPE_INT8          ? KL_DTYPE_INT16
+           : low == KL_DTYPE_FLOAT16 && high == KL_DTYPE_BFLOAT16  ? KL_DTYPE_FLOAT32
+           : low == KL_DTYPE_FLOAT64 && high == KL_DTYPE_COMPLEX64 ? KL_DTYPE_COMPLEX128
+                                                                   : high;
 }
 
 bool

@@ -166,15 +166,11 @@ is_hooked(const KlTape *tape, const KlStages *stages, KlValueId value)
 static uint32_t
 barrier_of_aside(const KlTape *tape, const KlNode *node, uint32_t *aside, uint32_t at)
 {
-    for (uint32_t k = 0; k < node->n_inputs && node->leaf_writes >> k != 0; k++) {
+    for (uint32_t i = 0; i < 2 * node->n_inputs && node->leaf_writes != 0; i++) {
+        uint32_t k = i % node->n_inputs; /* gone through twice: all get the last barrier */
         KlValueId value = kl_tape_inputs(tape, node)[k].value;
-        if ((node->leaf_writes >> k & 1) != 0 && value != KL_ID_NONE && aside[value] > at) {
-            at = aside[value];
-        }
-    }
-    for (uint32_t k = 0; k < node->n_inputs && node->leaf_writes >> k != 0; k++) {
-        KlValueId value = kl_tape_inputs(tape, node)[k].value;
-        if ((node->leaf_writes >> k & 1) != 0 && value != KL_ID_NONE) {
+        if (k < 32 && (node->leaf_writes >> k & 1) != 0 && value != KL_ID_NONE) {
+            at = aside[value] > at ? aside[value] : at;
             aside[value] = at;
         }
     }
