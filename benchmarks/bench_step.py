@@ -26,7 +26,8 @@ from benchmarks.bench import interleave, parser, prepare, publish, ratio, second
 from benchmarks.programs import PROGRAMS, Program, make
 from koila import _core
 from koila.memory import budget
-from koila.planning.explain import plan_of
+from koila.planning import planner
+from koila.staged.program import Program as Recorded
 from tests.frames import frames_of
 
 WIDE = 2**40
@@ -61,11 +62,11 @@ def limit_for(program: Program, n_chunks: int) -> int:
         x, y = koila.lazy(program.x, program.y, batch=0)
         loss = program.loss(program.model, x, y)
         with koila.config(memory_limit=WIDE):
-            whole = plan_of(loss).predicted
+            whole = planner.plan(Recorded([loss]), True).predicted
         assert whole is not None
         limit = budget.taken(device, program.model.parameters()) + int(whole * share / 100)
         with koila.config(memory_limit=limit):
-            n_planned = plan_of(loss).n_chunks
+            n_planned = planner.plan(Recorded([loss]), True).n_chunks
         del loss, x, y
         _core.flush()
         if n_planned >= n_chunks:
