@@ -249,16 +249,3 @@ def pop_node_hook() -> None:
     """Replace torch's _pop_node_creation_hook: pop the user's hook, then leave its `NodeHooks`."""
     _pop_node_hook()
     _state.node_hooks.pop()[1].__exit__(None, None, None)
-
-
-def count_duals(original: Callable[..., Any], step: int) -> Callable[..., Any]:
-    """Wrap torch's function that enters or leaves a level of forward-mode AD, so that the recorder
-    counts the levels: `step` is 1 or -1."""
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        _core.count_dual_levels(step)
-        return result
-
-    return patched

@@ -28,10 +28,5 @@ def _with_torchs_name(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def patch() -> None:
     """Replace the functions that check parameters and values."""
-    base, geometric = Distribution, Geometric
-    for owner, name in (
-        (base, "__init__"),
-        (base, "_validate_sample"),
-        (geometric, "__init__"),
-    ):
-        patching.replace(owner, name, _with_torchs_name(getattr(owner, name)))
+    patching.wrap(Distribution, ("__init__", "_validate_sample"), _with_torchs_name)
+    patching.wrap(Geometric, ("__init__",), _with_torchs_name)

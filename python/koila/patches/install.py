@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.utils._device
 import torch.utils.checkpoint
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -20,7 +21,7 @@ from torch.optim.optimizer import (
 
 from koila import _core
 from koila.basics import engine, lines, surroundings, switches
-from koila.memory import optimizers, order
+from koila.memory import optimizers, order, storages
 from koila.messages.errors import HiddenFrames
 from koila.patches import (
     attributes,
@@ -57,10 +58,8 @@ def _patch_function_apply() -> None:
 
     own = patching.replace_in_c(vars(torch._C._FunctionBase)["apply"], apply)
     patching.replace(engine.Function, "apply", own)
-    node: Any = torch.autograd.function.BackwardCFunction
-    for name in ("apply", "apply_boxed"):
-        if hasattr(node, name):
-            patching.replace(node, name, custom_functions.in_backward(getattr(node, name)))
+    node = torch.autograd.function.BackwardCFunction
+    patching.wrap(node, ("apply", "apply_boxed"), custom_functions.in_backward, may_lack=True)
 
 
 def _patch_engine() -> None:
@@ -110,17 +109,13 @@ def _patch_factories() -> None:
     # torch.set_default_device() applies to a set of functions that is built at its first use. Build
     # it now, of torch's own functions, which the patched ones call.
     torch.utils._device._device_constructors()
-    for name in ("tensor", "scalar_tensor"):
-        patching.replace(torch, name, patching.read_if_lazy(getattr(torch, name)))
-    for name in ("as_tensor", "asarray"):
-        patching.replace(torch, name, patching.same_if_lazy(getattr(torch, name)))
-    for layout in ("coo", "csr", "csc", "bsr", "bsc", "compressed"):
-        name = f"sparse_{layout}_tensor"
-        patching.replace(torch, name, patching.live_if_lazy(getattr(torch, name), True))
+    patching.wrap(torch, ("tensor", "scalar_tensor"), patching.read_if_lazy)
+    patching.wrap(torch, ("as_tensor", "asarray"), patching.same_if_lazy)
+    live = functools.partial(patching.live_if_lazy, is_plain=True)
+    layouts = ("coo", "csr", "csc", "bsr", "bsc", "compressed")
+    patching.wrap(torch, (f"sparse_{layout}_tensor" for layout in layouts), live)
     for owner in (torch, torch.utils.dlpack, torch._C):
-        for name in ("to_dlpack", "_to_dlpack"):
-            if name in vars(owner):
-                patching.replace(owner, name, patching.live_if_lazy(getattr(owner, name), True))
+        patching.wrap(owner, ("to_dlpack", "_to_dlpack"), live, may_lack=True)
 
 
 def _patch_grad_modes() -> None:
@@ -159,28 +154,20 @@ def _patch_fast_paths() -> None:
 
 def _patch_generator() -> None:
     """Let recorded random calls draw before the generator's state is read or set."""
-    generator: Any = torch._C.Generator
-    for name in (
-        "get_state",
-        "set_state",
-        "manual_seed",
-        "seed",
-        "clone_state",
-        "graphsafe_get_state",
-        "graphsafe_set_state",
-        "get_offset",
-        "set_offset",
-    ):
-        original = getattr(generator, name)
 
+    def drawing_first(original: Any) -> Any:
         @functools.wraps(original)
-        def patched(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+        def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
             is_shared = self is torch.default_generator or self.device.type != "cpu"
             if is_shared and not _core.is_busy() and _core.has_draw(False):
                 generators.make_way()
-            return _original(self, *args, **kwargs)
+            return original(self, *args, **kwargs)
 
-        patching.replace(generator, name, patched)
+        return patched
+
+    names = """get_state set_state manual_seed seed clone_state graphsafe_get_state
+    graphsafe_set_state get_offset set_offset"""
+    patching.wrap(torch._C.Generator, names.split(), drawing_first)
 
 
 def _patch_switches() -> None:
@@ -188,33 +175,19 @@ def _patch_switches() -> None:
     set, and run what was recorded before a setting changes that koila does not note."""
 
     def noting(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            switches.note()
-            return result
+        return patching.then(original, lambda *_, **__: switches.note())
 
-        return patched
-
-    for name in switches.SETTERS:
-        if hasattr(torch._C, name):
-            patching.replace(torch._C, name, noting(getattr(torch._C, name)))
+    patching.wrap(torch._C, switches.SETTERS, noting, may_lack=True)
     # Attributes of torch.backends refer to the unpatched functions.
-    prop: Any = torch.backends.ContextProp
-    patching.replace(prop, "__set__", noting(prop.__set__))
-    for name in ("set_num_threads", "set_flush_denormal"):  # for a thread; they change last bits
-        patching.replace(torch, name, patching.flush_first(getattr(torch, name)))
+    patching.wrap(torch.backends.ContextProp, ("__set__",), noting)
+    # For a thread; they change last bits.
+    patching.wrap(torch, ("set_num_threads", "set_flush_denormal"), patching.flush_first)
     with contextlib.suppress(ImportError):  # the module selects kernels written in Python
         native: Any = type(importlib.import_module("torch.backends.python_native"))
         for name in ("dispatch_keys", "operations"):
-            for verb in ("enable", "disable"):
-                full = f"{verb}_{name}"
-                patching.replace(native, full, patching.flush_first(getattr(native, full)))
-    for name, wrap in (
-        ("autocast_increment_nesting", kept_casts.beginning),
-        ("clear_autocast_cache", kept_casts.ending),
-    ):
-        patching.replace(torch, name, wrap(getattr(torch, name)))
+            patching.wrap(native, (f"enable_{name}", f"disable_{name}"), patching.flush_first)
+    patching.wrap(torch, ("autocast_increment_nesting",), kept_casts.beginning)
+    patching.wrap(torch, ("clear_autocast_cache",), kept_casts.ending)
     switches.note()
 
 
@@ -238,9 +211,7 @@ def _patch_graphs() -> None:
     patching.replace(graph, "capture_begin", capture_begin)
     patching.replace(graph, "capture_end", capture_end)
     # Flush before the stream changes: readers on the first stream would not wait for the second.
-    patching.replace(
-        torch.cuda.graph, "__enter__", patching.flush_first(torch.cuda.graph.__enter__)
-    )
+    patching.wrap(torch.cuda.graph, ("__enter__",), patching.flush_first)
 
 
 def _patch_set() -> None:
@@ -292,10 +263,10 @@ def _patch_variable() -> None:
 def _patch_nodes() -> None:
     """Functions that pass a node of autograd's graph to C++ need a real one."""
     graph: Any = torch.autograd.graph
-    name = "_get_grad_fn_or_grad_acc"  # its users ask only whether backward visits the node
-    patching.replace(
-        graph, name, patching.live_if_lazy(getattr(graph, name), True, _core.live_with_all)
-    )
+    live = functools.partial(patching.live_if_lazy, is_plain=True)
+    with_all = functools.partial(live, run=_core.live_with_all)
+    # Its users ask only whether backward visits the node.
+    patching.wrap(graph, ("_get_grad_fn_or_grad_acc",), with_all)
     original = graph.register_multi_grad_hook  # it asks the engine which backward is running
 
     @functools.wraps(original)
@@ -303,34 +274,27 @@ def _patch_nodes() -> None:
         handed_out.refuse_inner(tensors, "register_multi_grad_hook")
         return original(tensors, *args, **kwargs)
 
-    patching.replace(graph, original.__name__, patching.live_if_lazy(register, True))
-    patching.replace(
-        graph, "get_gradient_edge", patching.live_if_lazy(graph.get_gradient_edge, True)
-    )
+    patching.replace(graph, original.__name__, live(register))
+    patching.wrap(graph, ("get_gradient_edge",), live)
 
 
 def _patch_unwritten() -> None:
     """Functions that use a tensor's memory without __torch_function__, or write weights before they
     read statistics, run after the pending writes of recorded calls."""
     for owner, name in unwritten.unseen():
-        patching.replace(owner, name, unwritten.written_first(getattr(owner, name)))
+        patching.wrap(owner, (name,), unwritten.written_first)
 
 
 def _patch_optimizers() -> None:
-    """Note each optimizer when it is made or copied: its first step will make state."""
+    """Note each optimizer when it is made or copied: its first step will make state. Note the
+    buckets of each DistributedDataParallel module."""
     optimizers.look_for_all()
-    for name in ("__init__", "__setstate__"):
-        original = getattr(torch.optim.Optimizer, name)
-        patching.replace(torch.optim.Optimizer, name, _noting_optimizer(original))
 
+    def noting(note: Callable[[Any], None]) -> Callable[[Any], Any]:
+        return lambda original: patching.then(original, lambda self, *_, **__: note(self))
 
-def _noting_optimizer(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def patched(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        optimizers.note_made(self)
-
-    return patched
+    patching.wrap(torch.optim.Optimizer, ("__init__", "__setstate__"), noting(optimizers.note_made))
+    patching.wrap(DistributedDataParallel, ("__init__",), noting(storages.note_buckets))
 
 
 def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -80,11 +80,6 @@ def live_if_lazy(
     return patched
 
 
-def cut_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """As `live_if_lazy`; a program that runs in chunks is cut before the call."""
-    return live_if_lazy(original, False, _core.live_with_all)
-
-
 def returning_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     """Return `original`, wrapped so that calls on lazies in it run at once and return tensors."""
 
@@ -147,11 +142,22 @@ def flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
     return patched
 
 
-def counting(original: Callable[..., Any], step: int) -> Callable[..., Any]:
+def then(original: Callable[..., Any], after: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `original`, wrapped to call `after` with the same arguments once it has returned."""
+
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        _core.count_interpreters(step)
+        after(*args, **kwargs)
         return result
 
     return patched
+
+
+def wrap(
+    owner: Any, names: Iterable[str], wrapper: Callable[[Any], Any], *, may_lack: bool = False
+) -> None:
+    """Replace functions by what `wrapper` makes of each; `may_lack`: those that this torch has."""
+    for name in names:
+        if not may_lack or hasattr(owner, name):
+            replace(owner, name, wrapper(getattr(owner, name)))

@@ -95,7 +95,9 @@ def _patch_scripts() -> None:
         owners.append(torch._C.ScriptMethod)
     for owner in owners:
         call = patching.returning_tensors(owner.__call__)
-        patching.replace(owner, "__call__", patching.cut_if_lazy(call))
+        # A program that runs in chunks is cut before the call.
+        live = patching.live_if_lazy(call, False, _core.live_with_all)
+        patching.replace(owner, "__call__", live)
 
 
 def refresh() -> None:

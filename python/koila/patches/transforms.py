@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from koila.basics import surroundings
+from koila import _core
 from koila.patches import patching
 from koila.planning import unsplit
 
@@ -20,37 +20,26 @@ def patch() -> None:
     _patch_functorch()
     _patch_transforms()
     _patch_dual_levels()
-    for name in ("gradcheck", "gradgradcheck"):
-        original: Any = getattr(torch.autograd, name)
-        run = patching.live_if_lazy(patching.returning_tensors(original), True)
-        patching.replace(torch.autograd, name, run)
+    patching.wrap(
+        torch.autograd,
+        ("gradcheck", "gradgradcheck"),
+        lambda original: patching.live_if_lazy(patching.returning_tensors(original), True),
+    )
 
 
 def _patch_functorch() -> None:
     """vmap and the transforms of torch.func would wrap the empty placeholder of a lazy before any
     call is dispatched."""
-    vmap: Any = torch._functorch.vmap
-    patching.replace(vmap, "_add_batch_dim", patching.live_if_lazy(vmap._add_batch_dim, True))
-    apis: Any = torch._functorch.apis
-    patching.replace(
-        apis, "vmap_impl", patching.live_if_lazy(apis.vmap_impl, True, unsplit.transform)
-    )
+    live = functools.partial(patching.live_if_lazy, is_plain=True)
+    live_transform = functools.partial(live, run=unsplit.transform)
+    patching.wrap(torch._functorch.vmap, ("_add_batch_dim",), live)
+    patching.wrap(torch._functorch.apis, ("vmap_impl",), live_transform)
     transforms: Any = torch._functorch.eager_transforms
-    for name in (
-        "grad_impl",
-        "grad_and_value_impl",
-        "vjp_impl",
-        "_vjp_with_argnums",
-        "jvp_impl",
-        "_jvp_with_argnums",
-    ):
-        if hasattr(transforms, name):
-            original = getattr(transforms, name)
-            run = patching.live_if_lazy(original, True, unsplit.transform)
-            patching.replace(transforms, name, run)
+    names = "grad_impl grad_and_value_impl vjp_impl _vjp_with_argnums jvp_impl _jvp_with_argnums"
+    patching.wrap(transforms, names.split(), live_transform, may_lack=True)
     functional: Any = torch.func
     for owner in (transforms, functional):
-        patching.replace(owner, "functionalize", _transformed(owner.functionalize))
+        patching.wrap(owner, ("functionalize",), _transformed)
 
 
 def _transformed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,18 +52,22 @@ def _transformed(original: Callable[..., Any]) -> Callable[..., Any]:
     return patched
 
 
+def _counting(count: Callable[[int], None], step: int) -> Callable[[Any], Any]:
+    """Return a wrapper of functions that enter (1) or leave (-1) what the recorder counts."""
+    return lambda original: patching.then(original, lambda *_, **__: count(step))
+
+
 def _patch_transforms() -> None:
     """Count the active transforms for the recorder: inside of one, calls on lazies run at once."""
     for owner in (torch._functorch.vmap, torch._functorch.eager_transforms):
-        for kind in ("vmap", "grad", "jvp", "func"):
-            for name, step in (("increment", 1), ("decrement", -1)):
-                full = f"_{kind}_{name}_nesting"
-                if hasattr(owner, full):
-                    patching.replace(owner, full, patching.counting(getattr(owner, full), step))
+        for name, step in (("increment", 1), ("decrement", -1)):
+            names = (f"_{kind}_{name}_nesting" for kind in ("vmap", "grad", "jvp", "func"))
+            counting = _counting(_core.count_interpreters, step)
+            patching.wrap(owner, names, counting, may_lack=True)
 
 
 def _patch_dual_levels() -> None:
     """Count the levels of forward-mode AD for the recorder: inside of one, calls run at once."""
-    levels: Any = torch.autograd.forward_ad
     for name, step in (("enter_dual_level", 1), ("exit_dual_level", -1)):
-        patching.replace(levels, name, surroundings.count_duals(getattr(levels, name), step))
+        count = _counting(_core.count_dual_levels, step)
+        patching.wrap(torch.autograd.forward_ad, (name,), count)

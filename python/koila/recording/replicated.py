@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DistributedDataParallel: its buckets count as memory; and what find_unused_parameters=True needs.
+"""DistributedDataParallel with find_unused_parameters=True.
 
 With that, DDP walks the graph of the outputs after a forward, to find the parameters that were not
 used. It puts the outputs through a function, so that backward visits all used parameters, with or
@@ -22,7 +22,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from koila import _core
 from koila.basics import engine, surroundings
-from koila.memory import storages
 
 Replace = Callable[[Any, str, Any], None]
 Holds = Callable[[Any], bool]
@@ -126,22 +125,9 @@ def visit() -> None:
                 visits.go()
 
 
-def _count_buckets(replace: Replace) -> None:
-    owner = torch.nn.parallel.DistributedDataParallel
-    begin = owner.__init__
-
-    @functools.wraps(begin)
-    def begin_and_count(self: Any, *args: Any, **words: Any) -> None:
-        begin(self, *args, **words)
-        storages.note_buckets(self)
-
-    replace(owner, "__init__", begin_and_count)
-
-
 def patch(replace: Replace, holds_lazy: Holds) -> None:
-    """Patch DDP's `__init__`, to count its buckets, and the function by which it finds the tensors
-    in its outputs: for recorded outputs it returns the parameters that they were computed from."""
-    _count_buckets(replace)
+    """Patch the function by which DDP finds the tensors in its outputs: for recorded outputs it
+    returns the parameters that they were computed from."""
     original = _module._find_tensors
 
     @functools.wraps(original)
