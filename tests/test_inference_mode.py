@@ -69,7 +69,7 @@ def test_backward_in_it_leaves_nothing_behind(chunks: int | None) -> None:
 def test_spent_numbers_are_no_inference_tensors() -> None:
     number = torch.ones(2, dtype=torch.float64)
     with torch.inference_mode():
-        assert not freed_graphs.of_freed_graph(number, ()).is_inference()
+        assert not freed_graphs.hung_on(freed_graphs.OfFreedGraph, number, ()).is_inference()
 
 
 @each_split_further

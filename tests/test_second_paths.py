@@ -246,7 +246,7 @@ def test_a_long_chain_of_held_values_has_few_edges() -> None:
     counts = []
     while node is not None and len(counts) < 100:
         edges = [one for one, _ in node.next_functions if one is not None]
-        if getattr(node, "_forward_cls", None) is freed_graphs._OfFreedGraph:
+        if getattr(node, "_forward_cls", None) is freed_graphs.OfFreedGraph:
             counts.append(len(edges))
         node = max(edges, key=lambda one: "Accumulate" not in one.name(), default=None)
     assert len(counts) > 50

@@ -42,9 +42,7 @@ def _parse(name: str, line: str) -> argparse.Namespace:
     return parser.parse_args(shlex.split(line))
 
 
-@_usage_errors()
-def _configure(args: argparse.Namespace) -> None:
-    launch.configure(args)
+_configure = _usage_errors()(launch.configure)
 
 
 def _tell(lines: list[str]) -> None:

@@ -204,15 +204,13 @@ def _last_bits_changed(modules: list[nn.Module]) -> Iterator[None]:
     def after(module: nn.Module, args: Any, output: Any) -> Any:
         return change(output)
 
-    handles = [module.register_forward_pre_hook(before) for module in modules]
     inner = (child for module in modules for child in module.modules())
-    leaves = {child for child in inner if next(child.children(), None) is None}
-    handles += [child.register_forward_hook(after) for child in leaves]
-    try:
+    with contextlib.ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(module.register_forward_pre_hook(before))
+        for leaf in {child for child in inner if next(child.children(), None) is None}:
+            stack.enter_context(leaf.register_forward_hook(after))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _named_by(step: Callable[..., Any]) -> list[Any]:
@@ -299,7 +297,6 @@ def _number(value: Tensor) -> Tensor:
 @contextlib.contextmanager
 def _outputs_of(modules: list[nn.Module], outputs: dict[str, Any]) -> Iterator[None]:
     """Keep the output of each call of each module in a block, by name."""
-    handles = []
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -309,16 +306,13 @@ def _outputs_of(modules: list[nn.Module], outputs: dict[str, Any]) -> Iterator[N
 
         return hook
 
-    for prefix, module in _prefixes(modules):
-        for name, child in module.named_modules():
-            if next(child.children(), None) is None:
-                label = f"{prefix}{name or type(child).__name__}"
-                handles.append(child.register_forward_hook(keep(label)))
-    try:
+    with contextlib.ExitStack() as stack:
+        for prefix, module in _prefixes(modules):
+            for name, child in module.named_modules():
+                if next(child.children(), None) is None:
+                    label = f"{prefix}{name or type(child).__name__}"
+                    stack.enter_context(child.register_forward_hook(keep(label)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextlib.contextmanager

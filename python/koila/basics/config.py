@@ -14,7 +14,6 @@ import re
 import sys
 import threading
 import weakref
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 from koila.basics import machine
@@ -152,12 +151,7 @@ class _Config:
             _thread.call = None
         _block.set(self._after)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _block.set(self._before)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from koila import _core
+from koila.basics.rows import as_new
 
 _run: Any = torch.autograd.graph._engine_run_backward
 
@@ -67,6 +68,19 @@ class Function(torch.autograd.Function, metaclass=_Direct):
     """
 
     apply: Any = vars(torch._C._FunctionBase)["apply"]
+
+
+class Instead(Function):
+    """Return the numbers of another tensor, in its memory, in place of a tensor, to which the
+    gradient goes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        return as_new(other)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0], None
 
 
 #: A block in which nothing changes: of a mode that is in force already.

@@ -67,6 +67,11 @@ _by_code: dict[types.CodeType, types.FunctionType | None] = {}
 handlers: set[types.CodeType] = {torch.overrides.handle_torch_function.__code__}
 
 
+#: Makes a call with lazies among its arguments: (function, these lazies, its arguments). It is
+#: torch's own function, without its types.
+call_with_lazies: Any = torch.overrides.handle_torch_function
+
+
 def note(func: types.FunctionType) -> None:
     """Note a Python function of torch, for `own_of`."""
     _by_code[func.__code__] = None if func.__code__ in _by_code else func

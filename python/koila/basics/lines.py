@@ -56,8 +56,9 @@ def _is_inside(path: str) -> bool:
 
 @functools.lru_cache(2**12)
 def _is_of_script(path: str) -> bool:
-    """Tell whether a file is the user's and not installed."""
-    return not _is_inside(path) and not _is_installed(path)
+    """Tell whether a file is the user's and not a library's, nor Python's own runner of modules."""
+    is_installed = _INSTALLED.match(path) is not None or path == "<frozen runpy>"
+    return not _is_inside(path) and not is_installed
 
 
 def user_frames() -> Iterator[FrameType]:
@@ -86,11 +87,6 @@ def _line_of(frame: FrameType | None) -> str:
 def user_line() -> str:
     """Return the line of the user's frame, such as "model.py:40"."""
     return _line_of(user_frame())
-
-
-def _is_installed(path: str) -> bool:
-    """Tell whether a file is a library's, or Python's own runner of modules."""
-    return _INSTALLED.match(path) is not None or path == "<frozen runpy>"
 
 
 def script_line() -> str:

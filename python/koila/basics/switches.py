@@ -60,9 +60,9 @@ _PRECISIONS = (
 )
 
 
-def _pair(name: str, get: str, set_: str) -> Switch:
+def _pair(get: str, set_: str) -> Switch:
     getter, setter = getattr(_C, get), getattr(_C, set_)
-    return Switch(name, getter, lambda value: setter(*value if type(value) is tuple else (value,)))
+    return Switch(set_, getter, lambda value: setter(*value if type(value) is tuple else (value,)))
 
 
 #: Each number is a setting that the recorder keeps; so many blocks do not wait at once.
@@ -128,19 +128,10 @@ def autocast_nesting() -> int:
 
 def _make() -> tuple[Switch, ...]:
     """Return all switches of this torch, with functions that koila has not patched yet."""
-    made = [
-        _pair(f"_set_{name}", f"_get_{name}", f"_set_{name}")
-        for name in _PAIRS
-        if hasattr(_C, f"_set_{name}")
-    ]
-    made += [
-        _pair(f"_set_sdp_use_{kernel}", f"_get_{kernel}_sdp_enabled", f"_set_sdp_use_{kernel}")
-        for kernel in _KERNELS
-        if hasattr(_C, f"_set_sdp_use_{kernel}")
-    ]
-    if hasattr(_C, "_cuda_set_cudnn_benchmark_limit"):  # a build of torch with CUDA
-        names = (f"_cuda_{verb}_cudnn_benchmark_limit" for verb in ("set", "get", "set"))
-        made.append(_pair(*names))
+    pairs = [(f"_get_{name}", f"_set_{name}") for name in _PAIRS]
+    pairs += [(f"_get_{one}_sdp_enabled", f"_set_sdp_use_{one}") for one in _KERNELS]
+    pairs.append(("_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit"))
+    made = [_pair(*pair) for pair in pairs if hasattr(_C, pair[1])]  # some builds lack some
     order, determine = _C._set_sdp_priority_order, _C._set_deterministic_algorithms
     is_on, only_warns = _C._get_deterministic_algorithms, _C._get_deterministic_algorithms_warn_only
     default, precise = _C._set_default_dtype, _C._set_fp32_precision_setter

@@ -42,7 +42,7 @@ def in_turn(func: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(func)
     def held(*args: P.args, **kwargs: P.kwargs) -> R:
-        return cast("R", _core.held(None, func, args, kwargs))
+        return _core.held(None, func, args, kwargs)
 
     return held
 

@@ -56,5 +56,5 @@ def ends_of(program: Program) -> list[int]:
         outs = [value for value in node.outs if program.info(value).requires_grad]
         if leading.isdisjoint(outs):
             found.append(outs[0])
-        leading.update(program.imports[i].value for i in node.imports if i >= 0)
+        leading.update(program.reads(node))
     return found

@@ -15,13 +15,6 @@ from koila.staged.program import Program
 from koila.staged.schedule import Op, Policy, Schedule
 
 
-class Chosen(NamedTuple):
-    """Policies that free what is missing, and the bytes that they free beyond that."""
-
-    policies: bytes
-    spare: float
-
-
 class _Life(NamedTuple):
     """The instructions of a schedule between which a value is in memory, if it is kept."""
 
@@ -198,8 +191,9 @@ class Missing:
         runs = {*self.savers[value], self.maker[value]}
         return set().union(*(self._by_run[run] for run in runs))
 
-    def choose(self, n_bytes: Mapping[int, float], allowed: float) -> Chosen | None:
-        """Return policies with which a step fits; None if there are none.
+    def choose(self, n_bytes: Mapping[int, float], allowed: float) -> tuple[bytes, float] | None:
+        """Return policies with which a step fits, and the bytes that they free beyond that; None if
+        there are none.
 
         Args:
             n_bytes: by instruction, the bytes that the step needs if all values are kept.
@@ -216,7 +210,7 @@ class Missing:
             freed = {v for v, policy in choice.policies.items() if policy == Policy.REMATERIALIZE}
             failed = freed.difference(self.policies.schedule(policies).cheap_values)
             if not failed:
-                return Chosen(policies, -max(choice.over.values()))
+                return policies, -max(choice.over.values())
             banned |= failed
 
     def _choose(self, over: dict[int, float], banned: Container[int]) -> _Choice | None:

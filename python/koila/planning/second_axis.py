@@ -123,8 +123,7 @@ def record(
         assert place is not None
         n_rows = tensor.shape[place[1]] // (place[2] * place[3])
         words = tensor, place, n_rows, (start, start + rows)
-        part: torch.Tensor = _core.held(tape, cut, words, {})
-        return part
+        return _core.held(tape, cut, words, {})
 
     env: list[Any] = [None] * program.n_values
     job = Job(is_grad_off=False, run_other=run_other, cut=cut_import, cloned=set(), aside=tape)
@@ -191,8 +190,7 @@ def _try(program: Program, run: Run, imports: Sequence[Any], dim: int, n: int) -
         return Found(dim, n, estimates.estimate(inner, True), gradients)
 
     try:
-        found: Found | None = _core.held(recorded.tape, measure, (), {}) if roots else None
-        return found
+        return _core.held(recorded.tape, measure, (), {}) if roots else None
     finally:
         _core.held(recorded.tape, _core.forget, (), {})
 

@@ -418,9 +418,10 @@ class Strategies:
                 if made is None:
                     hopeless.add(n_chunks)
                     continue
-                strategy = base._replace(policies=made.policies)
+                policies, spare = made
+                strategy = base._replace(policies=policies)
                 price = self._price(strategy, self._program.n_nodes, n_chunks)
-                chosen[n_chunks] = price, strategy, made.spare
+                chosen[n_chunks] = price, strategy, spare
                 best = min(best, price)
             if not chosen:
                 break

@@ -11,6 +11,7 @@ is left.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -86,13 +87,14 @@ def check(func: Callable[..., Any], why: str, of: Derivative | None = None) -> L
     graphs = _graphs(program, of)
     if of is not None and (of.is_deep or graphs):
         left = limits.allowed_for(program)
-        is_plenty = _PLENTY * (needed + outside.total(graphs)) <= left
-        found = 0.0 if is_plenty else _of_derivative(program, of)
-        needed = max(needed, found or 0.0)
-        through = 0.0 if is_plenty else _through(graphs, of)
-        if found is None or (through > 0 and needed + through > left):
-            return Left(func, why, check_whole(program, decision, needed))
-        needed += through
+        if _PLENTY * (needed + outside.total(graphs)) > left:
+            found = _of_derivative(program, of)
+            needed = max(needed, found or 0.0)
+            # An upper bound of the bytes of a derivative through graphs that exist already.
+            through = _TWICE * outside.total(graphs) if of.is_deep else outside.peak(graphs)
+            if found is None or (through > 0 and needed + through > left):
+                return Left(func, why, check_whole(program, decision, needed))
+            needed += through
     check_whole(program, decision, needed)
     return None
 
@@ -168,11 +170,6 @@ def _graphs(program: Program, of: Derivative | None) -> list[Tensor]:
     ]
 
 
-def _through(graphs: Sequence[Tensor], of: Derivative) -> float:
-    """Return an upper bound of the bytes of a derivative through graphs that exist already."""
-    return _TWICE * outside.total(graphs) if of.is_deep else outside.peak(graphs)
-
-
 def _of_derivative(program: Program, of: Derivative) -> float | None:
     """Predict the peak bytes of a derivative on meta tensors.
 
@@ -244,12 +241,8 @@ def leaves_behind(program: Program, values: Collection[int]) -> dict[int, set[in
         By value: the ids of the leaves' real tensors. None: the calls cannot be run on meta
         tensors.
     """
-    try:
-        with surroundings.making_calls():
-            trace = _Trace(program, values)
-    except Exception:  # any function of torch may raise any error on meta tensors
-        return None
-    if any(trace.env[value] is None for value in values):
+    trace = _traced(program, values)
+    if trace is None or any(trace.env[value] is None for value in values):
         return None
     named = {id(leaf): id(program.info(v).real) for v, leaf in trace.leaves.items()}
     ends = ((v, node) for v in values for node in engine.nodes_behind([trace.env[v]]))
@@ -267,10 +260,8 @@ def gone_through(program: Program) -> set[int] | None:
     recorded program does not tell. None: the calls cannot be run on meta tensors.
     """
     calls_of: dict[Any, int] = {}
-    try:
-        with surroundings.making_calls():
-            trace = _Trace(program, calls_of=calls_of)
-    except Exception:  # any function of torch may raise any error on meta tensors
+    trace = _traced(program, calls_of=calls_of)
+    if trace is None:
         return None
     reached = set(engine.nodes_behind(trace.env[root] for root in program.roots))
     return {call for node, call in calls_of.items() if node in reached}
@@ -368,6 +359,15 @@ class _Trace:
         return self.leaves.get(value, made) if is_input else made
 
 
+def _traced(program: Program, *args: Any, **words: Any) -> _Trace | None:
+    """Run a program as a `_Trace` with these arguments; None: that is impossible."""
+    try:
+        with surroundings.making_calls():
+            return _Trace(program, *args, **words)
+    except Exception:  # any function of torch may raise any error on meta tensors
+        return None
+
+
 def _differentiate(trace: _Trace, of: Derivative) -> None:
     """Differentiate on meta tensors, and if the derivative is deep, run the backward that
     follows."""
@@ -436,14 +436,9 @@ def run(
 
 def _tensors(made: Any) -> Iterator[Tensor]:
     """Yield the tensors in the result of a call, without those of a functorch transform."""
-    if isinstance(made, Tensor):
-        if not torch._C._functorch.is_functorch_wrapped_tensor(made):
-            yield made
-    elif isinstance(made, dict):
-        yield from _tensors(list(made.values()))
-    elif isinstance(made, tuple | list):
-        for one in made:
-            yield from _tensors(one)
+    return itertools.filterfalse(
+        torch._C._functorch.is_functorch_wrapped_tensor, meta.tensors(made)
+    )
 
 
 def transform(

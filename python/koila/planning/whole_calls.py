@@ -23,7 +23,7 @@ def made_whole(program: Program) -> tuple[Whole, ...]:
     caused: dict[int, list[Node]] = {}  # by the id of the call that reads rows
     cause_of: dict[int, int] = {}  # by value: the id of that call
     for node in program.once():
-        reads = (program.imports[import_id].value for import_id in node.imports if import_id >= 0)
+        reads = program.reads(node)
         cause = next((cause_of[value] for value in reads if value in cause_of), None)
         if program.takes_rows(node):
             continue  # a slice allocates nothing, and the calls on it run by rows

@@ -286,14 +286,8 @@ class Draws:
 
     def _draw_alone(self, i: int, n_rows: int) -> None:
         """Run a call on a chunk of stand-ins, only to advance the generator."""
-        entries = [
-            self.program.imports[import_id]
-            for import_id in self.program.node(i).imports
-            if import_id >= 0
-        ]
-        tensors = {
-            entry.value: one_call.stand_in(entry.value, entry.place, n_rows) for entry in entries
-        }
+        entries = (self.program.imports[k] for k in self.program.node(i).imports if k >= 0)
+        tensors = {one.value: one_call.stand_in(one.value, one.place, n_rows) for one in entries}
         one_call.run(i, n_rows, tensors, self.program.n_values, True)
 
     def _go_to(self, i: int, row: int, generator: torch.Generator) -> None:
@@ -354,15 +348,14 @@ class Draws:
             generators.set_to(generator, self.starts[i] if cell is None else cell)
         else:
             self._go_to(i, bounds[0], generator)
-        drawn: list[torch.Tensor] = []
         # The layout of an input may differ from that in a whole run, also for a call that runs
         # once.
         noises = self.noises.get(i)
         if noises and not noise.fits(noises[0], args):
             drawn = [one.draw(generator, tuple(args[0].shape)) for one in noises]
-        result = (
-            noise_drawn.call_given(func, args, kwargs, drawn) if drawn else func(*args, **kwargs)
-        )
+            result = noise_drawn.call_given(func, args, kwargs, drawn)
+        else:
+            result = func(*args, **kwargs)
         if threading.active_count() > 1:  # another thread may have drawn in between
             self._check_alone(i, bounds, generator)
         elif cell is None and bounds is not None and self.noises[i][0].place is not None:

@@ -80,11 +80,6 @@ def _disturb_others() -> None:
             _expected.pop(thread, None)
 
 
-def _do_others_draw() -> bool:
-    """Tell whether other threads record random calls, whose programs may draw at any moment."""
-    return any(thread is not this_thread() for thread in _drawing)
-
-
 def check_undisturbed() -> None:
     """Check, before waiting calls draw, that the generators are where they were at recording.
 
@@ -97,8 +92,8 @@ def check_undisturbed() -> None:
     ):
         return
     _expected.pop(this_thread(), None)  # the error is raised once; a second try runs
-    if _do_others_draw():
-        return
+    if any(thread is not this_thread() for thread in _drawing):
+        return  # the programs of other threads may draw at any moment
     raise KoilaError(
         f"random numbers were drawn between a random call ({recorded}) and its run "
         f"({user_line()}) where koila cannot see it, by a function that was bound earlier (from "

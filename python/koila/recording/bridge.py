@@ -255,7 +255,8 @@ def _cut(func: Any, why: str) -> bool:
     for value, whole in wholes.items():
         if value not in handed and value not in others:
             assert program is not None
-            others[value] = _taken(program, value, handed[whole], taken)
+            with torch.enable_grad():  # repeat its views, so that writes show in both
+                others[value] = views.take(program, value, handed[whole], -1, True, taken)
             note_view(others[value], made[whole], value, program.n_values)
             if _is_data(value):
                 made[whole].watch(handed[whole])
@@ -323,11 +324,3 @@ def _memory(number: torch.Tensor, info: Info) -> torch.Tensor | None:
     base = number._base
     is_whole = base is not None and (base.shape, base.dtype) == (info.shape, info.dtype)
     return base if is_whole else None
-
-
-def _taken(
-    program: Program, value: int, whole: torch.Tensor, taken: dict[int, torch.Tensor]
-) -> torch.Tensor:
-    """Repeat the views of a value on the handed-out tensor, so that writes show in both."""
-    with torch.enable_grad():
-        return views.take(program, value, whole, -1, True, taken)

@@ -153,14 +153,9 @@ def hstack(tensors: Sequence[Tensor]) -> Any:
     return torch.cat(rows, 0 if rows[0].dim() == 1 else 1)
 
 
-def vstack(tensors: Sequence[Tensor]) -> Any:
-    """Concatenate along dim 0; vectors become rows first."""
-    return torch.cat([_matrix(x) for x in tensors], 0)
-
-
-def dstack(tensors: Sequence[Tensor]) -> Any:
-    """Concatenate along dim 2."""
-    return torch.cat([_block(x) for x in tensors], 2)
+def _stack(shaped: Callable[[Tensor], Tensor], dim: int) -> Callable[[Sequence[Tensor]], Tensor]:
+    """Concatenate along a dim tensors that `shaped` gave that dim."""
+    return lambda tensors: torch.cat([shaped(x) for x in tensors], dim)
 
 
 def column_stack(tensors: Sequence[Tensor]) -> Any:
@@ -171,14 +166,8 @@ def column_stack(tensors: Sequence[Tensor]) -> Any:
 # Order and repetition -----------------------------------------------------------------------------
 
 
-def fliplr(x: Tensor) -> Any:
-    """Flip along dim 1."""
-    return x.flip(1) if x.dim() >= 2 else NotImplemented
-
-
-def flipud(x: Tensor) -> Any:
-    """Flip along dim 0."""
-    return x.flip(0) if x.dim() >= 1 else NotImplemented
+def _flip(dim: int) -> Callable[[Tensor], Any]:
+    return lambda x: x.flip(dim) if x.dim() > dim else NotImplemented
 
 
 def repeat_interleave(
@@ -312,12 +301,12 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "column_stack": column_stack,
     "diff": diff,
     "dsplit": _split_along(3, 2),
-    "dstack": dstack,
+    "dstack": _stack(_block, 2),
     "einsum": einsum,
     "expand_as": _plain_as(Tensor.expand),
     "fill_diagonal_": fill_diagonal_,
-    "fliplr": fliplr,
-    "flipud": flipud,
+    "fliplr": _flip(1),
+    "flipud": _flip(0),
     "hsplit": _split_along(1, 1),
     "hstack": hstack,
     "index_put": index_put,
@@ -327,11 +316,11 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "max_pool1d": max_pool1d,
     "repeat_interleave": repeat_interleave,
     "reshape_as": _plain_as(Tensor.reshape),
-    "row_stack": vstack,
+    "row_stack": _stack(_matrix, 0),
     "tensor_split": tensor_split,
     "view_as": _plain_as(Tensor.view),
     "vsplit": _split_along(2, 0),
-    "vstack": vstack,
+    "vstack": _stack(_matrix, 0),
 }
 
 HANDLERS = {name: _handler(compose) for name, compose in _COMPOSED.items()}

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import torch
 
 from koila import _core
-from koila.basics import surroundings
+from koila.basics import engine, surroundings
 from koila.messages.errors import KoilaError
 from koila.planning import unsplit
-from koila.recording.handed_out import Gradient, Group, Memory, Pass, Root, Same, apply, task
+from koila.recording.handed_out import Gradient, Group, Memory, Pass, Root, apply, task
 from koila.running import checkpoints, freed_graphs, overwritten, replay
 from koila.running.repeated import Layout
 from koila.staged import aliases
@@ -400,8 +400,7 @@ class Cut:
         """The values that differentiated calls of the part read, also before a write. If one of
         them was handed out, a share of its gradient comes through the part, not to its tensor."""
         roots = self.roots
-        found: frozenset[int] = _core.held(roots[0], self._inner, (roots,), {})
-        return found
+        return _core.held(roots[0], self._inner, (roots,), {})
 
     def _note_inner(self) -> None:
         """Compute `inner` while the part's tape is there."""
@@ -415,8 +414,7 @@ class Cut:
         differentiated = [
             n for n in nodes if any(program.info(out).requires_grad for out in n.outs)
         ]
-        reads = itertools.chain.from_iterable(node.imports for node in differentiated)
-        found = {program.imports[k].value for k in reads if k >= 0}
+        found = {value for node in differentiated for value in program.reads(node)}
         ids = [value for value in map(_core.id, roots) if value is not None]
         return frozenset(found.union(one for one in ids if _core.graph_of(one) in found))
 
@@ -451,8 +449,8 @@ class Cut:
             key = id(self.original(leaf))
             made.setdefault(key, self.original(leaf).detach().requires_grad_())
             with torch.enable_grad():
-                same: torch.Tensor = apply(Same, leaf.detach(), made[key])
-            return same
+                same: torch.Tensor = engine.Instead.apply(made[key], leaf.detach())
+            return same  # it may be written
 
         self.fill()
         self._note_inner()

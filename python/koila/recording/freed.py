@@ -20,24 +20,13 @@ from typing import Any
 import torch
 
 from koila import _core
+from koila.basics import engine
 from koila.basics.rows import without_memory
 from koila.recording.cut import Cut, Freed
-from koila.recording.handed_out import Root, apply
+from koila.recording.handed_out import Root
 from koila.running import checkpoints, custom_functions, freed_graphs, recomputed, replay
 from koila.running.repeated import Layout
 from koila.staged.program import Program
-
-
-class StandIn(torch.autograd.Function):
-    """A tensor without memory in place of `leaf`, to whose graph it sends its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
-        return without_memory(leaf.shape, leaf.dtype, leaf.device)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
 
 
 class SecondRun:
@@ -162,7 +151,8 @@ def _free_leaves(cut: Cut, lazy: Any, program: Program) -> None:
         get = custom_functions.way_to(real)
         if get is not None:
             if id(real) not in made:
-                made[id(real)] = apply(StandIn, real)
+                zeros = without_memory(real.shape, real.dtype, real.device)
+                made[id(real)] = engine.Instead.apply(real, zeros)
             cut.freed[value] = Freed(made[id(real)], Layout(real), get)
             _core.replace_leaf(lazy, value, made[id(real)])
     for group in cut.groups if made else ():

@@ -167,17 +167,24 @@ def _register_own(
     _core.register(func, Entry(OP, name, handler, row=row, container=tuple))
 
 
-def _register(func: Any, name: str) -> None:
+def _is_registered(func: Any, name: str) -> bool:
+    """Register a callable that is never recorded as it is; False: it may be recorded."""
     handler = handlers.HANDLERS.get(name)
-    if isinstance(func, types.FunctionType):
-        enter.note(func)
+    if handler is None and name in READS:
+        _core.register(func, Entry(READ, name))
+        return True
+    handler = handlers.query if handler is None and name in QUERIES else handler
     if handler is not None:
         _core.register(func, Entry(HANDLER, name, handler))
-    elif name in READS:
-        _core.register(func, Entry(READ, name))
-    elif name in QUERIES:
-        _core.register(func, Entry(HANDLER, name, handlers.query))
-    elif isinstance(func, _C_CALLABLES) or name in PYTHON_ROWS or name == "unflatten":
+    return handler is not None
+
+
+def _register(func: Any, name: str) -> None:
+    if isinstance(func, types.FunctionType):
+        enter.note(func)
+    if _is_registered(func, name):
+        return
+    if isinstance(func, _C_CALLABLES) or name in PYTHON_ROWS or name == "unflatten":
         _register_op(func, name)  # unflatten's Python method reports itself again when entered
     elif isinstance(func, types.FunctionType):
         _core.register(func, Entry(ENTER, name))
@@ -328,8 +335,7 @@ def register_all() -> None:
         _register(func, name)
     item = torch.ops.aten._local_scalar_dense.default  # torch's argument parser calls it
     _core.register(item, Entry(READ, "item"))
-    grad, by_inputs = torch.autograd.grad, backwards.autograd_grad
-    _core.register(grad, Entry(HANDLER, "grad", by_inputs))
+    _core.register(torch.autograd.grad, Entry(HANDLER, "grad", backwards.autograd_grad))
     # It writes no number. It takes the row of zero_(), the write that reads and saves least.
     _register_own(inplace_views.touch, "touch", "zero_")
     _register_own(norms.batch_moments, "batch_norm", "var_mean")
@@ -338,32 +344,22 @@ def register_all() -> None:
     for name, call in batch_softmax.CALLS.items():
         _register_own(call, name, name, batch_softmax.run_whole)
     for name, layer in packed.LAYERS.items():
-        row = f"packed_{name}"
-        _register_own(layer, name, row, _run_whole)
+        _register_own(layer, name, f"packed_{name}", _run_whole)
     _register_own(packed.select_index, "index_select", "index_select")
-    as_leaf = leaves.as_leaf
-    _register_own(as_leaf, "requires_grad_", leaves.ROW, leaves.decline)
-    derivative = derived.gradient_of
-    _register_own(derivative, "grad", "gradient_of", _run_whole)
-    chosen = masks.select_masked
-    _register_own(chosen, "__getitem__", "select_masked", _run_whole)
+    _register_own(leaves.as_leaf, "requires_grad_", leaves.ROW, leaves.decline)
+    _register_own(derived.gradient_of, "grad", "gradient_of", _run_whole)
+    _register_own(masks.select_masked, "__getitem__", "select_masked", _run_whole)
     for name, as_torch in packed.OWN.items():
         _register_op(as_torch, name)
     for call, scan in scans.STARTS.items():
-        row = "prod" if scan.run is torch.cumprod else "sum"
-        _register_own(call, "starts", row)
+        _register_own(call, "starts", "prod" if scan.run is torch.cumprod else "sum")
     for call, name in scans.CALLS.items():
-        _register_own(call, name, name, scans.run_whole)
+        _register_own(call, name, name, batch_softmax.run_whole)
     for name, member in _accessors():
         getter = member.fget if isinstance(member, property) else member
-        if name in handlers.HANDLERS:
-            handler = handlers.HANDLERS[name]
-            _core.register(getter, Entry(HANDLER, name, handler))
-        elif name in READS:
-            _core.register(getter, Entry(READ, name))
-        elif name in QUERIES:
-            _core.register(getter, Entry(HANDLER, name, handlers.query))
-        elif name == "data":  # like detach(), but writes through it change no version
+        if _is_registered(getter, name):
+            continue
+        if name == "data":  # like detach(), but writes through it change no version
             _register_own(getter, name, "detach")
         elif name in table.ROWS:
             _register_own(getter, name, name)

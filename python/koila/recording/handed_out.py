@@ -163,18 +163,6 @@ def apply(function: Any, *args: Any) -> Any:
     return function.apply(*args)
 
 
-class Same(torch.autograd.Function):
-    """Return `numbers` as a new tensor that may be written; its gradient goes to `leaf`."""
-
-    @staticmethod
-    def forward(ctx: Any, numbers: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-        return as_new(numbers)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, gradient
-
-
 class Gradient(torch.autograd.Function):
     """The node behind gradients of leaves that were computed with create_graph=True.
 
@@ -288,7 +276,7 @@ def _is_only_output(root: Root) -> bool:
         node = Program([root.lazy]).node_of(root.value)
         return node is not None and len(node.outs) == 1
 
-    return root.lazy is None or bool(_core.held(root.lazy, is_one, (), {}))
+    return root.lazy is None or _core.held(root.lazy, is_one, (), {})
 
 
 def _refusal_of_view(hook: Any) -> KoilaError:

@@ -417,16 +417,10 @@ HANDLERS: dict[str, Handler] = {
     "requires_grad_": require_grad,
     "share_memory_": on_itself,
     **packed.HANDLERS,
-    "is_cpu": _device_type("cpu"),
-    "is_cuda": _device_type("cuda"),
-    "is_meta": _device_type("meta"),
-    "is_mps": _device_type("mps"),
-    "is_xla": _device_type("xla"),
-    "is_xpu": _device_type("xpu"),
-    "is_ipu": _device_type("ipu"),
-    "is_maia": _device_type("maia"),
-    "is_mtia": _device_type("mtia"),
-    "is_vulkan": _device_type("vulkan"),
+    **{
+        f"is_{kind}": _device_type(kind)
+        for kind in "cpu cuda meta mps xla xpu ipu maia mtia vulkan".split()
+    },
 }
 
 #: Ops by name: the handler to try if the row of an op declines a call, before it runs at once.

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.overrides import handle_torch_function
 
 from koila import _core
 from koila.basics import table
+from koila.basics.enter import call_with_lazies
 from koila.planning import planner
 from koila.staged import hooks
 
@@ -48,7 +48,7 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     looked = func(torch.empty(()).expand(x.shape), *rest, **kwargs)  # torch's own errors
     if (x.dim() == 0) != (looked.dim() == 0):
         return NotImplemented  # type promotion treats tensors of no dims differently
-    handle_torch_function(touch, (x,), x)
+    call_with_lazies(touch, (x,), x)
     with torch.enable_grad():  # to torch the result is x itself, not a view made under no_grad
         viewed = view(x, *rest, **kwargs)
     if viewed is not x:

@@ -10,10 +10,11 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import has_torch_function
 
 from koila import _core
 from koila.basics import config
+from koila.basics.enter import call_with_lazies
 from koila.recording import written
 from koila.reporting import reports
 from koila.running import arrays
@@ -78,7 +79,7 @@ def _n_each(x: Any, mask: Any) -> int | None:
 def select_masked(x: Tensor, mask: Tensor, n_each: int) -> Any:
     """Return x[mask], with `n_each` entries of each entry of dim 0."""
     if has_torch_function((x, mask)):
-        return handle_torch_function(select_masked, (x, mask), x, mask, n_each)
+        return call_with_lazies(select_masked, (x, mask), x, mask, n_each)
     return x[mask]
 
 

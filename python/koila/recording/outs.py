@@ -7,7 +7,7 @@ That is what torch does if `out` has the shape, dtype and layout of the result. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,14 +17,6 @@ from koila.basics import table
 from koila.staged import meta
 
 LazyTensor = _core.LazyTensor
-
-
-def _tensors(obj: Any) -> Iterator[torch.Tensor]:
-    if isinstance(obj, torch.Tensor):
-        yield obj
-    elif isinstance(obj, tuple | list):
-        for item in obj:
-            yield from _tensors(item)
 
 
 def _shape(tensor: torch.Tensor) -> tuple[Any, ...] | None:
@@ -55,8 +47,8 @@ def _is_apart(func: Any, targets: list[torch.Tensor], given: list[torch.Tensor])
 def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a call with `out=`; NotImplemented where it has to run live."""
     rest = {name: value for name, value in kwargs.items() if name != "out"}
-    targets = list(_tensors(kwargs["out"]))
-    given = list(_tensors((*args, *rest.values())))
+    targets = list(meta.tensors(kwargs["out"]))
+    given = list(meta.tensors((*args, *rest.values())))
     shapes = [_shape(target) if type(target) is LazyTensor else None for target in targets]
     if None in shapes or not _is_apart(func, targets, given):
         return NotImplemented
@@ -64,7 +56,7 @@ def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented  # torch raises its own error
     with torch.set_grad_enabled(False):
         result = func(*args, **rest)
-        found = list(_tensors(result))
+        found = list(meta.tensors(result))
         if [_shape(tensor) for tensor in found] != shapes:
             return NotImplemented
         for target, tensor in zip(targets, found, strict=True):

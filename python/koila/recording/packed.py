@@ -23,11 +23,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import handle_torch_function
 from torch.utils.weak import WeakIdKeyDictionary
 
 from koila import _core
 from koila.basics import config, packing, table
+from koila.basics.enter import call_with_lazies
 from koila.memory import uneven
 from koila.random import noise_drawn
 from koila.reporting import reports
@@ -94,8 +94,7 @@ def select_index(input: Tensor, dim: Any, index: Tensor, **words: Any) -> Tensor
 
 
 def _select(x: Tensor, dim: int, index: Tensor, is_own: bool) -> Tensor:
-    call: Any = handle_torch_function
-    made: Tensor = call(select_index, (x,), x, dim, index)
+    made: Tensor = call_with_lazies(select_index, (x,), x, dim, index)
     if type(made) is LazyTensor:
         _selected[made] = _Selected(x, _core.id(x), _core.id(made), dim, index, is_own)
     return made
@@ -183,9 +182,8 @@ def _or_else(
         made = handler(func, args, kwargs)
         if made is not NotImplemented:
             return made
-        call: Any = handle_torch_function
         tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
-        return call(own, tensors, *args, **kwargs)
+        return call_with_lazies(own, tensors, *args, **kwargs)
 
     return handle
 
@@ -225,19 +223,18 @@ def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     x = _first_steps(made_of, int(made_of.lengths.max()))
     words = params, has_biases, num_layers, dropout, train, is_both, is_first
     given = tuple(states) if isinstance(hx, tuple | list) else states[0]
-    call: Any = handle_torch_function
     lengths, is_sorted = made_of.lengths, inverse is None
     keys = packing.keys_of(lengths, made_of.order)
     is_even = int(lengths.min()) == int(lengths.max())
     if is_even and not bool((keys.diff() > 0).any()):  # padded rows are the sequence
-        made = call(func, (x,), x, given, *words)
+        made = call_with_lazies(func, (x,), x, given, *words)
     else:
         drops = train and 0 < dropout < 1
         kind = table.ROWS[func.__name__]["n_gates"], num_layers, is_both, is_first, is_sorted, drops
         needs = uneven.needs(x, states, lengths, *kind)
         own, n_all = LAYERS[func.__name__], lengths.numel()
         of_rows = _with_rows(keys, made_of)
-        made = call(own, (x,), x, of_rows, given, *words, is_sorted, needs, n_all)
+        made = call_with_lazies(own, (x,), x, of_rows, given, *words, is_sorted, needs, n_all)
         _core.notes().setdefault("lengths", {})[id(lengths)] = lengths
     if type(made[0]) is not LazyTensor:
         return NotImplemented

@@ -198,14 +198,8 @@ def watch_here(tensor: torch.Tensor) -> None:
 
 def tensors_in(given: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors among nested arguments, and the real tensors of lazies."""
-    if type(given) is _core.LazyTensor:
-        real = _core.real(given)
-        if real is not None:
+    for one in meta.tensors(given):
+        if type(one) is not _core.LazyTensor:
+            yield one
+        elif (real := _core.real(one)) is not None:
             yield real
-    elif isinstance(given, torch.Tensor):
-        yield given
-    elif isinstance(given, tuple | list):
-        for one in given:
-            yield from tensors_in(one)
-    elif isinstance(given, dict):
-        yield from tensors_in(list(given.values()))

@@ -21,11 +21,6 @@ _COMPILED = torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMet
 def why(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> str:
     """Return why a call is not recorded, and what to do about it.
 
-    Args:
-        func: the function.
-        args: its arguments.
-        kwargs: its arguments by name.
-
     Returns:
         A text that follows "since"; it is never empty.
     """

@@ -107,8 +107,7 @@ def free_gathered() -> None:
 def _is_resharded(group: Any) -> bool:
     """Return whether torch frees a group's gathered parameters after a forward, and gathers them
     again for the backward."""
-    is_resharded: bool = group._reshard_after_forward
-    return is_resharded
+    return bool(group._reshard_after_forward)
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor]:

@@ -112,8 +112,7 @@ def _computed_from(roots: tuple[Any, ...], values: list[int]) -> list[set[int]] 
     program, after = Program(list(roots), unwanted=roots), [{value} for value in values]
     before = {_core.graph_of(value) for value in values}.difference(values)
     for _, node in sorted(program.nodes.items()):
-        imports = [program.imports[k].value for k in node.imports if k >= 0]
-        reads = {value for value in imports if program.info(value).requires_grad}
+        reads = {value for value in program.reads(node) if program.info(value).requires_grad}
         made = [out for out in node.outs if program.info(out).requires_grad]
         for found in after:
             if not found.isdisjoint(reads):

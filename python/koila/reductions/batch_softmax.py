@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from koila import _core
 from koila.basics import engine
+from koila.basics.enter import call_with_lazies
 from koila.basics.rows import WIDENED
 from koila.reductions import norms, scans
 
 
-class _Sums(engine.Function):
-    """sum(exp(x - most)), which saves only its inputs for backward."""
+class Sums(engine.Function):
+    """sum(exp(x - most)) over dims, which are kept with size 1. It saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, most: Tensor, dim: list[int]) -> Tensor:
@@ -34,12 +34,6 @@ class _Sums(engine.Function):
         x, most = ctx.saved_tensors
         made = torch.sub(x.to(most.dtype), most).exp_().mul_(gradients[0])
         return made.to(x.dtype), None, None
-
-
-def sums(x: Tensor, most: Tensor, dim: list[int]) -> Tensor:
-    """Return sum(exp(x - most)) over dims, which are kept with size 1."""
-    made: Tensor = _Sums.apply(x, most, dim)
-    return made
 
 
 def shares(
@@ -60,32 +54,29 @@ def _below(x: Tensor, logs: Tensor, most: Tensor) -> Tensor:
     return x - most.detach() - logs * torch.where(logs == torch.inf, torch.nan, 1.0)
 
 
-def softmax(
-    x: Tensor,
-    dim: int,
-    dtype: None = None,
-    logs: Tensor | None = None,
-    most: Tensor | None = None,
-) -> Tensor:
-    """Compute softmax from the results of `shares`; without them, in a whole run, by torch's."""
-    if logs is None or most is None:
-        return torch.softmax(x, dim)
-    return torch.exp(_below(x, logs, most)).to(x.dtype)
+def _from_shares(
+    own: Callable[..., Tensor], change: Callable[[Tensor], Tensor]
+) -> Callable[..., Tensor]:
+    """Return what is recorded for a softmax: it changes the log-softmax that the results of
+    `shares` give; without them, in a whole run, it makes torch's own call."""
+
+    def call(
+        x: Tensor,
+        dim: int,
+        dtype: None = None,
+        logs: Tensor | None = None,
+        most: Tensor | None = None,
+    ) -> Tensor:
+        if logs is None or most is None:
+            return own(x, dim)
+        return change(_below(x, logs, most)).to(x.dtype)
+
+    call.__name__ = own.__name__
+    return call
 
 
-def log_softmax(
-    x: Tensor,
-    dim: int,
-    dtype: None = None,
-    logs: Tensor | None = None,
-    most: Tensor | None = None,
-) -> Tensor:
-    """Compute log_softmax from the results of `shares`; without them by torch's own call."""
-    if logs is None or most is None:
-        return torch.log_softmax(x, dim)
-    return _below(x, logs, most).to(x.dtype)
-
-
+softmax = _from_shares(torch.softmax, torch.exp)
+log_softmax = _from_shares(torch.log_softmax, lambda logs: logs)
 #: The functions that read the result of a reduction which only chunks run, each with the number of
 #: positional arguments of torch's own function.
 N_OWN: dict[Callable[..., Any], int] = {
@@ -99,8 +90,11 @@ CALLS = {call.__name__: call for call in (softmax, log_softmax)}
 
 def run_alone(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a function of N_OWN without the results of its reduction, as torch's own call."""
-    own = {name: value for name, value in kwargs.items() if name != "starts"}
-    return func(*args[: N_OWN[func]], **own)
+    return func(*args[: N_OWN[func]], **_own_words(kwargs))
+
+
+def _own_words(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name != "starts"}
 
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -113,15 +107,13 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if dtype is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = WIDENED[x.dtype]  # autocast on CUDA runs softmax in float32
     x = x if dtype is None else x.to(dtype)
-    call: Any = handle_torch_function
     words = {"correction": 0, "keepdim": True, "dtype": WIDENED[x.dtype]}
-    logs, most = call(shares, (x,), x, [dim], **words)
+    logs, most = call_with_lazies(shares, (x,), x, [dim], **words)
     if not _core.set_for_chunks(most):
         return NotImplemented
-    return call(CALLS[func.__name__], (x,), x, dim, None, logs, most)
+    return call_with_lazies(CALLS[func.__name__], (x,), x, dim, None, logs, most)
 
 
 def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run torch's own call at once, if the second call cannot be recorded after all."""
-    del kwargs
-    return _core.live(func, args[:3], {}, False)
+    return _core.live(func, args[: N_OWN[func]], _own_words(kwargs), False)

@@ -124,7 +124,7 @@ def _strides_of_whole(program: Program, node: Node, out: int) -> tuple[int, ...]
     """Return the strides of torch's own result, found on meta tensors; None: the strides of an
     input are not known."""
     env: list[torch.Tensor | None] = [None] * program.n_values
-    for value in {program.imports[i].value for i in node.imports if i >= 0}:
+    for value in set(program.reads(node)):
         info = program.info(value)
         strides = info.real.stride() if info.real is not None else info.strides
         if strides is None:

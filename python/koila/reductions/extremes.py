@@ -110,7 +110,7 @@ class Shares(LogSumExp):
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x, dim = call.word("input"), call.word("dim")
         most = x.detach().amax(dim, True).to(call.wide)
-        made = most, batch_softmax.sums(x, self.finite(most), dim), count(1)
+        made = most, batch_softmax.Sums.apply(x, self.finite(most), dim), count(1)
         return tuple(map(made.__getitem__, parts))
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
@@ -220,8 +220,9 @@ class Prod(Reduction):
 
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x, dim = call.word("input").to(call.wide), call.word("dim")
-        made = products.of_chunk(x, dim, bool(call.word("keepdim", False)))
+        made = products.Chunk.apply(x, dim, bool(call.word("keepdim", False)))
         return tuple(map(made.__getitem__, parts))
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
-        return products.of_chunks(call.word("dim") is None, *parts).to(call.dtype)
+        made: torch.Tensor = products.Product.apply(call.word("dim") is None, *parts[0], *parts[1])
+        return made.to(call.dtype)

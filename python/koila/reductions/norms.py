@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from koila import _core
 from koila.basics import engine
+from koila.basics.enter import call_with_lazies
 from koila.basics.rows import OWN_WIDTH, WIDENED
 
 Pair = tuple[Tensor, Tensor]
@@ -175,12 +175,11 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or len(args) != 9 or not args[5] or type(args[0]) is not _core.LazyTensor:
         return NotImplemented
     x = args[0]
-    call: Any = handle_torch_function
     over = [0, *range(2, x.dim())]  # all dims but the channels
-    var, mean = call(batch_moments, (x,), x, over, correction=0, dtype=WIDENED[x.dtype])
+    var, mean = call_with_lazies(batch_moments, (x,), x, over, correction=0, dtype=WIDENED[x.dtype])
     if not _core.set_for_chunks(mean):
         return NotImplemented
-    return call(batch_norm, (x,), *args, var, mean)
+    return call_with_lazies(batch_norm, (x,), *args, var, mean)
 
 
 class Group:

@@ -24,10 +24,10 @@ from koila.basics import engine
 _DIVIDE, _MULTIPLY, _NOTHING = 0, 1, 2  # torch's formulas for the gradient of a product
 
 
-class _Chunk(engine.Function):
+class Chunk(engine.Function):
     """The product of a chunk, along a dim or (None) of all elements, and its number of zeros.
 
-    `_Product` sends the gradient of the product, and as that of the number torch's formula.
+    `Product` sends the gradient of the product, and as that of the number torch's formula.
     """
 
     @staticmethod
@@ -52,7 +52,7 @@ class _Chunk(engine.Function):
         return _others(x.reshape(-1), 0).view(x.shape).conj().mul_(gradient), None, None
 
 
-class _Product(engine.Function):
+class Product(engine.Function):
     """The product of the products of chunks, given together with their numbers of zeros."""
 
     @staticmethod
@@ -79,18 +79,6 @@ def _others(x: Tensor, dim: int) -> Tensor:
     return before.mul_(after)
 
 
-def of_chunk(x: Tensor, dim: int | None, keepdim: bool) -> tuple[Tensor, Tensor]:
-    """Return the two parts of a product: that of a chunk, and its number of zeros."""
-    made: tuple[Tensor, Tensor] = _Chunk.apply(x, dim, keepdim)
-    return made
-
-
-def of_chunks(is_of_all: bool, products: list[Tensor], numbers: list[Tensor]) -> Tensor:
-    """Return the product of all chunks from their parts."""
-    made: Tensor = _Product.apply(is_of_all, *products, *numbers)
-    return made
-
-
 # cumprod ------------------------------------------------------------------------------------------
 #
 # In torch's formula for a column, the elements before the first zero have the sum of the shares
@@ -100,7 +88,7 @@ def of_chunks(is_of_all: bool, products: list[Tensor], numbers: list[Tensor]) ->
 # behind a zero, its sum of (its own product * gradient).
 
 
-class _Total(engine.Function):
+class Total(engine.Function):
     """The product of a chunk along a dim, which is kept, and whether a factor is 0.
 
     `_Starts` sends the sum that is to be divided by the elements or multiplied with those beside
@@ -167,7 +155,7 @@ def _before(parts: Sequence[Tensor], join: Callable[[Tensor, Tensor], Tensor]) -
     return itertools.accumulate((first, *parts[:-1]), join)
 
 
-class _Multiply(engine.Function):
+class Multiply(engine.Function):
     """cumprod from a start."""
 
     @staticmethod
@@ -208,19 +196,7 @@ def _beside_zeros(
     return of_factors.narrow(dim, 1, x.shape[dim]), shares.sum(dim, keepdim=True)
 
 
-def total(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return the product of a chunk along a dim, which is kept, and whether a factor is 0."""
-    made: tuple[Tensor, Tensor] = _Total.apply(x, dim)
-    return made
-
-
 def starts(parts: list[list[Tensor]], dim: int) -> Tensor:
-    """Return the starts of all chunks, concatenated, from what `total` returned of each."""
+    """Return the starts of all chunks, concatenated, from what `Total` returned of each."""
     made: Tensor = _Starts.apply(dim, *parts[0], *parts[1])
-    return made
-
-
-def go_on(x: Tensor, start: Tensor, dim: int) -> Tensor:
-    """Return the cumprod of a chunk from its start."""
-    made: Tensor = _Multiply.apply(x, start, dim)
     return made

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from koila import _core
 from koila.basics import engine
+from koila.basics.enter import call_with_lazies
 from koila.basics.rows import WIDENED
 from koila.reductions import products
 
@@ -136,7 +136,7 @@ def _starts_of_sums(parts: list[list[Tensor]], dim: int) -> Tensor:
 
 _ALL = (
     Scan(torch.cumsum, _total, _starts_of_sums, _add),
-    Scan(torch.cumprod, products.total, products.starts, products.go_on),
+    Scan(torch.cumprod, products.Total.apply, products.starts, products.Multiply.apply),
     Scan(torch.logcumsumexp, _total_exponentials, _starts_of_exponentials, _add_exponentials),
 )
 SCANS = {scan.run.__name__: scan for scan in _ALL}
@@ -186,14 +186,8 @@ def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if type(x) is not _core.LazyTensor or not isinstance(dim, int) or words:
         return NotImplemented
     starts, goes_on = _MADE[func.__name__]
-    call: Any = handle_torch_function
-    begun = call(starts, (x,), x, dim, keepdim=True, dtype=WIDENED[_made_in(x, dtype)])
+    begun = call_with_lazies(starts, (x,), x, dim, keepdim=True, dtype=WIDENED[_made_in(x, dtype)])
     if not _core.set_for_chunks(begun):
         return NotImplemented
     own = {} if dtype is None else {"dtype": dtype}
-    return call(goes_on, (x,), x, dim, **own, starts=begun)
-
-
-def run_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run torch's own call at once, if the second call cannot be recorded after all."""
-    return _core.live(func, args, {**kwargs, "starts": None}, False)
+    return call_with_lazies(goes_on, (x,), x, dim, **own, starts=begun)

@@ -80,9 +80,6 @@ class Var(Reduction):
             correction = 0 if unbiased is False else 1
         return dim, call.word("keepdim", False), correction
 
-    def partial(self, part: int, call: Call) -> torch.Tensor:
-        return self.partials((part,), call)[0]
-
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x: torch.Tensor = call.word("input")
         dim, keepdim, _ = self.options(call)
@@ -94,8 +91,10 @@ class Var(Reduction):
         squares = abs_squared(x - mean.detach()).sum(over, keepdim=keepdim)
         mean = mean if keepdim else mean.squeeze(over) if over else mean
         if self.has_mean(call) and mean.device.type == "cpu" and not mean.isfinite().all():
-            squares = _Instead.apply(squares, torch.where(mean.isinf(), mean.real, squares))
-            mean = _Instead.apply(mean, torch.var_mean(x, over, correction=0, keepdim=keepdim)[1])
+            squares = engine.Instead.apply(squares, torch.where(mean.isinf(), mean.real, squares))
+            mean = engine.Instead.apply(
+                mean, torch.var_mean(x, over, correction=0, keepdim=keepdim)[1]
+            )
         made = n, mean, squares
         return tuple(map(made.__getitem__, parts))
 
@@ -124,8 +123,9 @@ class Var(Reduction):
             var = var + deviation(k)
         var = var / (n - correction).to(var.dtype)
         value = root(var) if call.func.__name__.startswith("std") else var
-        value = value.to(real_of(call.dtype))
-        return (value, mean.to(call_mean_dtype(call, mean))) if self.has_mean(call) else value
+        value = value.to(call.dtype.to_real() if call.dtype.is_complex else call.dtype)
+        mean = mean if mean.is_complex() else mean.to(call.dtype)
+        return (value, mean) if self.has_mean(call) else value
 
 
 def _mean(x: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
@@ -142,7 +142,7 @@ def _mean(x: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
     are_equal = terms == first
     if over:  # not of a scalar
         are_equal = are_equal.all(over, keepdim=True)
-    exact: torch.Tensor = _Instead.apply(mean, torch.where(are_equal, first, mean.detach()))
+    exact: torch.Tensor = engine.Instead.apply(mean, torch.where(are_equal, first, mean.detach()))
     return exact
 
 
@@ -177,30 +177,18 @@ def _beside_infinities(
         means deviate.
     """
     means = [
-        _Instead.apply(m, torch.where(m.isnan() & s.isinf(), s, m))
+        engine.Instead.apply(m, torch.where(m.isnan() & s.isinf(), s, m))
         for m, s in zip(means, squares, strict=True)
     ]
     plain = total([m * (k / total(ns)).to(m.dtype) for k, m in zip(ns, means, strict=True)])
     middle = torch.where(mean.isfinite(), mean, plain).detach()
     squares = [
-        _Instead.apply(s, torch.where(m.isinf(), torch.nan, s))
+        engine.Instead.apply(s, torch.where(m.isinf(), torch.nan, s))
         for m, s in zip(means, squares, strict=True)
     ]
     # The difference of two equal infinities is nan.
     means = [torch.where(m == middle, middle, m) for m in means]
     return means, squares, middle
-
-
-class _Instead(engine.Function):
-    """Replace the value of a tensor by another one, and pass the gradient on to the tensor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return value.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradients[0], None
 
 
 class _RunningMean(engine.Function):
@@ -297,14 +285,6 @@ class Moments(Var):
                 var, mean = _OfChunks.apply(ns, pooled, *parts[1], *parts[2])
                 return var.to(call.dtype), mean.to(call.dtype)
         return super().combine([[part.double() for part in of] for of in parts], call)
-
-
-def real_of(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
-
-
-def call_mean_dtype(call: Call, mean: torch.Tensor) -> torch.dtype:
-    return mean.dtype if mean.is_complex() else call.dtype
 
 
 def abs_squared(x: torch.Tensor) -> torch.Tensor:

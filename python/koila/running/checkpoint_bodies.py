@@ -93,13 +93,10 @@ def _reached_by(
         elif isinstance(obj, Tensor):
             yield obj
         elif depth > 0 and not isinstance(obj, type | types.ModuleType | str):
-            is_function = isinstance(obj, types.FunctionType)
-            inner = names | names_in(obj.__code__) if is_function else names
-            if is_function:
-                yield from words_in(obj.__code__)
-            if isinstance(obj, types.MethodType) and isinstance(obj.__func__, types.FunctionType):
-                inner = names | names_in(obj.__func__.__code__)
-                yield from words_in(obj.__func__.__code__)
+            inner, function = names, obj.__func__ if isinstance(obj, types.MethodType) else obj
+            if isinstance(function, types.FunctionType):
+                inner = names | names_in(function.__code__)
+                yield from words_in(function.__code__)
             yield from _reached_by(list(_inside(obj, inner)), inner, depth - 1)
 
 

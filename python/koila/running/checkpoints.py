@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from koila import _core
 from koila.basics import lines, surroundings
+from koila.basics.enter import call_with_lazies
 from koila.memory import outside
 from koila.messages.errors import KoilaError
 from koila.planning import logs, planner
@@ -81,8 +81,7 @@ def _batch_norm(x: Any, weight: Any, bias: Any, mean: Any, *words: Any) -> Any:
     counted: Any = None if module is None else module.num_batches_tracked
     again.n_batches = counted
     again.is_mean = module is not None and module.momentum is None
-    call: Any = handle_torch_function
-    return call(norms.batch_norm, (x,), x, *args[1:6], again, *args[7:])
+    return call_with_lazies(norms.batch_norm, (x,), x, *args[1:6], again, *args[7:])
 
 
 _torch: Any = torch
@@ -298,7 +297,7 @@ def own_passes(program: Program) -> Passes:
     by_value: dict[int, set[int]] = defaultdict(set)
     for node in program.nodes.values():
         if any(map(program.needs_gradient, node.outs)):
-            for value in (program.imports[i].value for i in node.imports if i >= 0):
+            for value in program.reads(node):
                 by_value[value].add(_pass_to(value, program.info(value).real, node.region))
     reals = ((program.info(value).real, own) for value, own in by_value.items())
     return [(real, own) for real, own in reals if real is not None and real.requires_grad]
@@ -350,7 +349,7 @@ def bodies(program: Program) -> Iterator[Body]:
             if region in ends:
                 found[region].append(node)
     for region, nodes in found.items():
-        reads = {program.imports[i].value for node in nodes for i in node.imports if i >= 0}
+        reads = {value for node in nodes for value in program.reads(node)}
         made = {out for node in nodes for out in node.outs}
         # The arguments of an inner body are recomputed, so writes to them do not matter.
         given = _given(region)[0] if around(region) == (region,) else []

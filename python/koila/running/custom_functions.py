@@ -22,9 +22,10 @@ from koila.messages.errors import KoilaError
 from koila.random import generators
 from koila.running import checkpoints, custom_memory, recomputed
 from koila.running.recomputed import Body, Handle
-from koila.running.repeated import Call, Layout, Memory, OfPart, Ref, map_nested
+from koila.running.repeated import Call, Layout, Memory, OfPart, Ref
 from koila.staged import meta
 from koila.staged.aliases import version_of
+from koila.staged.meta import map_nested
 
 
 def in_forward(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,7 +92,7 @@ def _in_body(apply: Callable[..., Any]) -> Callable[..., Any]:
         return apply
 
     def run(_: Any, *args: Any, **kwargs: Any) -> Any:
-        if not any(isinstance(one, Tensor) for one in meta.leaves((args, kwargs))):
+        if next(meta.tensors((args, kwargs)), None) is None:
             return apply(*args, **kwargs)
         return _run(recomputed.body_of(region), apply, args, kwargs)
 
@@ -102,7 +103,7 @@ def _run(body: Body, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a custom function. Backward calls it again for what it has saved, unless it writes its
     inputs or returns their memory."""
     tree, refs, handles = body.tree, list[Ref](), list[Handle]()
-    tensors = [one for one in meta.leaves((args, kwargs)) if isinstance(one, Tensor)]
+    tensors = list(meta.tensors((args, kwargs)))
     if any(one.untyped_storage()._cdata in tree.watched for one in tensors):
         return func(*args, **kwargs)
     name = f"{func.__self__.__name__}.apply"  # type: ignore[attr-defined]

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from koila.basics import config, engine
 from koila.memory import budget
@@ -39,7 +38,7 @@ def counted(apply: Callable[..., Any]) -> Callable[..., Any]:
     def run(_: Any, *args: Any, **kwargs: Any) -> Any:
         key = cls, *_sizes((args, kwargs))
         made = _count((*key, "forward"), apply, apply, args, kwargs)
-        for node in {one.grad_fn for one in meta.leaves(made) if isinstance(one, Tensor)}:
+        for node in {one.grad_fn for one in meta.tensors(made)}:
             if getattr(node, "_forward_cls", None) is cls:
                 _count_backward(node, cls, (*key, "backward"))
         return made
@@ -48,8 +47,7 @@ def counted(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _sizes(given: Any) -> list[Any]:
-    tensors = (one for one in meta.leaves(given) if isinstance(one, Tensor))
-    return [(tuple(one.shape), one.dtype, one.requires_grad) for one in tensors]
+    return [(tuple(one.shape), one.dtype, one.requires_grad) for one in meta.tensors(given)]
 
 
 def _count_backward(node: Any, cls: Any, key: tuple[Any, ...]) -> None:
@@ -84,8 +82,7 @@ def _count(
     Raises:
         MemoryLimitError: it needs more than is left, or needed more when it ran before.
     """
-    devices = (one.device for one in meta.leaves(args) if isinstance(one, Tensor))
-    device = next(devices, torch.device("cpu"))
+    device = next((one.device for one in meta.tensors(args)), torch.device("cpu"))
     needed = _known.get(key)
     left = budget.free_bytes(device, ())
     if needed is not None and needed > left:

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
 
 from koila import _core
 from koila.basics import engine, surroundings
+from koila.basics.enter import call_with_lazies
 from koila.basics.rows import Place
 from koila.messages.errors import KoilaError
 from koila.planning import planner
@@ -206,8 +206,7 @@ def record(
     ends_of = tuple(map(_core.lazy_of, recipe.outputs)), tuple(gradient for _, gradient in pairs)
     given = tuple(inputs), *ends_of, tuple(read.values())
     lazies = (*inputs, *ends_of[0])
-    call: Any = handle_torch_function
-    made = call(gradient_of, lazies, *given, number, *(n_rows * one for one in n_bytes))
+    made = call_with_lazies(gradient_of, lazies, *given, number, *(n_rows * one for one in n_bytes))
     return (made,) if type(made) is LazyTensor else tuple(made)
 
 
@@ -281,9 +280,8 @@ def _between(
     reached, made, needed = set(inputs), set[int](), set(outputs)
     nodes = []
     for _, node in sorted(program.nodes.items()):
-        reads = {program.imports[k].value for k in node.imports if k >= 0}
         outs = [out for out in node.outs if program.info(out).requires_grad]
-        if outs and not reads.isdisjoint(reached):
+        if outs and not reached.isdisjoint(program.reads(node)):
             reached.update(outs)
             nodes.append(node)
     found = []
@@ -295,7 +293,7 @@ def _between(
             return _why_not(node)
         found.append(node)
         made.update(node.outs)
-        needed.update(program.imports[k].value for k in node.imports if k >= 0)
+        needed.update(program.reads(node))
     if not needed.issuperset(inputs) or not made.issuperset(outputs):
         return "not all that is differentiated is made of all inputs"
     read: dict[int, Place | None] = {}
@@ -331,7 +329,7 @@ def _find_write_between(
     ):
         by_storage.setdefault(program.info(value).storage, set()).add(value)
     for node in program.nodes.values():
-        for value in {program.imports[k].value for k in node.imports if k >= 0}:
+        for value in set(program.reads(node)):
             n_readers[value] = n_readers.get(value, 0) + 1
     overwritten = made.intersection(own.values()).difference(value for value, _ in ends)
     is_free = {value for value in overwritten.difference(inputs) if n_readers[value] == 1}

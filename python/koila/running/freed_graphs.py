@@ -62,7 +62,7 @@ class _Refusing(engine.Function):
         raise NotImplementedError
 
 
-class _OfFreedGraph(_Refusing):
+class OfFreedGraph(_Refusing):
     """A number whose graph was freed by a backward."""
 
     @staticmethod
@@ -70,7 +70,7 @@ class _OfFreedGraph(_Refusing):
         raise used_up()
 
 
-class _Outdated(_Refusing):
+class Outdated(_Refusing):
     """A number whose graph read tensors that have changed since."""
 
     @staticmethod
@@ -82,9 +82,16 @@ class _Outdated(_Refusing):
         )
 
 
-def _hung_on(function: Any, number: torch.Tensor, before: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return a tensor in the memory of `number` that requires a gradient: behind it is a node of
-    `function`, a subclass of _Refusing, whose inputs are `before` (none: a new leaf)."""
+def hung_on(function: Any, number: torch.Tensor, before: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return `number`, in the same memory, with a graph behind it that raises; it does not keep the
+    memory, as a freed graph of eager's does not.
+
+    Args:
+        function: the class of the node behind it: OfFreedGraph or Outdated.
+        number: the number.
+        before: the tensors that it was computed from, which are the node's inputs; none: a new
+            leaf.
+    """
     with torch._C._InferenceMode(False), torch.enable_grad():
         found = list(before)
         inputs = list(dict(zip(map(id, found), found, strict=True)).values())
@@ -95,33 +102,11 @@ def _hung_on(function: Any, number: torch.Tensor, before: Iterable[torch.Tensor]
     return hung
 
 
-def of_freed_graph(number: torch.Tensor, before: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return `number`, in the same memory, with a graph behind it that raises as one that a
-    backward freed. As in eager, the graph does not keep the memory.
-
-    Args:
-        number: the number.
-        before: the tensors that it was computed from.
-
-    Examples:
-        >>> import torch
-        >>> from koila.running.freed_graphs import of_freed_graph
-        >>> of_freed_graph(torch.ones(()), []).requires_grad
-        True
-    """
-    return _hung_on(_OfFreedGraph, number, before)
-
-
-def outdated(number: torch.Tensor, before: Iterable[torch.Tensor]) -> torch.Tensor:
-    """As `of_freed_graph`, but the graph raises that a tensor it was computed with has changed."""
-    return _hung_on(_Outdated, number, before)
-
-
 def check_program(program: object) -> None:
     """Raise if an earlier backward went through calls of a program (its handle) without
     retain_graph, also if no lazy refers to their values any more."""
     if _core.spend(program, True) is not None:
-        _OfFreedGraph.refuse()
+        OfFreedGraph.refuse()
 
 
 def is_failed(lazy: _core.LazyTensor) -> bool:

@@ -22,6 +22,7 @@ import torch
 from koila import _core
 from koila.basics import switches, table
 from koila.messages.errors import KoilaError
+from koila.running.unwritten import subclass_of
 
 #: Weights by id, in the block that is open: those that were written, and those that runs in chunks
 #: have read.
@@ -121,11 +122,7 @@ def _marking(kind: type) -> type | None:
     Return None if that is such a class already, or has a `__torch_function__` of its own: then
     calls run at once anyway.
     """
-    own = kind.__dict__.get("__torch_function__", torch._C._disabled_torch_function_impl)
-    if kind is not torch.Tensor and own is not torch._C._disabled_torch_function_impl:
-        return None
-    members = {"__torch_function__": classmethod(_torch_function), "__module__": kind.__module__}
-    return type(kind)(kind.__name__, (kind,), {**members, _OWN: kind, "__deepcopy__": _deepcopy})
+    return subclass_of(kind, _torch_function, __deepcopy__=_deepcopy, **{_OWN: kind})
 
 
 def _deepcopy(weight: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:

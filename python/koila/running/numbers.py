@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from koila.basics.rows import as_inference, as_new
 from koila.basics.threads import in_turn
 from koila.running import read_numbers, views
 from koila.running.boundary import BoundaryValue
-from koila.running.freed_graphs import of_freed_graph, outdated
+from koila.running.freed_graphs import OfFreedGraph, Outdated, hung_on
 from koila.staged import hooks, layouts, leaves
 from koila.staged.facts import Info
 from koila.staged.program import Program
@@ -53,11 +53,11 @@ class GoneGraphs:
         self.numbers: dict[int, torch.Tensor] = {}
         self.held: dict[int, set[int]] = {}
 
-    def put(self, function: Callable[..., torch.Tensor], value: int, number: torch.Tensor) -> Any:
+    def put(self, function: Any, value: int, number: torch.Tensor) -> torch.Tensor:
         """Return the number of a value with such a graph; those of values before it come first.
 
         Args:
-            function: `of_freed_graph` or `outdated`.
+            function: the class of the node behind it: OfFreedGraph or Outdated.
             value: its id.
             number: its number.
         """
@@ -68,7 +68,7 @@ class GoneGraphs:
                 before.append(self.numbers[one])
                 reached |= self.held.get(one, set())
         self.held[value] = set(held)
-        self.numbers[value] = function(number, before)
+        self.numbers[value] = hung_on(function, number, before)
         return self.numbers[value]
 
 
@@ -109,7 +109,7 @@ class Numbers:
         for storage, group in groups.items():
             # A recorded call may write a lazy that stays. So lazies of a storage stay or leave
             # together.
-            n_leaving = sum(map(self._is_leaving, group))
+            n_leaving = sum(v in self.freed or not program.info(v).requires_grad for v in group)
             are_final = n_leaving >= program.n_sharing.get(storage, len(group))
             if program.info(group[0]).is_uncertain:
                 are_final = not self.freed.isdisjoint(group)
@@ -149,8 +149,7 @@ class Numbers:
         """
         program, beyond, ends = self.program, set[int](), set[int]()
         for i, node in sorted(program.nodes.items()):
-            reads = {program.imports[k].value for k in node.imports if k >= 0}
-            ways = [value for value in reads if program.info(value).requires_grad]
+            ways = [value for value in program.reads(node) if program.info(value).requires_grad]
             is_freed = any(map(program.needs_gradient, node.outs)) and any(_core.node(i)[6])
             is_beyond = bool(ways) and ends.issuperset(ways)
             beyond.update(node.outs if is_beyond else ())
@@ -163,9 +162,6 @@ class Numbers:
         node = self.program.node_of(value)
         return any(map(self.program.needs_gradient, node.outs if node is not None else (value,)))
 
-    def _is_leaving(self, value: int) -> bool:
-        return value in self.freed or not self.program.info(value).requires_grad
-
     def _number(self, value: int) -> torch.Tensor:
         if leaves.is_begun(value):
             return self._number_of(value).detach().requires_grad_()
@@ -176,7 +172,7 @@ class Numbers:
             return self._of_kept(value)
         result = self._of_storage(value)
         is_new = value in self.freed and not result.requires_grad
-        return self.gone.put(of_freed_graph, value, result) if is_new else result
+        return self.gone.put(OfFreedGraph, value, result) if is_new else result
 
     def _of_kept(self, value: int) -> torch.Tensor:
         """Return the number of a value that the run kept whole; the same tensor at each call.
@@ -195,7 +191,7 @@ class Numbers:
                     result = as_inference(result)
             is_graph_freed = value in self.freed
             self.made[value] = (
-                self.gone.put(of_freed_graph, value, result) if is_graph_freed else result
+                self.gone.put(OfFreedGraph, value, result) if is_graph_freed else result
             )
         return self.made[value]
 
@@ -253,7 +249,7 @@ def settle_outdated(is_over: bool = False) -> None:
     for value in sorted((*all_such, *some)):  # all before one leaves the tape: they lead there
         result, requires_grad = _core.value(value)[6], _core.value(value)[2]
         assert result is not None
-        numbers[value] = gone.put(outdated, value, result) if requires_grad else result
+        numbers[value] = gone.put(Outdated, value, result) if requires_grad else result
     for value, number in numbers.items():
         result = hooks.give(value, number) if number.requires_grad else number
         if all_such:

@@ -8,9 +8,8 @@ and torch is asked on meta tensors whether the backward of the call really needs
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Collection, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -40,22 +39,6 @@ def check(program: Program) -> None:
                 _refuse(program, value, "the checkpoint", written[0])
         for value in body.read:
             _check_read_again(program, value, body)
-    for one in _needed_and_overwritten(program):
-        is_hidden = _is_hidden(one.node, one.writer_region)
-        _refuse(program, one.value, _call(one.node.id), one.writer, is_hidden)
-
-
-class _Overwritten(NamedTuple):
-    """A value that a call saved for its backward, and that was written since."""
-
-    value: int
-    node: Node  # the call that saved it
-    writer: int  # the call that wrote it
-    writer_region: int  # the checkpoint in which the writer is; 0: none
-
-
-def _needed_and_overwritten(program: Program) -> Iterator[_Overwritten]:
-    """Yield each saved value that was written later, and whose old numbers a backward needs."""
     call = NO_CALL
     # The core finds the next call after `call` of which something saved was written.
     while (found := _core.overwritten(program.handle, call)) is not None:
@@ -68,7 +51,7 @@ def _needed_and_overwritten(program: Program) -> Iterator[_Overwritten]:
             if is_recomputed or _is_uncounted(program, value):
                 continue
             if _needs_as_before(program, node, value) and _is_gone_through(program, node):
-                yield _Overwritten(value, node, writer, region)
+                _refuse(program, value, _call(call), writer, _is_hidden(node, region))
 
 
 def _check_read_again(program: Program, value: int, body: checkpoints.Body) -> None:
@@ -86,10 +69,7 @@ def _check_read_again(program: Program, value: int, body: checkpoints.Body) -> N
 
 def _reader(program: Program, value: int, body: Sequence[Node]) -> str:
     """Return the name and line of the first call of a checkpoint's function that reads a value."""
-    reads = (
-        n for n in body if any(i >= 0 and program.imports[i].value == value for i in n.imports)
-    )
-    return _call(next(reads).id)
+    return _call(next(node for node in body if value in program.reads(node)).id)
 
 
 def _refuse(
@@ -145,8 +125,7 @@ def check_leaves(
     for node in program.nodes.values():
         if not any(map(program.needs_gradient, node.outs)):
             continue
-        read = {program.imports[i].value for i in node.imports if i >= 0}
-        for value in read.union(node.outs):
+        for value in {*program.reads(node), *node.outs}:
             written = value if value in leaves else program.info(value).base  # a view of a leaf
             if written not in leaves:
                 continue
@@ -181,9 +160,7 @@ def values_in(program: Program, storages: set[int]) -> set[int]:
     if not storages:
         return set()
     nodes = program.nodes.values()
-    read = (program.imports[i].value for node in nodes for i in node.imports if i >= 0)
-    made = (value for node in nodes for value in node.outs)
-    values = set(itertools.chain(read, made))
+    values = {value for node in nodes for value in (*program.reads(node), *node.outs)}
     return {value for value in values if program.info(value).storage in storages}
 
 

@@ -80,7 +80,7 @@ def check(program: Program) -> None:
         uncounted = overwritten.values_in(program, storages)
         everything = overwritten.values_in(program, {one.storage for one in written})
         overwritten.check_leaves(program, everything, uncounted)
-        read = {i for node in program.nodes.values() for i in node.imports if i >= 0}
-        for value in sorted({program.imports[i].value for i in read} & uncounted & everything):
+        read = {value for node in program.nodes.values() for value in program.reads(node)}
+        for value in sorted(read & uncounted & everything):
             if Info.of(value).result is not None:  # the program starts from the written number
                 overwritten.refuse_uncounted(program, value)

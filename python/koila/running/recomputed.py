@@ -26,10 +26,11 @@ from koila.messages.errors import KoilaError, let_go
 from koila.random import draws
 from koila.reductions import norms
 from koila.running import module_state
-from koila.running.repeated import Call, Layout, Memory, OfPart, Ref, map_nested
+from koila.running.repeated import Call, Layout, Memory, OfPart, Ref
 from koila.staged import aliases, meta
 from koila.staged.aliases import version_of
 from koila.staged.facts import is_data
+from koila.staged.meta import map_nested
 
 _is_alias: Callable[[Tensor, Tensor], bool] = vars(torch._C)["_is_alias_of"]
 
@@ -110,9 +111,8 @@ class Handle:
     """Stands for a tensor of a body that can be recomputed: one that a call saved for backward, or
     that an inner body reads."""
 
-    __slots__ = (
-        *("__weakref__", "body", "is_pinned", "like", "memory", "needs_gradient", "tensor"),
-        "version",
+    __slots__ = tuple(
+        "__weakref__ body is_pinned like memory needs_gradient tensor version".split()
     )
 
     def __init__(self, body: Body, tensor: Tensor, needs_gradient: bool = False) -> None:
@@ -423,7 +423,7 @@ class _Live(NamedTuple):
 
     def written(self) -> list[Tensor]:
         """Return the tensors that it writes; all its tensors if it is not known which."""
-        tensors = [one for one in meta.leaves((self.args, self.kwargs)) if isinstance(one, Tensor)]
+        tensors = list(meta.tensors((self.args, self.kwargs)))
         if len(tensors) != len(_core.node(self.node)[5]):
             return tensors if self.writes else []
         return [one for k, one in enumerate(tensors) if self.writes >> k & 1]
@@ -453,7 +453,8 @@ class _Live(NamedTuple):
         if tree.has_norms and tree.is_settled:
             refuse("writes what it did not make, and moves running statistics")
         states = self.start()
-        is_kept = any(state is None or _has_generator(self.kwargs) for _, state in states)
+        has_own = any(isinstance(one, torch.Generator) for one in self.kwargs.values())
+        is_kept = any(state is None or has_own for _, state in states)
         context = switches.Context.current(_core.value(self.outs[0])[10])
         with contextlib.nullcontext() if is_kept else saved_tensors_hooks(body.save, Handle.get):
             yield
@@ -473,10 +474,6 @@ class _Live(NamedTuple):
         if not is_kept and any(key is not None for key in outs):
             call = Call(body.region, func, args, kwargs, context, outs, again, states)
             body.add(call, (ref.key for ref in refs))
-
-
-def _has_generator(kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(one, torch.Generator) for one in kwargs.values())
 
 
 def keep(i: int, region: int, first_out: int, n_outs: int, call: Any, *words: Any) -> Any:

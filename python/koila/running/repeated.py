@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila.basics import generator_state, switches
 from koila.reductions import norms
+from koila.staged.meta import map_nested
 
 
 class Ref(NamedTuple):
@@ -50,20 +51,6 @@ class Call(NamedTuple):
         for key, one in zip(self.outs, results, strict=False):
             if key is not None:
                 env[key] = one
-
-
-def map_nested(obj: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """Return nested arguments with `change` applied to each object of type `kind`."""
-    if isinstance(obj, kind):
-        return change(obj)
-    if isinstance(obj, dict):
-        return {key: map_nested(one, kind, change) for key, one in obj.items()}
-    if isinstance(obj, tuple | list):
-        made = [map_nested(one, kind, change) for one in obj]
-        if hasattr(obj, "_fields"):
-            return type(obj)(*made)
-        return made if isinstance(obj, list) else type(obj)(made)
-    return obj
 
 
 class Layout:

@@ -419,7 +419,7 @@ def _refuse_outdated(roots: list[Any]) -> NoReturn:
     """Raise: a tensor was changed that calls read which this backward would have to run again."""
     program, name = Program(roots), "backward: a tensor"
     for node in program.nodes.values():
-        for leaf in (program.imports[k].value for k in node.imports if k >= 0):
+        for leaf in program.reads(node):
             real = program.info(leaf).real
             if real is not None and leaf not in _core.leaves_of(real):  # it lists those unchanged
                 where = _core.node(node.id)[3]

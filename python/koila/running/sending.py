@@ -14,14 +14,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from koila.basics import engine
 from koila.basics.holders import owned
 from koila.running import sparse_gradients
+from koila.running.boundary import Awaiting
 
 #: Makes an edge of a node and the number of its output, without the frame that the class enters.
 _edge: Callable[[tuple[Any, int]], GradientEdge] = functools.partial(tuple.__new__, GradientEdge)
 
 #: Of an output, or of the partials of a reduction.
 Edges = GradientEdge | None | tuple[GradientEdge | None, ...]
-#: Aliases that a graph read and that have no gradient so far, by id: whose, its key there, it.
-Awaiting = dict[int, tuple[Any, Any, torch.Tensor]]
 
 
 def edges_of(env: Sequence[Any], values: Iterable[int]) -> dict[int, Edges]:

@@ -24,6 +24,7 @@ import torch
 
 from koila import _core
 from koila.basics import holders
+from koila.staged import meta
 
 _writes: weakref.WeakSet[Write] = weakref.WeakSet()  # of all tapes
 _n_writes: dict[int, int] = {}  # id of a tensor -> how many pending calls will write it
@@ -72,7 +73,7 @@ def _torch_function(cls: type, func: Any, types: Any, args: Any = (), kwargs: An
 
 def note_read(given: Any) -> set[int]:
     """Return the ids of the watched tensors among the arguments of a call; call `on_read`."""
-    found = set(map(id, _among(given)))
+    found = _among(given)
     if on_read is not None and found:
         on_read(found)
     return found
@@ -112,26 +113,26 @@ def _watched(kind: type) -> type | None:
 
     Return None for a class with a `__torch_function__` of its own: it is not watched.
     """
+    return subclass_of(kind, _torch_function, _koila_own_class=kind)
+
+
+def subclass_of(kind: type, function: Callable[..., Any], **members: Any) -> type | None:
+    """Return a subclass of a tensor's class with this `__torch_function__` and these members; None:
+    the class has one of its own."""
     own = kind.__dict__.get("__torch_function__", torch._C._disabled_torch_function_impl)
     if kind is not torch.Tensor and own is not torch._C._disabled_torch_function_impl:
         return None
-    members = {"__torch_function__": classmethod(_torch_function), "__module__": kind.__module__}
-    return type(kind)(kind.__name__, (kind,), {**members, "_koila_own_class": kind})
+    members |= {"__torch_function__": classmethod(function), "__module__": kind.__module__}
+    return type(kind)(kind.__name__, (kind,), members)
 
 
 def _is_watched(obj: Any) -> bool:
     return id(obj) in _n_writes and hasattr(type(obj), "_koila_own_class")
 
 
-def _among(obj: Any) -> Iterator[torch.Tensor]:
-    """Yield the watched tensors in the arguments of a call."""
-    if isinstance(obj, tuple | list):
-        for item in obj:
-            yield from _among(item)
-    elif isinstance(obj, dict):
-        yield from _among(list(obj.values()))
-    elif _is_watched(obj):
-        yield obj
+def _among(given: Any) -> set[int]:
+    """Return the ids of the watched tensors in the arguments of a call."""
+    return set(map(id, filter(_is_watched, meta.leaves(given))))
 
 
 # Writes -------------------------------------------------------------------------------------------
@@ -241,7 +242,7 @@ def written_first(original: Callable[..., Any], reads_others: bool = False) -> C
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         if _n_writes and not _is_own():
-            found = set(map(id, _among((args, kwargs))))
+            found = _among((args, kwargs))
             _make([write for write in _writes if reads_others or write.writes(found)])
         if has_frames:
             kwargs["_frames_up"] = kwargs.get("_frames_up", 0) + 1

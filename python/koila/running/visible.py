@@ -203,7 +203,7 @@ def _first_readers(program: Program) -> list[tuple[torch.Tensor, int]]:
     for i, node in sorted(program.nodes.items()):
         if not any(map(program.needs_gradient, node.outs)):
             continue
-        for value in (program.imports[k].value for k in node.imports if k >= 0):
+        for value in program.reads(node):
             real = program.info(value).real
             if real is not None and program.is_leaf(value) and program.needs_gradient(value):
                 for leaf in [real] if real.is_leaf else leaves_behind([real]):

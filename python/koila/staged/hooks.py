@@ -146,15 +146,9 @@ def bind(value: int, real: torch.Tensor, is_of_lazy: bool = False) -> None:
             real.grad = gradient
 
 
-class OfNode:
+class OfNode(functools.partial[Any]):
     """A prehook of a value's node, as a hook of the value. As in torch, it is called after all
     hooks of the tensor, also those that were registered later."""
-
-    def __init__(self, hook: Callable[[torch.Tensor], Any]) -> None:
-        self._hook = hook
-
-    def __call__(self, gradient: torch.Tensor) -> Any:
-        return self._hook(gradient)
 
 
 def _call(hooks: OrderedDict[Any, Any], gradient: torch.Tensor) -> torch.Tensor:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.overrides import handle_torch_function
 
 from koila import _core
 from koila.basics import engine, surroundings
+from koila.basics.enter import call_with_lazies
 
 ROW = "as_leaf"
 
@@ -54,7 +54,7 @@ def begin(lazy: Any) -> bool:
         return False  # torch sees another placeholder; or the user's code sees the call
     if torch.is_inference_mode_enabled():
         return False
-    leaf = handle_torch_function(as_leaf, (lazy,), lazy)
+    leaf = call_with_lazies(as_leaf, (lazy,), lazy)
     is_recorded = type(leaf) is _core.LazyTensor and leaf.requires_grad
     if is_recorded:
         _core.swap(lazy, leaf)
@@ -80,4 +80,4 @@ def is_leaf(lazy: Any) -> bool:
         value = _core.id(lazy)
         return value is not None and is_begun(value)
 
-    return bool(_core.held(lazy, is_here, (), {}))
+    return _core.held(lazy, is_here, (), {})

@@ -8,18 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils import _pytree
 
 from koila import _core
 from koila.basics import counting
+from koila.staged.known import remember
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, _core.LazyTensor})
 _LITERALS: tuple[type, ...] = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis))
 _LITERALS += (torch.dtype, torch.layout, torch.memory_format)
 
 _Description = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None, bool, int]
-_Out = tuple[torch.dtype, tuple[int, ...], tuple[int, ...] | None, bool, int]
-_Answer = tuple[type | None, tuple[_Out, ...], counting.Held]
+_Answer = tuple[type | None, tuple[_Description, ...], counting.Held]
 
 _DTYPES = frozenset(
     {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16}
@@ -37,7 +36,7 @@ LAID_OUT_OTHERWISE = frozenset(
 )
 
 _cache: dict[Any, _Answer | None] = {}
-_CACHE_MAX = 65536
+_N_CACHED = 65536
 
 
 class _UnknownError(Exception):
@@ -85,22 +84,18 @@ def stand_in(
     )
 
 
-def _stand_in(argument: Any, metas: list[torch.Tensor]) -> Any:
-    """Return the argument with a meta tensor for each tensor, and append these to `metas`."""
-    if isinstance(argument, torch.Tensor):
-        dtype, shape, strides, requires_grad, _ = _describe(argument)
-        meta = stand_in(dtype, shape, strides, requires_grad)
-        metas.append(meta)
-        return meta
-    if isinstance(argument, torch.Size):
-        return argument
-    if isinstance(argument, tuple | list):
-        return type(argument)([_stand_in(item, metas) for item in argument])
-    if isinstance(argument, dict):
-        return {name: _stand_in(item, metas) for name, item in argument.items()}
-    if isinstance(argument, torch.device):
-        return torch.device("meta")
-    return argument
+def map_nested(obj: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """Return nested arguments with `change` applied to each object of type `kind`."""
+    if isinstance(obj, kind):
+        return change(obj)
+    if isinstance(obj, dict):
+        return {key: map_nested(one, kind, change) for key, one in obj.items()}
+    if isinstance(obj, tuple | list):
+        made = [map_nested(one, kind, change) for one in obj]
+        if hasattr(obj, "_fields"):
+            return type(obj)(*made)
+        return made if isinstance(obj, list) else type(obj)(made)
+    return obj
 
 
 def leaves(argument: Any) -> Iterator[Any]:
@@ -116,6 +111,11 @@ def leaves(argument: Any) -> Iterator[Any]:
             yield from leaves(item)
     else:
         yield argument
+
+
+def tensors(argument: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among the leaves of an argument."""
+    return (leaf for leaf in leaves(argument) if isinstance(leaf, torch.Tensor))
 
 
 def _device_of(args: Any) -> int | None:
@@ -148,7 +148,7 @@ def _are_strides_known(name: str, metas: list[torch.Tensor], device: int) -> boo
     return is_plain and name not in LAID_OUT_OTHERWISE
 
 
-def _read_out(tensor: Any, inputs: set[int], device: int, are_strides_known: bool) -> _Out:
+def _read_out(tensor: Any, inputs: set[int], device: int, are_strides_known: bool) -> _Description:
     """Describe a result; `inputs` are the storages of the meta tensors that the call read."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
         raise _UnknownError
@@ -167,26 +167,27 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if device is None:
         raise _UnknownError
     metas: list[torch.Tensor] = []
-    meta_args = _stand_in(args, metas)
-    meta_kwargs = _stand_in(kwargs, metas)
+
+    def without_numbers(tensor: torch.Tensor) -> torch.Tensor:
+        metas.append(stand_in(*_describe(tensor)[:4]))
+        return metas[-1]
+
+    given = map_nested((args, kwargs), torch.Tensor, without_numbers)
     dtype = metas[0].dtype if metas else None
     asked_in = _ASKED_IN.get(getattr(func, "__name__", ""))
     if asked_in is not None:
         if any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values())):
             raise _UnknownError
-        meta_args, meta_kwargs = _pytree.tree_map_only(
-            torch.Tensor,
-            lambda one: one.to(asked_in) if one.dtype == dtype else one,
-            (meta_args, meta_kwargs),
+        given = map_nested(
+            given, torch.Tensor, lambda one: one.to(asked_in) if one.dtype == dtype else one
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        result, held = counting.held(lambda: func(*meta_args, **meta_kwargs), metas)
+        result, held = counting.held(lambda: func(*given[0], **given[1]), metas)
     if asked_in is not None:
         result = result.to(dtype)
     inputs = {tensor.untyped_storage()._cdata for tensor in metas}
-    tensors = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-    have_strides = all(_describe(tensor)[2] is not None for tensor in tensors)
+    have_strides = all(_describe(one)[2] is not None for one in tensors((args, kwargs)))
     is_known = have_strides and _are_strides_known(getattr(func, "__name__", ""), metas, device)
     if isinstance(result, torch.Tensor):
         return None, (_read_out(result, inputs, device, is_known),), held
@@ -221,9 +222,7 @@ def infer(
         answer = _ask(func, args, kwargs)
     except Exception:
         answer = None  # either the call is illegal or it has no meta kernel: the real call tells
-    if len(_cache) >= _CACHE_MAX:
-        _cache.clear()
-    _cache[key] = answer
+    remember(_cache, key, answer, _N_CACHED)
     return answer
 
 
@@ -257,7 +256,11 @@ def _error_of(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], number: int
 ) -> Exception | None:
     """Return the error that torch raises if all elements of each lazy tensor are `number`."""
-    args, kwargs = _filled(args, number), _filled(kwargs, number)
+
+    def filled(lazy: torch.Tensor) -> torch.Tensor:
+        return torch.full((), number, dtype=lazy.dtype, device=lazy.device).expand(lazy.shape)
+
+    args, kwargs = map_nested((args, kwargs), _core.LazyTensor, filled)
     was_enabled = torch.is_grad_enabled()
     # The exit of a torch.no_grad() block would run the pending program.
     torch._C._set_grad_enabled(False)
@@ -270,21 +273,9 @@ def _error_of(
     return None
 
 
-def _filled(argument: Any, number: int) -> Any:
-    """Return an argument with each lazy tensor replaced by a real one filled with `number`."""
-    if isinstance(argument, _core.LazyTensor):
-        full = torch.full((), number, dtype=argument.dtype, device=argument.device)
-        return full.expand(argument.shape)
-    if isinstance(argument, dict):
-        return {name: _filled(item, number) for name, item in argument.items()}
-    if type(argument) in (tuple, list):
-        return type(argument)([_filled(item, number) for item in argument])
-    return argument
-
-
 def _writes(func: Callable[..., Any]) -> bool:
     """Tell whether a call writes an operand: torch refuses to write the expanded tensors of
-    `_filled`, so such a call cannot be checked."""
+    `_error_of`, so such a call cannot be checked."""
     name = getattr(func, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 

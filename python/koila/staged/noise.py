@@ -125,23 +125,23 @@ def _bernoulli_of_tensor(source: Info, out: Info, is_in_place: bool) -> Noise:
     return Noise("uniform_", {}, (), out.shape, strides, dtype, out.place, is_in_place, is_known)
 
 
-def _multinomial(source: Info, out: Info, is_replaced: bool) -> Noise:
+def _multinomial(call: _Draw) -> list[Noise]:
     """Describe multinomial(): a number for each sample, or without replacement for each weight."""
-    if is_replaced:
+    source, out = call.inputs[0], call.out
+    if call.word("replacement", False) and call.word("num_samples") > 1:
         strides = rows.dense_strides(out.shape)
-        return Noise("uniform_", {}, (), out.shape, strides, torch.float64, out.place, False)
+        return [Noise("uniform_", {}, (), out.shape, strides, torch.float64, out.place, False)]
     strides = _like(source.shape, source.strides)
-    is_known = source.strides is not None
-    return Noise(
-        "exponential_", {}, (), source.shape, strides, source.dtype, out.place, True, is_known
-    )
+    words: Any = source.shape, strides, source.dtype, out.place, True, source.strides is not None
+    return [Noise("exponential_", {}, (), *words)]
 
 
-def _attention(out: Info, query: Info, key: Info, p: float) -> Noise:
+def _attention(call: _Draw) -> list[Noise]:
     """Describe the dropout mask of attention, a new tensor of the shape of its weights.
 
     If only the values have a batch dim, the entries of that dim share the mask: it has no rows.
     """
+    (query, key, *_), out = call.inputs, call.out
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     shape = (*batch, query.shape[-2], key.shape[-2])
     place = out.place
@@ -149,9 +149,8 @@ def _attention(out: Info, query: Info, key: Info, p: float) -> Noise:
         dim = place[1] - (len(out.shape) - len(shape))
         is_theirs = 0 <= dim < len(shape) - 1 and shape[dim] == out.shape[place[1]]
         place = (place[0], dim, *place[2:]) if is_theirs else None
-    return Noise(
-        "bernoulli_", {}, (1 - p,), shape, rows.dense_strides(shape), out.dtype, place, False
-    )
+    values, strides = (1 - call.word("dropout_p"),), rows.dense_strides(shape)
+    return [Noise("bernoulli_", {}, values, shape, strides, out.dtype, place, False)]
 
 
 def _recurrent(
@@ -223,15 +222,6 @@ def _of_chances(call: _Draw) -> list[Noise]:
     return [_fill("bernoulli_", call.out, (p,), {})._replace(follows=False)]
 
 
-def _of_samples(call: _Draw) -> list[Noise]:
-    is_replaced = bool(call.word("replacement", False)) and call.word("num_samples") > 1
-    return [_multinomial(call.inputs[0], call.out, is_replaced)]
-
-
-def _of_weights(call: _Draw) -> list[Noise]:
-    return [_attention(call.out, call.inputs[0], call.inputs[1], call.word("dropout_p"))]
-
-
 def _of_layers(call: _Draw) -> list[Noise] | None:
     if call.kwargs:
         return None
@@ -251,11 +241,11 @@ OF_CELLS: dict[str, Callable[[_Draw], list[Noise] | None]] = {
     "INTEGERS": _of_like("random_"),
     "SHIFTED": _of_shifted,
     "CHANCES": _of_chances,
-    "SAMPLES": _of_samples,
+    "SAMPLES": _multinomial,
     "ENTRIES": functools.partial(_dropout, follows=True),
     "MASK": functools.partial(_dropout, follows=True),
     "FEATURES": functools.partial(_dropout, follows=False),
-    "WEIGHTS": _of_weights,
+    "WEIGHTS": _attention,
     "LAYERS": _of_layers,
 }
 

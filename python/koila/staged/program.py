@@ -224,6 +224,10 @@ class Program:
         """Return the call that makes a value in this program; None for a leaf."""
         return None if self.is_leaf(value) else self.makers.get(value)
 
+    def reads(self, node: Node) -> list[int]:
+        """Return the values that a call reads, in the order of its arguments."""
+        return [self.imports[i].value for i in node.imports if i >= 0]
+
     def moved_by(self, node: Node) -> list[int]:
         """Return the leaves that a call writes as a side effect: running statistics."""
         return self.moved.get(node.id, [])
@@ -246,15 +250,14 @@ class Program:
         first: dict[int, int] = {}  # by storage
         storages: dict[int, int] = {}  # by value
         for node in self.nodes.values():
-            for value in (self.imports[k].value for k in node.imports if k >= 0):
+            for value in self.reads(node):
                 storage = storages[value] = self.info(value).storage
                 first[storage] = min(node.stage, first.get(storage, node.stage))
         return {value: first[storage] for value, storage in storages.items()}
 
     def joins_rows(self, node: Node) -> bool:
         """Tell whether a call runs once although it reads rows of a batch."""
-        reads = (self.imports[import_id].value for import_id in node.imports if import_id >= 0)
-        infos = [self.info(v) for v in reads] if node.mode == ONCE else []
+        infos = [self.info(v) for v in self.reads(node)] if node.mode == ONCE else []
         return any(info.place is not None and 0 not in info.shape for info in infos)
 
     def takes_rows(self, node: Node) -> bool:
@@ -294,9 +297,8 @@ class Program:
         inner: set[int] = set()
         for _, node in sorted(self.nodes.items(), reverse=True):
             if any(v in leads and self.info(v).requires_grad for v in node.outs):
-                read = {self.imports[i].value for i in node.imports if i >= 0}
-                leads |= read
-                inner |= read
+                leads.update(self.reads(node))
+                inner.update(self.reads(node))
         return [value for value in self.wanted if value in wanted and value not in inner]
 
     def cut_for(self, strategy: Strategy) -> Program:
@@ -351,7 +353,7 @@ class Program:
     def boundary(self) -> list[int]:
         """The values that bodies leave for others, in the order of `Strategy.policies`; the same
         however the bodies are cut."""
-        return self.left_by([run for run in self.runs if run.is_body])
+        return [value for run in self.runs if run.is_body for value in run.left]
 
     def policies(self, of_values: Mapping[int, Policy]) -> bytes:
         """Return the policies of all boundary values: those of `of_values`, the others are kept."""
@@ -379,11 +381,6 @@ class Program:
             n_chunks: the number of chunks; 0: not known yet.
         """
         return self.known.schedule(self.handle, strategy.as_tuple(is_graph, n_chunks=n_chunks))
-
-    @staticmethod
-    def left_by(runs: Sequence[Run]) -> list[int]:
-        """Return the values that a body with these segments leaves for other runs or the user."""
-        return [value for run in runs for value in run.left]
 
     @functools.cached_property
     def _however_cut(self) -> tuple[tuple[Node, str] | None, tuple[Node, str] | None]:
