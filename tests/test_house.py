@@ -324,6 +324,11 @@ def test_koila_c_is_small() -> None:
     assert n_lines <= N_LINES_OF_KOILA_C
 
 
+def test_koila_python_is_small() -> None:
+    n_lines = sum(len(lines_of(path)) for path in (ROOT / "python/koila").glob("**/*.py"))
+    assert n_lines <= N_LINES_OF_KOILA_PYTHON
+
+
 def rows(section: str) -> list[list[str]]:
     """The names of a section's rows, and those of its aliases."""
     found = re.findall(r"^([A-Z]+) *\( *(\w+)", section, re.MULTILINE)
