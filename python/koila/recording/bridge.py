@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from koila import _core
-from koila.basics import engine, surroundings
+from koila.basics import engine, lines, surroundings
 from koila.basics.threads import in_turn
 from koila.memory import optimizers
 from koila.messages.errors import HiddenFrames
@@ -244,7 +244,7 @@ def _cut(func: Any, why: str) -> bool:
             roots[whole] = _memory(numbers[value], Info.of(whole))
     if any(number is None for number in roots.values()):
         return False
-    cut = Cut()
+    cut = Cut(f"{reports.name_of(func)} ({lines.user_line()})")
     made = {value: Root(cut, value, number) for value, number in roots.items()}
     handed = _handed_out(cut, made)
     for value, root in made.items():

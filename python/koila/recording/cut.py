@@ -55,7 +55,8 @@ class Freed(NamedTuple):
 class Cut:
     """What was recorded up to a cut: a part."""
 
-    def __init__(self) -> None:
+    def __init__(self, before_call: str) -> None:
+        self.before_call = before_call  # the call at which it was cut, and its line
         self.handed: list[weakref.ref[Root]] = []  # autograd's nodes keep the roots alive
         self.groups: list[Group] = []
         self.others: list[Memory] = []  # values that need no gradient, whose numbers the user has

@@ -15,6 +15,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import _core
+from koila.basics.lines import user_line
 from koila.basics.rows import as_new, without_memory
 from koila.messages.errors import KoilaError
 from koila.staged import hooks, meta
@@ -32,6 +33,7 @@ _VIEW = "koila: a view of what was handed out"
 class Part(Protocol):
     """The interface of a part (`Cut` in `cut.py`) that these nodes use."""
 
+    before_call: str
     handed: list[weakref.ref[Root]]
     passes: dict[int, Pass]
 
@@ -415,20 +417,26 @@ def note_view(tensor: torch.Tensor, root: Root, value: int, n_values: int) -> No
 
 
 def _is_inner(tensor: torch.Tensor) -> bool:
+    return _inner_root(tensor) is not None
+
+
+def _inner_root(tensor: torch.Tensor) -> Root | None:
+    """Return the `Root` behind a handed-out tensor, or a view of one, that its part has read."""
     root = root_of(tensor)
-    if root is not None:
-        return root.is_inner(root.value)
-    root, value, _ = _view_behind(tensor.grad_fn)
-    return root is not None and root.is_inner(value)
+    value = -1 if root is None else root.value
+    if root is None:
+        root, value, _ = _view_behind(tensor.grad_fn)
+    return root if root is not None and root.is_inner(value) else None
 
 
 def refuse_inner(tensors: Iterable[Any], what: str) -> None:
     """Raise if a share of the gradient of one of these tensors stays in a part that was cut off."""
     for tensor in tensors:
         real = _core.real(tensor) if type(tensor) is _core.LazyTensor else tensor
-        if isinstance(real, torch.Tensor) and _is_inner(real):
+        root = _inner_root(real) if isinstance(real, torch.Tensor) else None
+        if root is not None:
             raise KoilaError(
-                f"{what}: the program was cut after this value was made and used, for a call that "
-                "cannot be recorded, and only a part of its gradient comes here; run it whole: "
-                "koila.config(chunks=1)"
+                f"{what} ({user_line()}): the program was cut before {root.cut.before_call}, after "
+                "this value was made and used, and only a part of its gradient comes here; run it "
+                "whole: koila.config(chunks=1)"
             )
