@@ -70,6 +70,7 @@ def gathers() -> list[Sample]:
         call(f(5, 3), 0, i(4, 3)),
         call(f(4, 5, 2), dim=-2, index=i(4, 3, 2)),
         call(f(1, 5), 1, i(1, 3)),
+        call(f(4, 5), 1, i(4, 0)),
     ]
 
 

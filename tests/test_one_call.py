@@ -89,6 +89,7 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "fill_diagonal_ that begins again": lambda h: (h * 1).fill_diagonal_(-float("inf"), True).exp(),
     "fliplr": lambda h: torch.fliplr(h),
     "flipud": lambda h: torch.flipud(h.T),
+    "gather of nothing": lambda h: h.gather(1, h[:, :0].long()).sum(1) + h[:, 0],
     "hsplit": lambda h: torch.hsplit(h, 2),
     "hstack": lambda h: torch.hstack([h, h]),
     "imag": lambda h: torch.view_as_complex(h.unflatten(1, (3, 2))).imag,
@@ -167,7 +168,7 @@ def test_is_recorded(name: str, chunks: int) -> None:
 
 
 #: Cases of which nothing runs on the whole batch begin so.
-BEGINNINGS = "bucketize", "index_put", "labels as", "entries of"
+BEGINNINGS = "bucketize", "gather of", "index_put", "labels as", "entries of"
 BY_ROWS = [name for name in CASES if name.startswith(BEGINNINGS) and "mean" not in name]
 
 

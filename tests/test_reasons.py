@@ -85,7 +85,7 @@ CUT = [
     (_call_a_hooked_module, "hook the module's output instead, with output.register_hook()"),
     (_write_data, "write it without .data, under torch.no_grad()"),
     (lambda h: torch.nonzero(h), "size of its result depends on numbers"),
-    (_write_nothing, "empty; leave empty batches out"),
+    (_write_nothing, "an index, or another tensor beside its first one, is empty; make"),
     (_add_to_an_item, "it writes into a plain tensor; make that with h.new_zeros"),
     (_write_an_item, "it writes into a plain tensor; make that with h.new_zeros"),
 ]

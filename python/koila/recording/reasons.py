@@ -70,7 +70,12 @@ def _why_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
             "write it after the block"
         )
     if any(one.numel() == 0 for one in tensors):
-        return "a tensor that it is given is empty; leave empty batches out"
+        if tensors[0].numel() == 0:
+            return "a tensor that it is given is empty; leave empty batches out"
+        return (
+            "an index, or another tensor beside its first one, is empty; make the call only where "
+            "something is chosen"
+        )
     if _is_dynamic(name):
         return (
             "the size of its result depends on numbers, which have to be known first; torch.where "
