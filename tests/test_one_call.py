@@ -25,6 +25,7 @@ N_ROWS = 12
 WEIGHT = weights((6, 4), torch.float64) - 1
 BOUNDS = torch.tensor([-0.4, 0.1, 0.3], dtype=torch.float64)
 EMPTY = torch.tensor([])
+NOTHING = torch.zeros(N_ROWS, 6, dtype=torch.bool)
 LABELS = torch.arange(N_ROWS) * 5 % 6
 SIGNS = torch.where(torch.arange(N_ROWS) % 3 > 1, 1, -1)
 
@@ -43,6 +44,13 @@ def assigned(h: Tensor, index: Any) -> Tensor:
     """Return a copy with zeros at an index."""
     copy = h.clone()
     copy[index] = 0.0
+    return copy
+
+
+def assigned_where(h: Tensor, mask: Tensor, value: Tensor) -> Tensor:
+    """Return a copy with values where a mask is True."""
+    copy = h.clone()
+    copy[mask] = value
     return copy
 
 
@@ -115,6 +123,12 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "linalg.norm of an order": lambda h: torch.linalg.norm(h, 1, 1, keepdim=True),
     "margin_ranking_loss with ints": lambda h: F.margin_ranking_loss(h[:, 0], h[:, 1], SIGNS),
     "mm": lambda h: torch.mm(h, WEIGHT),
+    "nothing assigned, by a mask": lambda h: assigned_where(h, NOTHING, h[NOTHING]),
+    "nothing assigned, by a mask of rows": lambda h: assigned_where(
+        h, NOTHING[:, 0], h[NOTHING[:, 0]] * 2
+    ),
+    "nothing scattered": lambda h: h.masked_scatter(NOTHING, h.detach()),
+    "nothing scattered, of values with a gradient": lambda h: h.masked_scatter(NOTHING, h.flip(1)),
     "numpy index": lambda h: h[:, np.array([0, 2])],
     "numpy mask": lambda h: h[:, np.array([True, False, True, False, True, False])],
     "range index": lambda h: h[:, range(0, 6, 2)],
@@ -168,7 +182,7 @@ def test_is_recorded(name: str, chunks: int) -> None:
 
 
 #: Cases of which nothing runs on the whole batch begin so.
-BEGINNINGS = "bucketize", "gather of", "index_put", "labels as", "entries of"
+BEGINNINGS = "nothing scattered", "bucketize", "gather of", "index_put", "labels as", "entries of"
 BY_ROWS = [name for name in CASES if name.startswith(BEGINNINGS) and "mean" not in name]
 
 

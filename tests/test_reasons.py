@@ -71,9 +71,8 @@ def _call_a_hooked_module(h: Tensor) -> None:
     module(h).sum().backward()
 
 
-def _write_nothing(h: Tensor) -> None:
-    out, mask = h * 1, h > 1e9
-    out[mask] = h[mask]
+def _scatter_nothing(h: Tensor) -> None:
+    h.scatter(1, h[:, :0].long(), 1.0)
 
 
 CALLS: list[tuple[Callable[[Any], Any], str]] = [
@@ -85,7 +84,7 @@ CUT = [
     (_call_a_hooked_module, "hook the module's output instead, with output.register_hook()"),
     (_write_data, "write it without .data, under torch.no_grad()"),
     (lambda h: torch.nonzero(h), "size of its result depends on numbers"),
-    (_write_nothing, "an index, or another tensor beside its first one, is empty; make"),
+    (_scatter_nothing, "an index, or another tensor beside its first one, is empty; make"),
     (_add_to_an_item, "it writes into a plain tensor; make that with h.new_zeros"),
     (_write_an_item, "it writes into a plain tensor; make that with h.new_zeros"),
 ]

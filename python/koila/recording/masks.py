@@ -127,8 +127,12 @@ def _scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
     chosen = (known[..., 0] if is_of_vectors else known).reshape(x.shape[0], -1)
     n_chosen = chosen.sum(1)
     n_written = int(n_chosen.sum()) * width
-    if not 0 < n_written <= source.numel() or source.numel() % width:
-        return NotImplemented  # torch raises its own error, or nothing is written
+    if n_written == 0:
+        # Nothing is written; the source gets a gradient of zeros, as in eager mode.
+        value = source.sum(dtype=x.dtype) if source.requires_grad else 0
+        return x.masked_fill(_core.like(known, lender), value)
+    if n_written > source.numel() or source.numel() % width:
+        return NotImplemented  # torch raises its own error
     rows = x.reshape(*chosen.shape, width)
     if n_written == source.numel() and bool((n_chosen == n_chosen[0]).all()):
         at = chosen.nonzero()[:, 1].view(x.shape[0], -1, 1)
