@@ -314,6 +314,17 @@ settle_in_memory_of(Tape *tape, PyObject *tensor)
     }
 }
 
+KL_DEFINE_ON(reals, tape, ignored)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list != NULL && i < tape->core.n_values; i++) {
+        if (tape->values[i].real != NULL) {
+            kl_py_add(&list, Py_NewRef(tape->values[i].real));
+        }
+    }
+    return list;
+}
+
 KL_DEFINE_ON(leaves_of, tape, tensor)
 {
     if (tensor != Py_None && !tape->is_running) {

@@ -22,26 +22,24 @@ find_external(const Tape *tape, PyObject *tensor)
     return &tape->externals[i];
 }
 
-/* Grow the table so that it is at most half full. 0 or -1. */
+/* Give the table `n_max` entries; drop those of values from `n_values` on. 0 or -1. */
 static int
-reserve_externals(Tape *tape)
+rebuild_externals(Tape *tape, size_t n_max, size_t n_values)
 {
-    if (tape->n_externals * 2 < tape->n_externals_max) {
-        return 0;
-    }
     size_t n_before = tape->n_externals_max;
     KlExternal *before = tape->externals;
-    size_t n_max = n_before == 0 ? 64 : n_before * 2;
-    KlExternal *grown = kl_alloc_zeroed(n_max, sizeof(*grown));
-    if (grown == NULL) {
+    KlExternal *made = kl_alloc_zeroed(n_max, sizeof(*made));
+    if (made == NULL) {
         (void)PyErr_NoMemory();
         return -1;
     }
-    tape->externals = grown;
+    tape->externals = made;
     tape->n_externals_max = n_max;
+    tape->n_externals = 0;
     for (size_t i = 0; i < n_before; i++) {
-        if (before[i].tensor != NULL) {
+        if (before[i].tensor != NULL && before[i].value < n_values) {
             *find_external(tape, before[i].tensor) = before[i];
+            tape->n_externals++;
         }
     }
     kl_alloc_free(before);
@@ -97,7 +95,9 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
 int
 kl_tape_enter(Tape *tape, PyObject *tensor, KlValueId *value)
 {
-    if (reserve_externals(tape) < 0) {
+    size_t n_max = tape->n_externals_max;
+    if (tape->n_externals * 2 >= n_max && /* at most half full */
+        rebuild_externals(tape, n_max == 0 ? 64 : n_max * 2, SIZE_MAX) < 0) {
         return -1;
     }
     KlExternal *external = find_external(tape, tensor);
@@ -245,10 +245,11 @@ clear_node(KlPyNode *node)
     Py_CLEAR(node->error);
 }
 
+/* Detach the Values of the values from `first` on. */
 static void
-detach_handles(Tape *tape)
+detach_handles(Tape *tape, size_t first)
 {
-    for (size_t i = 0; i < tape->core.n_values; i++) {
+    for (size_t i = first; i < tape->core.n_values; i++) {
         Value *handle = tape->values[i].handle;
         if (handle != NULL) {
             kl_tape_hold(tape, (KlValueId)i, NULL);
@@ -319,9 +320,40 @@ void
 kl_tape_close(Tape *tape)
 {
     Py_INCREF(tape); /* the last Value may hold the last reference */
-    detach_handles(tape);
+    detach_handles(tape, 0);
     clear_tape(tape);
     Py_DECREF(tape);
+}
+
+/* Drop the calls that ran after the last pending one, with their values. Else a prediction that a script keeps and never
+ * reads would keep the calls of all later steps. */
+KL_DEFINE_ON(trim, tape, ignored)
+{
+    KlTape *core = &tape->core, part;
+    bool can_drop = !tape->is_running && !tape->is_cut_off && kl_tape_find_part(core, &part);
+    for (size_t i = can_drop ? part.n_values : core->n_values; i < core->n_values; i++) {
+        can_drop &= tape->values[i].handle == NULL || tape->values[i].real != NULL;
+    }
+    if (!can_drop || rebuild_externals(tape, tape->n_externals_max, part.n_values) < 0) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
+    size_t first_slot = tape->nodes[part.n_nodes].first_slot;
+    detach_handles(tape, part.n_values);
+    tape->is_running = true; /* what finalizers of dropped objects call is not recorded */
+    for (size_t i = part.n_nodes; i < core->n_nodes; i++) {
+        clear_node(&tape->nodes[i]);
+    }
+    for (size_t i = part.n_values; i < core->n_values; i++) {
+        clear_value(&tape->values[i]);
+        tape->values[i] = (KlPyValue){0};
+    }
+    kl_call_truncate(tape, first_slot);
+    part.n_wanted = core->n_wanted;
+    *core = part;
+    tape->raised = KL_ID_NONE;
+    tape->is_running = false;
+    return Py_BuildValue("nn", (Py_ssize_t)part.n_nodes, (Py_ssize_t)part.n_values);
 }
 
 int

@@ -57,8 +57,7 @@ KL_SHAPE(gather)
     int32_t dim = 0;
     const KlMeta *index = get_index(call, 1, KL_DIMS_MAX, &dim);
     kl_rules_require(call, !kl_rules_is_given(call, 3));
-    kl_rules_check(call,
-                   kl_meta_n_elements(index) == 0 || fits(index, call->inputs[0], dim));
+    kl_rules_check(call, kl_meta_n_elements(index) == 0 || fits(index, call->inputs[0], dim));
     return kl_rules_out_contiguous(result, index);
 }
 

@@ -620,6 +620,44 @@ kl_tape_retire(KlTape *tape, bool is_abandoned_only)
     }
 }
 
+static void
+include(size_t *n, uint32_t id)
+{
+    *n = id != KL_ID_NONE && id >= *n ? (size_t)id + 1 : *n;
+}
+
+bool
+kl_tape_find_part(const KlTape *tape, KlTape *part)
+{
+    bool can_drop = !tape->has_regions;
+    *part = *tape;
+    for (; part->n_nodes > 0 && tape->nodes[part->n_nodes - 1].is_done; part->n_nodes--) {
+        can_drop &= !tape->nodes[part->n_nodes - 1].is_failed;
+    }
+    if (part->n_nodes == 0 || part->n_nodes == tape->n_nodes) {
+        return false;
+    }
+    const KlNode *last = &tape->nodes[part->n_nodes - 1];
+    part->n_values = last->first_out + last->n_outs;
+    part->n_inputs = last[1].first_input;
+    part->n_rewrites = last->first_rewrite + last->n_rewrites;
+    part->n_storages = part->n_axes = 0;
+    for (size_t i = 0; i < part->n_values; i++) { /* axes are merged into those made before */
+        const KlValue *value = &tape->values[i];
+        const KlStorage *storage = &tape->storages[value->storage];
+        bool is_role = value->meta.role != KL_ROLE_NONE;
+        include(&part->n_storages, value->storage);
+        include(&part->n_axes, value->meta.place.axis);
+        include(&part->n_axes, is_role ? value->meta.order : KL_ID_NONE);
+        can_drop &= storage->base < part->n_values &&
+                    (storage->apart == KL_ID_NONE || storage->apart < part->n_values);
+    }
+    for (size_t i = part->n_values; i < tape->n_values; i++) {
+        can_drop &= !tape->values[i].is_wanted || tape->values[i].storage >= part->n_storages;
+    }
+    return can_drop && !last->is_open;
+}
+
 /* Whether a pending node has a wanted output that requires no gradient, or updates statistics and has no output that is
  * reached, so that no later run would ask for it. */
 static bool

@@ -226,6 +226,10 @@ void kl_tape_ask(KlTape *tape, KlValueId value);
  * their leaves may change. `is_abandoned_only`: only abandoned nodes. */
 void kl_tape_retire(KlTape *tape, bool is_abandoned_only);
 
+/* Find the part of a tape up to the last pending node, whose arrays `*part` shares. Return whether the rest can be
+ * dropped: it has run, and neither wrote nor gave the user views of memory that values before it have. */
+bool kl_tape_find_part(const KlTape *tape, KlTape *part);
+
 /* Whether a node has still to draw. Until then no other draw and no read of the generator's state may happen. */
 static inline bool
 kl_tape_waits_to_draw(const KlNode *node)

@@ -8,9 +8,7 @@ longer for that. So each part knows the memory that it depends on, and the other
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -35,8 +33,6 @@ class _State(threading.local):
 
 
 _state = _State()
-#: Where a description of a value has its tensor.
-_REAL = Info._fields.index("real")
 
 
 def add(cut: Cut) -> None:
@@ -75,12 +71,7 @@ def _memories() -> list[tuple[Cut, frozenset[StorageWeakRef | None]]]:
 
 def _memory_of_leaves() -> set[StorageWeakRef | None]:
     """Return the memory of the tensors that entered this thread's tape."""
-    reals: dict[int, torch.Tensor] = {}
-    with contextlib.suppress(IndexError):  # after the last value
-        for value in itertools.count():
-            real: Any = _core.value(value)[_REAL]
-            if real is not None:
-                reals[id(real)] = real
+    reals = {id(real): real for real in _core.reals()}
     return set(map(aliases.memory_of, reals.values()))
 
 

@@ -37,7 +37,7 @@ from koila.running.boundary import take_total_gradients
 from koila.running.numbers import Numbers, settle_outdated
 from koila.running.prepared import outside_inference
 from koila.running.stages import Stages
-from koila.staged import hooks, leaves
+from koila.staged import hooks, leaves, trim
 from koila.staged.facts import Info, name_of_call
 from koila.staged.program import Program
 
@@ -137,6 +137,7 @@ class Replay(Stages):
             self._commit()
         finally:
             _core.set_busy(False)
+        trim.trim()
 
     def _commit(self) -> None:
         visible.write_statistics(self)
