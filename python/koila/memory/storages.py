@@ -180,19 +180,14 @@ def _in_buckets() -> int:
 
 
 def _leaves_again(held: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the other leaves that earlier calls held: each may have got a gradient since, of which
+    """Return the leaves that earlier calls held: each may have got a gradient since, of which
     nobody has made a Python object yet."""
-    by_id = dict(zip(map(id, held), held, strict=True))
-    earlier = [_leaves.get(key, _no_leaf)() for key in _leaves.keys() - by_id.keys()]
-    for key in by_id.keys() - _leaves.keys():
-        tensor = by_id[key]
-        if tensor.requires_grad and tensor.is_leaf:
+    earlier = [leaf for ref in list(_leaves.values()) if (leaf := ref()) is not None]
+    for tensor in held:
+        if id(tensor) not in _leaves and tensor.requires_grad and tensor.is_leaf:
+            key = id(tensor)
             _leaves[key] = weakref.ref(tensor, functools.partial(_leaves.pop, key))
-    return [leaf for leaf in earlier if leaf is not None]
-
-
-def _no_leaf() -> None:
-    """Stand in for the reference to a leaf that another thread has just dropped."""
+    return earlier
 
 
 def look_again(is_final: bool) -> bool:

@@ -52,7 +52,6 @@ class Key(NamedTuple):
     is_graph: bool  # it is differentiated
     gets_all: bool  # all leaves get a gradient
     have_gradients: tuple[bool, ...]  # of the tensors that need one: whether it exists
-    strides: tuple[tuple[int, ...] | None, ...]  # of the others
     coming: int  # the bytes of state that optimizers will make
     drawn: int  # the bytes of generator states that are kept
     noise: object  # of programs that draw: what `estimates.of_nodes` returns
@@ -77,17 +76,12 @@ def key_of(program: Program, is_graph: bool) -> Key | None:
         return None
     coming = optimizers.coming_state(program.parameters) if is_graph else 0
     with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
-        needing, others = program.by_gradient
+        needing, _ = program.by_gradient
         have_gradients = tuple([one.grad is not None for one in needing])
-        strides = tuple([_strides_of(one) for one in others])
     noise = estimates.of_nodes(program) if program.is_drawing else None
     drawn, hooked = draws.bytes_kept(), tuple(hooks.hooked())
     gets_all = program.gets is None
-    return Key(is_graph, gets_all, have_gradients, strides, coming, drawn, noise, hooked)
-
-
-def _strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    return tensor.stride() if tensor.layout is torch.strided else None
+    return Key(is_graph, gets_all, have_gradients, coming, drawn, noise, hooked)
 
 
 def note(program: Program, key: Key | None, made: Plan, whole: float) -> None:
