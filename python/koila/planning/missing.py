@@ -39,7 +39,7 @@ def _lives(program: Program, schedule: Schedule) -> dict[int, _Life]:
     for i, step in enumerate(schedule.steps):
         for run in step.runs if step.op == Op.STORE else ():
             made.update(dict.fromkeys(run.exports, i))
-    for i, step in enumerate(schedule.steps if made else ()):  # imports take long to describe
+    for i, step in enumerate(schedule.steps if made else ()):
         for run in step.runs:
             for value in (program.imports[k].value for k in run.imports):
                 if i < schedule.n_forward:
@@ -145,12 +145,13 @@ class Missing:
 
     def __init__(self, program: Program, policies: Policies, can_offload: bool) -> None:
         self._program, self.policies = program, policies
-        self.lives = _lives(program, policies.plain)
         options = {
             Policy.REMATERIALIZE: policies.cheap.keys(),
             Policy.RECOMPUTE: policies.recomputed,
             Policy.OFFLOAD: policies.crossing if can_offload else (),
         }
+        # To find the lives, the core describes all imports, which takes long.
+        self.lives = _lives(program, policies.plain) if any(options.values()) else {}
         n_alike = Counter(program.info(value).storage for value in self.lives)
         #: By value that is alone in its storage: the policies that free it.
         self.options = {
