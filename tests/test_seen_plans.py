@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import koila
+from frames import frames_of
 from koila import _core
 from koila.planning import fitting, planner
 from koila.staged import known
@@ -73,6 +74,42 @@ def test_a_step_like_the_last_one_is_not_measured(measured: list[Any]) -> None:
         assert not measured
     for one, before in zip(loop.gradients(), first, strict=True):
         torch.testing.assert_close(one, before)
+
+
+def _n_frames_of_a_seen_plan(n_layers: int) -> int:
+    layers = [nn.Linear(8, 8)]
+    for _ in range(n_layers):
+        layers += [nn.BatchNorm1d(8), nn.Linear(8, 8)]
+    model = nn.Sequential(*layers)
+    x = torch.randn(N_ROWS, 8)
+    with koila.config(memory_limit=there() + 2**15 * n_layers):
+        loss = model(koila.lazy(x)).square().mean()
+        for _ in range(2):
+            chunks = planner.plan(Program([loss]), True).n_chunks
+        n_frames = frames_of(lambda: planner.plan(Program([loss]), True))
+    _core.forget()
+    assert chunks > 1
+    return n_frames
+
+
+def test_a_seen_plan_asks_no_layer(measured: list[Any]) -> None:
+    """With more layers, which have statistics, it enters no more of koila's functions."""
+    few, many = _n_frames_of_a_seen_plan(2), _n_frames_of_a_seen_plan(8)
+    assert measured
+    assert many <= few
+
+
+def test_other_strides_of_a_batch_make_another_plan(measured: list[Any]) -> None:
+    loop = Loop()
+    limit = there() + 2**20
+    for _ in range(3):
+        assert loop.step(limit) > 1
+    measured.clear()
+    loop.step(limit)
+    assert not measured
+    loop.x = loop.x.t().contiguous().t()
+    loop.step(limit)
+    assert measured
 
 
 def test_with_less_or_more_memory_left_it_is_planned_again(measured: list[Any]) -> None:

@@ -196,7 +196,8 @@ class Program:
     @functools.cached_property
     def wanted(self) -> list[int]:
         """The values computed here whose numbers are delivered to the user."""
-        return [value for value in self.reached if self.node_of(value) is not None]
+        makers = self.makers  # a script may hold far more values that other programs compute
+        return [value for value in self.reached if value in makers and not self.is_leaf(value)]
 
     @functools.cached_property
     def unstageable(self) -> tuple[Node, str] | None:
