@@ -149,17 +149,17 @@ held_by(const KlSweep *sweep, const KlSweepNode *node)
 
 /* Return the temporary bytes of a node: multiples of its first output, its first input and masks of these. */
 static KlBytes
-bytes_of(const KlSweep *sweep, const KlSweepNode *node, KlAmount of)
+bytes_of(const KlSweep *sweep, const KlSweepNode *node, double outs, double ins, double masks)
 {
     KlValueId out = node->first_out;
     KlValueId first = node->n_inputs > 0 ? inputs_of(sweep, node)[0] : KL_ID_NONE;
     first = first != KL_ID_NONE ? first : out;
-    KlBytes bytes = of.outs > 0 ? times(of.outs, size_of(sweep, out)) : zero;
-    bytes = of.ins > 0 ? kl_sweep_plus(bytes, times(of.ins, size_of(sweep, first))) : bytes;
-    if (of.masks > 0) {
+    KlBytes bytes = outs > 0 ? times(outs, size_of(sweep, out)) : zero;
+    bytes = ins > 0 ? kl_sweep_plus(bytes, times(ins, size_of(sweep, first))) : bytes;
+    if (masks > 0) {
         bool is_first = sweep->sizes[first].n_elements > sweep->sizes[out].n_elements;
         KlValueId most = is_first ? first : out;
-        double share = of.masks / sweep->sizes[most].itemsize;
+        double share = masks / sweep->sizes[most].itemsize;
         add(&bytes, times(share, size_of(sweep, most)));
     }
     return bytes;
@@ -211,10 +211,12 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
         steps = by_rows(sweep, call, call->saves.bytes_steps);
     }
     if (parts != NULL && parts->keeps != NULL) {
-        *further = bytes_of(sweep, node, *parts->keeps);
+        const KlAmount *keeps = parts->keeps;
+        *further = bytes_of(sweep, node, keeps->outs, keeps->ins, keeps->masks);
     }
     if (held != NULL) {
-        add(&workspace, bytes_of(sweep, node, held->run));
+        const KlAmount *run = &held->run;
+        add(&workspace, bytes_of(sweep, node, run->outs, run->ins, run->masks));
     }
     if (!has_gradient(sweep, node)) {
         workspace = held != NULL && held->is_stepwise ? kl_sweep_plus(workspace, steps)
@@ -643,8 +645,8 @@ backward_workspace(const KlSweep *sweep, const KlSweepNode *node, const KlHeld *
     for (uint32_t k = 0; k < node->n_inputs; k++) {
         uint32_t i = k < 2 ? k : 2;
         if (is_wanted(sweep, inputs_of(sweep, node)[k])) {
-            KlAmount back = {held->back_outs[i], held->back_ins[i], held->back_masks};
-            more = larger(more, bytes_of(sweep, node, back));
+            more = larger(more, bytes_of(sweep, node, held->back_outs[i], held->back_ins[i],
+                                         held->back_masks));
         }
     }
     if (held->relaid > 0 && sweep->sizes[node->first_out].has_other_layout) {
