@@ -410,9 +410,9 @@ MUTANTS = [
     ),
     Mutant(
         "accrue: no gradient is made in its place",
-        "python/koila/running/accrue.py",
-        "if node.mode == ROWS else None",
-        "if node.mode > ROWS else None",
+        "python/koila/running/prepared.py",
+        "if node.mode == ROWS and accrue",
+        "if node.mode > ROWS and accrue",
         "tests/test_accrue.py",
     ),
     Mutant(

@@ -32,16 +32,22 @@ _batch_norm: Callable[..., Tensor] = torch.batch_norm
 _backward = torch.ops.aten.native_batch_norm_backward.default
 
 
-class _Moments(engine.Function):
-    """The mean of each channel, and the sum of squared deviations from it; saves only the input.
+#: Statistics are kept for later runs of a chunk if it has at least this many terms a channel.
+_MANY = 256
 
-    They are computed by the kernel of torch's batch_norm, which sums halves in float32, or taken
-    from `known`.
+
+class Moments(engine.Function):
+    """The mean of each channel of a chunk, and the sum of squared deviations from it; saves only
+    the input.
+
+    They are computed by the kernel of torch's batch_norm, which sums halves in float32. `shared`
+    has results that all runs of the chunk share, here these numbers.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, known: Pair | None) -> Pair:
+    def forward(ctx: Any, x: Tensor, shared: dict[str, Any]) -> Pair:
         ctx.n = x.numel() // x.shape[1]
+        known: Pair | None = shared.get("moments")
         if known is None:
             # The kernel updates running statistics: these are not read. Of halves, they say that
             # it returns float32.
@@ -51,7 +57,9 @@ class _Moments(engine.Function):
             mean, var = torch.batch_norm_update_stats(x, unread, unread, 0.0)
             squares = var.mul_(ctx.n)
         else:
-            mean, squares = (part.detach() for part in known)
+            mean, squares = known[0].detach(), known[1].detach()
+        if ctx.n >= _MANY:
+            shared["moments"] = mean.detach(), squares.detach()
         ctx.save_for_backward(x, mean)
         return mean, squares
 
@@ -70,23 +78,6 @@ class _Moments(engine.Function):
         shape, scale = [1, -1] + [1] * (x.dim() - 2), 2 * of_squares
         shift = (shift - scale * mean).view(shape)
         return torch.addcmul(shift, x, scale.view(shape)).to(x.dtype), None
-
-
-#: Statistics are kept for later runs of a chunk if it has at least this many terms a channel.
-_MANY = 256
-
-
-def moments(x: Tensor, shared: dict[str, Any]) -> Pair:
-    """Return the mean of each channel of a chunk, and the sum of squared deviations from it.
-
-    Args:
-        x: the input on a chunk.
-        shared: results shared by all runs of the chunk, here of these numbers.
-    """
-    made: Pair = _Moments.apply(x, shared.get("moments"))
-    if x.numel() >= _MANY * x.shape[1]:
-        shared["moments"] = made[0].detach(), made[1].detach()
-    return made
 
 
 class _Normalized(engine.Function):

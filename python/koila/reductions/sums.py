@@ -271,7 +271,7 @@ class Moments(Var):
 
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x: torch.Tensor = call.word("input")
-        mean, squares = norms.moments(x, call.shared)
+        mean, squares = norms.Moments.apply(x, call.shared)
         made = count(x.numel() // x.shape[1]), mean, squares
         return tuple(map(made.__getitem__, parts))
 

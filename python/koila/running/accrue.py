@@ -15,7 +15,7 @@ import torch
 
 from koila.basics import engine, table
 from koila.basics.holders import owned
-from koila.staged.facts import ROWS, Node
+from koila.staged.facts import Node
 from koila.staged.program import Program
 
 Call = Callable[[], torch.Tensor]
@@ -156,7 +156,7 @@ def is_for(program: Program, node: Node) -> bool:
     """Tell whether a call accumulates the gradient of its weight in place. No call does in a
     program that differentiates calls (`derived.py`): these products cannot be differentiated
     twice."""
-    row = table.ROWS.get(program.row_of(node)) if node.mode == ROWS else None
+    row = table.ROWS.get(program.row_of(node))
     return row is not None and row["gathers"] is not None and not program.is_derived
 
 

@@ -10,6 +10,7 @@ of torch's backwards (batch_norm's on the CPU) are wrong where gradient and inpu
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,18 +26,6 @@ from koila.staged.facts import Info
 
 if TYPE_CHECKING:
     from koila.running.watched import Watch
-
-
-def _to_keep(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors to keep after their stage: a copy of one that is part of a larger storage.
-
-    Even a result can be one: torch's mse_loss returns one number in the storage of all its terms.
-    """
-    found = []
-    for tensor in tensors:
-        kept = tensor.detach()
-        found.append(kept.clone() if kept.untyped_storage().nbytes() > kept.nbytes else kept)
-    return found
 
 
 def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
@@ -103,13 +92,13 @@ class BoundaryValue:
     # -- outputs of the stage that makes it -------------------------------------------------------
 
     def add_chunk(self, chunk: int, tensor: torch.Tensor, grid: Sequence[Bounds]) -> None:
-        """Keep what a body computed for a chunk, where this value's chunks are kept."""
+        """Keep what a body computed for a chunk, where this value's chunks are kept: a copy, if it
+        is part of a larger storage. Even a result can be one: torch's mse_loss returns one number
+        in the storage of all its terms."""
         place, self.is_inference = self.info.place, tensor.is_inference()
-        if place is None:
-            (self.whole,) = _to_keep((tensor,))  # without rows: every chunk computes the same
-        elif self.is_offloaded:
+        if place is not None and self.is_offloaded:
             self.chunks[chunk] = offload.put(tensor)
-        elif self.is_put_together and len(grid) > 1:
+        elif place is not None and self.is_put_together and len(grid) > 1:
             if self.gathered is None:
                 info = self.info
                 strides = info.strides or rows.strides_of_chunk(tensor, place)
@@ -120,28 +109,31 @@ class BoundaryValue:
                 self.chunks[chunk] = rows.cut(self.gathered, place, n_rows, grid[chunk])
         else:
             kept = tensor.detach()
-            is_part = kept.untyped_storage().nbytes() > kept.nbytes
-            self.chunks[chunk] = kept.clone() if is_part else kept
+            if kept.untyped_storage().nbytes() > kept.nbytes:
+                kept = kept.clone()
+            if place is None:
+                self.whole = kept  # without rows: every chunk computes the same
+            else:
+                self.chunks[chunk] = kept
 
     def add_parts(
         self, chunk: int, part_ids: Sequence[int], tensors: Sequence[torch.Tensor]
     ) -> None:
-        """Keep the partials of a reduction on a chunk, or add them up, chunk after chunk."""
+        """Keep the partials of a reduction on a chunk, as `add_chunk` does, or add them up, chunk
+        after chunk."""
         sums = self.parts.setdefault(0, {})
         parts = self.parts.setdefault(chunk, {})
-        new, made = [], []
         for part, tensor in zip(part_ids, tensors, strict=True):
-            if part not in self.added:
-                new.append(part)
-                made.append(tensor)
-            elif self.n_added.get(part, 0) == chunk:  # not when the chunk runs again
-                self.n_added[part] = chunk + 1
-                if part not in sums:
-                    (sums[part],) = _to_keep((tensor,))
-                else:  # it is added in place if nothing else has the memory of the sum
-                    sums[part] = owned((sums[part],))[0].add_(tensor.detach())
-        if new:
-            parts.update(zip(new, _to_keep(made), strict=True))
+            kept, of = tensor.detach(), parts
+            if part in self.added:
+                if self.n_added.get(part, 0) != chunk:
+                    continue  # the chunk runs again
+                self.n_added[part], of = chunk + 1, sums
+                if part in sums:  # in place, if nothing else has the memory of the sum
+                    sums[part] = owned((sums[part],))[0].add_(kept)
+                    continue
+            is_part = kept.untyped_storage().nbytes() > kept.nbytes
+            of[part] = kept.clone() if is_part else kept
 
     # -- recomputing chunks -----------------------------------------------------------------------
 
@@ -172,35 +164,6 @@ class BoundaryValue:
         """The key of all rows, read as one tensor."""
         return GATHERED if self.whole is None else ("whole",)
 
-    def _alias_all(self, found: dict[Key, torch.Tensor], is_graph: bool) -> dict[Key, torch.Tensor]:
-        """Replace tensors of this value by aliases, if they are read on a graph and get a gradient.
-
-        Without a graph they are read as they are: some of torch's kernels depend on
-        `requires_grad`, and a value that is computed in two programs must have the same bits in
-        both.
-        """
-        if not is_graph:
-            return found
-        if self.watch is not None:
-            return self._watch_all(found, self.watch)
-        needs, device, aliases = self.needs_gradient, self.info.device, self.aliases
-        for key, tensor in found.items():
-            alias = aliases.get(key) if needs else None
-            if alias is None:
-                # A partial on the CPU of a value on a GPU is a number of terms: it gets none.
-                if not (needs and tensor.dtype in CONTINUOUS and tensor.device == device):
-                    found[key] = tensor.detach() if tensor.requires_grad else tensor
-                    continue
-                alias = aliases[key] = tensor.detach().requires_grad_()
-                if tensor.dtype not in OWN_WIDTH:
-                    widen_gradient(alias)
-                if self.total is not None and key == self._all_rows:
-                    alias.grad, self.total = self.total, None
-            if alias.grad is None:
-                self.awaiting[id(alias)] = self, key, alias
-            found[key] = alias
-        return found
-
     def _watch_all(self, found: dict[Key, torch.Tensor], watch: Watch) -> dict[Key, torch.Tensor]:
         """Replace tensors of this value, whose gradient was sent back before it was known, by what
         compares that with the gradient that arrives."""
@@ -213,17 +176,6 @@ class BoundaryValue:
         ]
         made = watch(keys, [found[key] for key in keys]) if keys else ()
         return {**found, **dict(zip(keys, made, strict=True))}
-
-    def read_whole(self, is_graph: bool) -> torch.Tensor:
-        """Return all rows, as an alias. It accumulates the gradients of all that read it."""
-        if self.whole is not None and self.is_graph:
-            return self.whole
-        if self.whole is not None:
-            return self._alias_all({("whole",): self.whole}, is_graph)["whole",]
-        if self.gathered is not None:
-            return self._alias_all({GATHERED: self.gathered}, is_graph)[GATHERED]
-        (chunk,) = self.chunks.values()
-        return self._alias_all({("chunk", 0): chunk}, is_graph)["chunk", 0]
 
     def read_rows(
         self, place: Place, grid: Sequence[Bounds], chunk: int, is_graph: bool
@@ -244,7 +196,7 @@ class BoundaryValue:
             tensor = self.chunks[chunk] if chunk in self.chunks else self.of_rows(grid, chunk)
             if self.is_offloaded:
                 tensor = offload.get(tensor, self.info.device)
-        return self._alias_all({key: tensor}, True)[key] if is_graph else tensor
+        return aliases_of([(self, key, tensor)])[0] if is_graph else tensor
 
     def of_rows(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor:
         """Return a chunk of a body's output: a copy, where it is cut of `gathered` and no view."""
@@ -291,8 +243,13 @@ class BoundaryValue:
             for chunk in sorted(self.parts):
                 if part in self.parts[chunk]:
                     found["part", chunk, part] = self.parts[chunk][part]
+        read: Iterable[torch.Tensor] = found.values()
+        if is_graph and self.watch is not None:
+            read = self._watch_all(found, self.watch).values()
+        elif is_graph:
+            read = aliases_of(zip(itertools.repeat(self), found, found.values(), strict=False))
         made: list[list[torch.Tensor]] = [[] for _ in self.parts[0]]
-        for (_, _, part), alias in self._alias_all(found, is_graph).items():
+        for (_, _, part), alias in zip(found, read, strict=True):
             made[part].append(alias)
         return made
 
@@ -306,8 +263,12 @@ class BoundaryValue:
             return grad if seed is None else seed
         return add(seed, grad)
 
-    def seed(self, grid: Sequence[Bounds], chunk: int) -> torch.Tensor | None:
-        """Return the gradient of one chunk of a body's output: the sum over all that read it."""
+    def seed(
+        self, grid: Sequence[Bounds], chunk: int, is_over: bool = False
+    ) -> torch.Tensor | None:
+        """Return the gradient of one chunk of a body's output: the sum over all that read it. If
+        nothing reads the gradient any more (`is_over`), drop it; with the last chunk also that of
+        all rows. So it takes no memory while an earlier stage runs backward."""
         gathered, key = None, ("chunk", chunk)
         grad, alias = self.seeds.get(key), self.aliases.get(key)
         if alias is not None and alias.grad is not None:
@@ -318,38 +279,33 @@ class BoundaryValue:
             if whole is not None and self.info.place is not None:
                 part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
                 grad = add(grad, part)
-        return grad
-
-    def drop_gradient(self, chunk: int, is_last: bool) -> list[torch.Tensor]:
-        """Free the gradient of a chunk after its backward; after the last one, that of all rows.
-        Return the aliases that had it."""
-        keys: list[Key] = [("chunk", chunk), GATHERED] if is_last else [("chunk", chunk)]
-        dropped = []
-        for key in keys:
-            self.seeds.pop(key, None)
-            alias = self.aliases.pop(key, None)  # of a value that is not freed
+        if not is_over:
+            return grad
+        is_last = chunk + 1 == len(grid)
+        for dropped in (key, GATHERED) if is_last else (key,):
+            self.seeds.pop(dropped, None)
+            alias = self.aliases.pop(dropped, None)  # of a value that is not freed
             if alias is not None:
                 alias.grad = None
-                dropped.append(alias)
+                self.awaiting.pop(id(alias), None)
         if is_last:
             self.total = None
         if is_last and self.is_one_gradient:  # else `tail.check` compares what the user gave
             self.seeds.pop(("whole",), None)
-        return dropped
+        return grad
 
-    def take_rows(self, place: Place, grid: Sequence[Bounds], chunk: int) -> list[torch.Tensor]:
+    def take_rows(self, place: Place, grid: Sequence[Bounds], chunk: int) -> None:
         """After a chunk's backward, add the gradient of the rows that it read to the gradient of
-        the whole value, if there is one. Return the alias of the rows, as a list."""
-        is_cut = len(grid) > 1 and (self.whole is not None or self.is_one_gradient)
+        the whole value, and drop the alias of the rows."""
         key = ("rows", place, grid[chunk]) if self.whole is not None else ("chunk", chunk)
-        alias = self.aliases.pop(key, None) if is_cut else None
+        alias = self.aliases.pop(key, None) if len(grid) > 1 else None
         if alias is None:
-            return []
+            return
         if alias.grad is not None:
             total = self._total_for(alias.grad)
             rows.put(total, place, *self._within(grid, chunk), alias.grad, True)
             alias.grad = None  # a retained graph may refer to the alias, and add to it later
-        return [alias]
+        self.awaiting.pop(id(alias), None)
 
     def _total_for(self, part: torch.Tensor) -> torch.Tensor:
         """Return the gradient of all rows to which the gradient `part` of some is added: that of
@@ -368,28 +324,29 @@ class BoundaryValue:
                 self.awaiting.pop(id(of_all), None)
         return grad
 
-    def settle(self, *keys: Key) -> list[torch.Tensor]:
+    def settle(self, *keys: Key) -> None:
         """Move the gradients of the aliases under these keys, or of all aliases, into `seeds`, and
-        drop and return the aliases. Call it when no graph sends them a gradient any more."""
-        aliases, seeds, dropped = self.aliases, self.seeds, []
+        drop the aliases. Call it when no graph sends them a gradient any more."""
+        aliases, seeds = self.aliases, self.seeds
         for key in keys or list(aliases):
             alias = aliases.pop(key, None)
             if alias is None:
                 continue
-            dropped.append(alias)
             gradient = alias.grad
-            if gradient is not None:
+            if gradient is None:
+                self.awaiting.pop(id(alias), None)  # it would keep the memory
+            else:
                 known = seeds.get(key)
                 seeds[key] = gradient if known is None else known + gradient
-        return dropped
 
-    def free(self) -> list[torch.Tensor]:
-        """Free the value and keep only its gradients. Return its aliases."""
+    def free(self) -> None:
+        """Free the value and keep only its gradients."""
         self.whole = None  # the result of a barrier, or of a reduction
         self.chunks.clear()
         self.parts.clear()
         self.gathered = None
-        return self.settle() if self.aliases else []
+        if self.aliases:
+            self.settle()
 
     def gather_gradient(self, grid: Sequence[Bounds]) -> torch.Tensor | None:
         """Return the gradient of all rows of a body's output, put together from its chunks, and
@@ -472,6 +429,55 @@ class BoundaryValue:
             ("part", c, p): t for c, parts in self.parts.items() for p, t in parts.items()
         }
         return leaves
+
+
+def aliases_of(read: Iterable[tuple[BoundaryValue, Key, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return aliases for tensors that a graph reads, or the tensors of values without a gradient.
+
+    Without a graph they are read as they are: some of torch's kernels depend on `requires_grad`,
+    and a value that is computed in two programs must have the same bits in both.
+    """
+    found = []
+    for of, key, tensor in read:
+        if of.is_graph and tensor is of.whole:
+            found.append(tensor)
+            continue
+        if of.watch is not None:
+            found.append(of._watch_all({key: tensor}, of.watch)[key])
+            continue
+        alias = of.aliases.get(key) if of.needs_gradient else None
+        if alias is None:
+            # A partial on the CPU of a value on a GPU is a number of terms: it gets none.
+            is_on_device = tensor.device == of.info.device
+            if not (of.needs_gradient and tensor.dtype in CONTINUOUS and is_on_device):
+                found.append(tensor.detach() if tensor.requires_grad else tensor)
+                continue
+            alias = of.aliases[key] = tensor.detach().requires_grad_()
+            if tensor.dtype not in OWN_WIDTH:
+                widen_gradient(alias)
+            if of.total is not None and key == of._all_rows:
+                alias.grad, of.total = of.total, None
+        if alias.grad is None:
+            of.awaiting[id(alias)] = of, key, alias
+        found.append(alias)
+    return found
+
+
+def read_whole(values: Iterable[BoundaryValue], is_graph: bool) -> list[torch.Tensor]:
+    """Return all rows of values; on a graph as aliases, which accumulate the gradients of all that
+    read them."""
+    found: list[torch.Tensor] = []
+    read: list[tuple[BoundaryValue, Key, torch.Tensor]] = []
+    for of in values:
+        if of.whole is not None:
+            read.append((of, ("whole",), of.whole))
+        elif of.gathered is not None:
+            read.append((of, GATHERED, of.gathered))
+        else:
+            (chunk,) = of.chunks.values()
+            read.append((of, ("chunk", 0), chunk))
+        found.append(read[-1][2])
+    return aliases_of(read) if is_graph else found
 
 
 def take_total_gradients(boundaries: Iterable[BoundaryValue]) -> list[torch.Tensor | None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from torch.autograd.graph import GradientEdge
 
@@ -26,13 +26,11 @@ if TYPE_CHECKING:
     from koila.running.store import RowsRead
 
 
-class _Loop:
-    """An open loop: its first instruction, its current chunk, and the chunk at which it stops."""
+class _Loop(NamedTuple):
+    """An open loop: its first instruction, and the chunk at which it stops."""
 
-    __slots__ = ("begin", "chunk", "stop")
-
-    def __init__(self, begin: int, chunk: int, stop: int) -> None:
-        self.begin, self.chunk, self.stop = begin, chunk, stop
+    begin: int
+    stop: int
 
 
 class Interpreter:
@@ -42,6 +40,7 @@ class Interpreter:
         self.stages = stages
         self.schedule = schedule
         self.loops: list[_Loop] = []
+        self.chunks: list[int] = []  # of each open loop: the current chunk, or piece of a chunk
         self.chunk = 0  # of the innermost loop: the current chunk, or piece of a chunk
         self.open: dict[int, Any] = {}  # by run: the chunk's values, with their graph
         self.barriers: dict[int, tuple[dict[int, GradientEdge], Awaiting]] = {}  # graphs, by stage
@@ -64,9 +63,9 @@ class Interpreter:
                 self._DO[step.op](self, step)
             else:
                 loop = self.loops[-1]
-                loop.chunk += 1
-                if loop.chunk < loop.stop:
-                    self.chunk, at = loop.chunk, loop.begin
+                self.chunk += 1
+                if self.chunk < loop.stop:
+                    self.chunks[-1], at = self.chunk, loop.begin
                     continue
                 self._close_loop(step)
             at += 1
@@ -76,7 +75,7 @@ class Interpreter:
     # -- loops ------------------------------------------------------------------------------------
 
     def _open_loop(self, step: Step, begin: int) -> None:
-        stages, grid = self.stages, self.stages.grid_of(step.runs[0])
+        stages, grid = self.stages, self.stages.grid_by_run[step.runs[0].index]
         first, stop = 0, len(grid)
         if self.loops:
             (body,) = (run for run in stages.program.runs if run.index in self.open)
@@ -89,15 +88,17 @@ class Interpreter:
             for value in step.values:
                 boundary = stages.boundary[value]
                 if boundary.aliases:
-                    stages.forget(boundary.settle())
-        self.loops.append(_Loop(begin, first, stop))
+                    boundary.settle()
+        self.loops.append(_Loop(begin, stop))
+        self.chunks.append(first)
         self.chunk = first
 
     def _close_loop(self, step: Step) -> None:
         """Go on after the last chunk of the innermost loop."""
         self.loops.pop()
+        self.chunks.pop()
         if self.loops:
-            self.chunk = self.loops[-1].chunk
+            self.chunk = self.chunks[-1]
             self._give_back_pieces()
         elif step.graph == Graph.RETAIN:
             del self.retained[step.runs[0].index]
@@ -109,7 +110,7 @@ class Interpreter:
             value, boundary = self.pieces.popitem()
             seeds = self.stages.boundary[value].seeds
             seeds[key] = add(seeds.get(key), *take_total_gradients([boundary]))
-            self.stages.forget(boundary.aliases.values())
+            boundary.settle()
             del boundary
 
     # -- a chunk goes forward ---------------------------------------------------------------------
@@ -157,7 +158,7 @@ class Interpreter:
         return second_axis.record(stages.program, run, imports, stop - start, start, dim)
 
     def _tail(self, step: Step) -> None:
-        if self.loops[0].chunk or self.chunk:  # not the first chunk, or piece of one
+        if any(self.chunks):  # not the first chunk, or piece of one
             return
         *others, last = step.runs
         for run in others:
@@ -197,41 +198,25 @@ class Interpreter:
             stages.settle_chunk(run, chunk)
         for value in step.values:
             stages.boundary[value].seeds.pop(("chunk", chunk), None)
-        if len(self.loops) == 1:
-            self._drop_gradients(run)
-
-    def _drop_gradients(self, run: Run) -> None:
-        """Free the gradients of the values that a run made on this chunk, whose backward has just
-        used them. So they take no memory while an earlier segment runs backward."""
-        chunk, is_last = self.chunk, self.chunk + 1 == self.loops[-1].stop
-        for value in run.left:
-            boundary = self.stages.boundary[value]
-            if is_last or ("chunk", chunk) in boundary.seeds or boundary.aliases:
-                dropped = boundary.drop_gradient(chunk, is_last)
-                if dropped:
-                    self.stages.forget(dropped)
 
     def _take(self, step: Step) -> None:
         stages, chunk = self.stages, self.chunk
         for value in step.values:
             alias = stages.boundary[value].aliases.pop(("chunk", chunk), None)
-            if alias is not None:
-                stages.forget([alias])
+            if alias is not None and alias.grad is None:
+                stages.awaiting.pop(id(alias), None)
         still_read = self._still_read() if len(self.loops) > 1 else set()
         for run in step.runs:
             if stages.taken.get(run.index) != []:  # where gradients of rows may be
                 stages.take_rows_of(run, chunk, self.pieces, still_read)
         for value in step.values:
             stages.boundary[value].seeds.pop(("chunk", chunk), None)
-        if len(self.loops) == 1 and stages.planned.strategy.n_pieces > 1:
-            for run in step.runs:  # also of those that ran in pieces of this chunk
-                self._drop_gradients(run)
 
     def _still_read(self) -> set[RowsRead]:
         """In an inner loop, return the rows that the body of the outer one read, whose backward
         comes after it. A piece reads the same rows if it is the whole chunk: one of a single row,
         or one that is cut along a second axis."""
-        stages, chunk = self.stages, self.loops[0].chunk
+        stages, chunk = self.stages, self.chunks[0]
         bodies = (run for run in stages.program.runs if run.index in self.open)
         reads = (read for body in bodies for read in stages.rows_read_by(body))
         return {(value, place, bounds[chunk]) for value, place, bounds in reads}
@@ -246,13 +231,11 @@ class Interpreter:
                 boundary.chunks.pop(self.chunk, None)
                 key = "chunk", self.chunk
                 if key in boundary.aliases:
-                    stages.forget(boundary.settle(key))
+                    boundary.settle(key)
             elif stages.is_forward:
                 del stages.boundary[value]
             else:
-                dropped = boundary.free()
-                if dropped:
-                    stages.forget(dropped)
+                boundary.free()
 
     def _rematerialize(self, step: Step) -> None:
         self.rematerialized.add(step.values, self.chunk)
@@ -277,7 +260,6 @@ class Interpreter:
     def _barrier_back(self, step: Step) -> None:
         stages, (run,) = self.stages, step.runs
         graph, given = self.barriers.pop(run.stage)
-        stages.resume(given)
         pairs, is_any = [], hooks.is_any()
         seeds = take_total_gradients(map(stages.boundary.__getitem__, graph))
         for (value, edge), seed in zip(graph.items(), seeds, strict=True):
@@ -289,7 +271,7 @@ class Interpreter:
             if seed is not None:
                 pairs.append((edge, seed))
         del seeds  # and those that hooks have replaced
-        send_back(pairs, stages.awaiting)
+        send_back(pairs, stages.awaiting, given)
 
     def _watch(self, step: Step) -> None:
         stages = self.stages

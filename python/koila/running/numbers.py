@@ -14,7 +14,7 @@ from koila.basics import rows
 from koila.basics.rows import as_inference, as_new
 from koila.basics.threads import in_turn
 from koila.running import read_numbers, views
-from koila.running.boundary import BoundaryValue
+from koila.running.boundary import BoundaryValue, read_whole
 from koila.running.freed_graphs import OfFreedGraph, Outdated, hung_on
 from koila.staged import hooks, layouts, leaves
 from koila.staged.facts import Info
@@ -184,7 +184,7 @@ class Numbers:
             result = Info.of(value).result  # the user may hold this tensor already
             if result is None:
                 # It may be a view taken without a graph, and torch would refuse a write to that.
-                result = _laid_out(value, as_new(self.boundary[value].read_whole(False)))
+                result = _laid_out(value, as_new(*read_whole((self.boundary[value],), False)))
                 known = self.read.get(self.program.info(value).storage)
                 result = result if known is None else _in_memory_of(known, result)
                 if self.boundary[value].is_inference and not result.is_inference():

@@ -19,7 +19,7 @@ from koila.basics.rows import Bounds, Place, chunk_shape, cut, without_memory
 from koila.messages.errors import NotInChunksError
 from koila.reductions import batch_softmax, calls, norms
 from koila.running import accrue, views
-from koila.running.boundary import Awaiting, BoundaryValue
+from koila.running.boundary import Awaiting, BoundaryValue, read_whole
 from koila.running.store import Reads, Rows, Store
 from koila.staged import leaves
 from koila.staged.facts import ROWS, Node, Run
@@ -65,10 +65,9 @@ class Prepared:
         known, awaiting = store.boundary, store.awaiting
         if not known.keys() >= reads.leaves.keys():
             store.enter_all()
-        for import_id, value in reads.once:
-            boundary = known[value]
-            whole = None if is_graph else boundary.whole
-            tensor = common[import_id] = boundary.read_whole(is_graph) if whole is None else whole
+        once = read_whole(map(known.__getitem__, reads.once.values()), is_graph)
+        for import_id, tensor in zip(reads.once, once, strict=True):
+            common[import_id] = tensor
             if id(tensor) in awaiting:
                 self.common_awaiting[id(tensor)] = awaiting[id(tensor)]
         for import_id, value, place in reads.cut:
@@ -106,14 +105,14 @@ class Prepared:
         for import_id, value, rows in self.others:
             boundary = stand_ins.get(value) or known.get(value) or self.store.boundary_of(value)
             if rows is None:
-                imports[import_id] = boundary.read_whole(is_graph)
+                (imports[import_id],) = read_whole((boundary,), is_graph)
             else:
                 imports[import_id] = boundary.read_rows(*rows, chunk, is_graph)
         for import_id, value, place in self.ranges:
             boundary = stand_ins.get(value) or self.store.boundary_of(value)
             (_, _, outer, inner), (start, stop) = place, self.grid[chunk]
-            first = boundary.read_whole(False).narrow(0, 0, outer * (stop - start) * inner)
-            imports[import_id] = first
+            (whole,) = read_whole((boundary,), False)
+            imports[import_id] = whole.narrow(0, 0, outer * (stop - start) * inner)
         for import_id in self.run_.shadows:
             imports[import_id] = self._zeros_for(import_id, chunk)
         return imports
@@ -177,7 +176,7 @@ class Prepared:
             return Prepared._begin
         if node.is_random:
             return Prepared._draw
-        if accrue.is_for(self.program, node):
+        if node.mode == ROWS and accrue.is_for(self.program, node):
             return Prepared._accrue
         value = node.first_out
         if self.is_alone and value in self.run_.parts and self.store.is_plain(value, self.run_):

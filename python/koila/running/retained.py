@@ -75,13 +75,11 @@ class Retained:
     def send_back(self, chunk: int) -> None:
         """Send the gradients of a chunk's outputs back through its graph, and free the graph."""
         edges, given, references = self.chunks.pop(chunk)
-        self.stages.resume(given)
-        del given
         self._fill(chunk, references)
         del references  # the graph alone holds the cells from here
         pairs = self.stages.seeds(self.run_, edges, chunk)
         del edges
-        send_back(pairs, self.stages.awaiting)
+        send_back(pairs, self.stages.awaiting, given)
 
     def _fill(self, chunk: int, references: list[Reference]) -> None:
         """Fill the cells of a chunk's graph: with outputs, and with recomputed values."""

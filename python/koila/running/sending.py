@@ -21,6 +21,9 @@ _edge: Callable[[tuple[Any, int]], GradientEdge] = functools.partial(tuple.__new
 
 #: Of an output, or of the partials of a reduction.
 Edges = GradientEdge | None | tuple[GradientEdge | None, ...]
+#: Aliases that a graph read and that have no gradient so far, by id: whose, its key there, it.
+Awaiting = dict[int, tuple[Any, Any, torch.Tensor]]
+_NONE: Awaiting = {}
 
 
 def edges_of(env: Sequence[Any], values: Iterable[int]) -> dict[int, Edges]:
@@ -61,10 +64,23 @@ def edges_of(env: Sequence[Any], values: Iterable[int]) -> dict[int, Edges]:
     return found
 
 
-def send_back(pairs: Sequence[tuple[GradientEdge, torch.Tensor]], awaiting: Awaiting) -> None:
-    """Run the engine from edges, each with its gradient, then call `own` for `awaiting`."""
+def send_back(
+    pairs: Sequence[tuple[GradientEdge, torch.Tensor]], awaiting: Awaiting, given: Awaiting = _NONE
+) -> None:
+    """Run the engine from edges, each with its gradient, then call `own` for `awaiting`.
+
+    Args:
+        pairs: the edges and their gradients.
+        awaiting: the aliases that await a first gradient.
+        given: those that a retained graph read, before other graphs ran. They await a gradient
+            again; the stages that read them may have dropped them since.
+    """
     if not pairs:
         return
+    for i, (boundary, key, alias) in given.items():
+        assert boundary.aliases.setdefault(key, alias) is alias, f"{key} has two aliases"
+        if alias.grad is None:
+            awaiting[i] = boundary, key, alias
     edges, seeds = zip(*pairs, strict=True)
     sparse = []  # `own` left them
     for _, _, alias in awaiting.values():

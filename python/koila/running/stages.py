@@ -199,8 +199,7 @@ class Stages(Store):
     ) -> tuple[_T, Awaiting]:
         """Call `run`, whose graph is retained until a later backward.
 
-        Return its result and the aliases it read that await a first gradient. `resume` takes these
-        before the graph's backward.
+        Return its result and the aliases it read that await a first gradient, for `send_back`.
         """
         before = self.awaiting.copy()
         self.awaiting.clear()

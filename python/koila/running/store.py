@@ -36,7 +36,7 @@ class Reads(NamedTuple):
         leaves: the values of `once` and `cut` that are leaves.
     """
 
-    once: list[tuple[int, int]]
+    once: dict[int, int]
     cut: list[tuple[int, int, Place]]
     ranges: list[tuple[int, int, Place]]
     others: list[tuple[int, int, Place | None]]
@@ -46,7 +46,7 @@ class Reads(NamedTuple):
 
 def _reads_of(program: Program, run: Run) -> Reads:
     """Return how the chunks of a body read its inputs."""
-    reads = Reads([], [], [], [], [], {})
+    reads = Reads({}, [], [], [], [], {})
     for import_id in run.imports:
         value, place, is_range = program.imports[import_id]
         node, is_by_chunk = program.node_of(value), calls.is_by_chunk(program, value)
@@ -54,7 +54,7 @@ def _reads_of(program: Program, run: Run) -> Reads:
         if is_range and place is not None:
             reads.ranges.append((import_id, value, place))
         elif place is None and is_made_before and not is_by_chunk and not is_range:
-            reads.once.append((import_id, value))
+            reads.once[import_id] = value
         elif program.is_leaf(value) and place is not None:
             reads.cut.append((import_id, value, place))
         else:
@@ -66,12 +66,17 @@ def _reads_of(program: Program, run: Run) -> Reads:
     return reads
 
 
-def _reads_by_body(program: Program) -> dict[int, Reads]:
-    """Return how the chunks of each body read its inputs, by run."""
+def _reads_by_body(program: Program) -> tuple[dict[int, Reads], dict[int, frozenset[int]]]:
+    """Return how the chunks of each body read its inputs, by run; and by value that a body leaves,
+    which of its partials are added up."""
     known = program.known
     if known.reads is None:
-        known.reads = {run.index: _reads_of(program, run) for run in program.runs if run.is_body}
-    return known.reads
+        bodies = [run for run in program.runs if run.is_body]
+        exports = [value for run in bodies for value in run.exports]
+        known.added = {value: calls.added_by_maker(program, value) for value in exports}
+        known.reads = {run.index: _reads_of(program, run) for run in bodies}
+    found: dict[int, Reads] = known.reads
+    return found, known.added
 
 
 #: A value, the place of its rows, and the bounds of those that a chunk or piece read.
@@ -113,7 +118,7 @@ class Store:
             self.grids.setdefault(axis, grid(rows, planned.n_chunks, planned.unit))
         self.pieces: dict[tuple[int, int, int], list[Bounds]] = {}  # by stage, axis, segment
         self.grid_by_run = _Grids(program.runs, self.grids, self.pieces)
-        self.reads = _reads_by_body(program)
+        self.reads, self.added = _reads_by_body(program)
         self.hooked = hooked
         self.is_forward = not program.roots  # without a backward pass
         self.gradients: list[torch.Tensor] = []  # one for each root, as the caller passed them
@@ -159,8 +164,7 @@ class Store:
     def _copy_statistics(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Return, by value, the leaves that nodes write on the side, each with a copy to write."""
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        moving = self.program.moving
-        moved = list(dict.fromkeys(itertools.chain(*map(self.program.moved_by, moving))))
+        moved = list(dict.fromkeys(itertools.chain(*self.program.moved.values())))
         with torch._C.DisableTorchFunctionSubclass():  # they are watched (`unwritten.py`)
             for value, info in self.program.infos.of(moved):
                 assert info.real is not None
@@ -212,10 +216,8 @@ class Store:
         program = self.program
         missing = [value for value in values if value not in self.boundary]
         for value, info in program.infos.of(missing):
-            added = calls.added_by_maker(program, value)
-            self.boundary[value] = BoundaryValue(
-                info, program.needs_gradient(value), self.awaiting, added=added
-            )
+            needs_gradient, added = program.needs_gradient(value), self.added[value]
+            self.boundary[value] = BoundaryValue(info, needs_gradient, self.awaiting, added=added)
 
     def collect(
         self, run: Run, env: Mapping[int, Any] | Sequence[Any], chunk: int, values: Iterable[int]
@@ -239,7 +241,8 @@ class Store:
     def seeds(
         self, run: Run, left: Mapping[int, Any] | Sequence[Any], chunk: int
     ) -> list[tuple[Any, torch.Tensor]]:
-        """Return pairs of an output of a run on a chunk and its gradient, where it has one.
+        """Return pairs of an output of a run on a chunk and its gradient, where it has one. The
+        chunk's backward is next, and nothing else reads these gradients.
 
         `left` has the outputs, or the edges of their graph, by value. Each partial of a reduction
         has a pair of its own.
@@ -250,7 +253,9 @@ class Store:
             boundary, parts, made = self.boundary[value], run.parts.get(value), left[value]
             if parts is not None:
                 pairs += boundary.part_seeds(chunk, parts, made)
-            elif made is not None and (seed := boundary.seed(grid, chunk)) is not None:
+                continue
+            seed = boundary.seed(grid, chunk, True)
+            if made is not None and seed is not None:
                 pairs.append((made, seed))
         return pairs
 
@@ -278,10 +283,10 @@ class Store:
             boundary = stand_ins.get(value) or self.boundary.get(value)
             if boundary is None or not boundary.aliases:
                 continue
+            if boundary.whole is None and not boundary.is_one_gradient:
+                continue  # its chunks have gradients of their own
             if (value, place, bounds[chunk]) not in still_read:
-                taken = boundary.take_rows(place, bounds, chunk)
-                if taken:
-                    self.forget(taken)
+                boundary.take_rows(place, bounds, chunk)
 
     def settle_chunk(self, run: Run, chunk: int) -> None:
         """Free the offloaded inputs of a chunk after their last read; keep only the gradient. Only
@@ -289,19 +294,4 @@ class Store:
         for import_id in run.imports:
             boundary = self.boundary.get(self.program.imports[import_id].value)
             if boundary is not None and boundary.is_offloaded:
-                self.forget(boundary.settle(("chunk", chunk)))
-
-    def forget(self, aliases: Iterable[torch.Tensor]) -> None:
-        """Drop aliases that no graph sends a gradient to any more: `awaiting` would keep their
-        memory."""
-        for alias in aliases:
-            if alias.grad is None:
-                self.awaiting.pop(id(alias), None)
-
-    def resume(self, given: Awaiting) -> None:
-        """Before the backward of a retained graph, await gradients for its aliases again. Their
-        stages may have dropped them since."""
-        for i, (boundary, key, alias) in given.items():
-            assert boundary.aliases.setdefault(key, alias) is alias, f"{key} has two aliases"
-            if alias.grad is None:
-                self.awaiting[i] = boundary, key, alias
+                boundary.settle(("chunk", chunk))

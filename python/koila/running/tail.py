@@ -29,7 +29,7 @@ from koila.basics import engine
 from koila.basics.rows import cut, without_memory
 from koila.messages.errors import KoilaError
 from koila.reductions import calls, reduction
-from koila.running.boundary import BoundaryValue
+from koila.running.boundary import BoundaryValue, read_whole
 from koila.running.watched import GATHERED, Key
 from koila.staged.facts import REDUCE, Run
 from koila.staged.program import Program
@@ -294,7 +294,8 @@ def _run(
             made[value] = BoundaryValue(
                 program.info(value), False, stages.awaiting, env[value], True
             )
-    return [made[root].read_whole(True) if root in made else None for root in program.roots]
+    of_roots = map(made.get, program.roots)
+    return [None if of is None else read_whole((of,), True)[0] for of in of_roots]
 
 
 def check(stages: Stages, roots: dict[int, torch.Tensor]) -> None:

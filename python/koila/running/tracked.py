@@ -85,10 +85,7 @@ class Tracked:
         self.moves: dict[int, Statistics] = {}
         self.agains: dict[int, norms.Again] = {}  # of calls in the functions of checkpoints
         #: Leaves that several calls update: at the commit, in the order of the calls.
-        moving = program.moving
-        moved = (
-            Counter(itertools.chain.from_iterable(map(program.moved_by, moving))) if moving else {}
-        )
+        moved = Counter(itertools.chain(*program.moved.values()))
         self._shared = {value for value, n in moved.items() if n > 1}
 
     def note(self, node: Node, func: Any, args: tuple[Any, ...]) -> None:
@@ -118,7 +115,7 @@ class Tracked:
         is_by_rows = node.mode == ROWS and not is_alone
         if func is torch.instance_norm and is_by_rows:
             return True
-        is_shared = bool(self._shared) and not self._shared.isdisjoint(self.program.moved_by(node))
+        is_shared = bool(self._shared) and not self._shared.isdisjoint(self.program.moved[node.id])
         return (is_shared or node.id in self.agains) and not is_by_rows
 
     def norm(
