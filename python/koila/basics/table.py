@@ -42,14 +42,23 @@ def parse(signature: str) -> tuple[list[str], int, dict[str, str]]:
     return words, len(words) if n_positional is None else n_positional, others
 
 
+@functools.cache
+def names_of(signature: str, n_positional: int, keywords: tuple[str, ...]) -> list[str]:
+    """Return the names that a signature has for the arguments of a call: so many positional ones,
+    and these keywords. Without keywords, there may be more arguments than names."""
+    names, _, others = parse(signature)
+    assert n_positional <= len(names) or not keywords, signature
+    found = names[:n_positional]
+    for name in keywords:
+        is_known = name in names
+        found.append(name if is_known else others.get(name, _NUMPY_NAMES.get(name, name)))
+    return found
+
+
 def bind(signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by their names in the signature."""
-    names, _, others = parse(signature)
-    words = dict(zip(names, args, strict=False))
-    for name, value in kwargs.items():
-        known = name if name in names else others.get(name, _NUMPY_NAMES.get(name, name))
-        words[known] = value
-    return words
+    names = names_of(signature, len(args), tuple(kwargs))
+    return dict(zip(names, (*args, *kwargs.values()), strict=False))
 
 
 def is_stepwise(name: str) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from koila.basics.rows import WIDENED
-from koila.basics.table import bind, parse
+from koila.basics.table import names_of, parse
 
 _full = torch.full  # taken at import: koila's patch of it looks for lazies
 
@@ -60,7 +60,8 @@ class Call:
         self.n_rows = n_rows  # the rows of the batch
         self.shared = {} if shared is None else shared  # results shared by all runs of this chunk
         #: The arguments, by their names in the signature.
-        self.words = bind(signature, args, kwargs)
+        names = names_of(signature, len(args), tuple(kwargs))
+        self.words = dict(zip(names, (*args, *kwargs.values()), strict=False))
         #: Returns the argument of this name, or else its second argument, or None.
         self.word: Callable[..., Any] = self.words.get
 

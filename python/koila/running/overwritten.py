@@ -167,8 +167,9 @@ def values_in(program: Program, storages: set[int]) -> set[int]:
 def note_moved(program: Program, values: Collection[int]) -> None:
     """Note the versions of running statistics that calls of a program have updated now."""
     versions: dict[int, tuple[int, int]] = _core.notes().setdefault("versions", {})
-    for value, info in program.infos.of(list(values)):
-        versions[value] = _version(info)
+    program.infos.ask(values)
+    for value in values:
+        versions[value] = _version(program.infos[value])
 
 
 def check_moved(roots: list[Any]) -> None:

@@ -21,8 +21,6 @@ _edge: Callable[[tuple[Any, int]], GradientEdge] = functools.partial(tuple.__new
 
 #: Of an output, or of the partials of a reduction.
 Edges = GradientEdge | None | tuple[GradientEdge | None, ...]
-#: Aliases that a graph read and that have no gradient so far, by id: whose, its key there, it.
-Awaiting = dict[int, tuple[Any, Any, torch.Tensor]]
 _NONE: Awaiting = {}
 
 

@@ -7,7 +7,6 @@ The order of these operations is not decided here: `interpret.py` executes a sch
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -181,18 +180,22 @@ class Stages(Store):
         Return the edges at which a backward pass enters its graph, by value. Edges, unlike the
         outputs, do not keep memory that backward does not need.
         """
-        env = self.run_nodes(run, 0, is_graph)
-        outs = [self.program.node(i).outs for i in run.combined]
-        values = list(dict.fromkeys(itertools.chain(*outs, run.exports)))
+        env, program = self.run_nodes(run, 0, is_graph), self.program
+        values = dict[int, None]()
+        for i in run.combined:
+            values |= dict.fromkeys(program.node(i).outs)
+        values |= dict.fromkeys(run.exports)
         edges: dict[int, Any] = edges_of(env, values) if is_graph else {}
-        for value, info in self.program.infos.of(values):
-            needs_gradient = self.program.needs_gradient(value)
+        for value in values:
+            info, needs_gradient = program.infos[value], program.needs_gradient(value)
             whole = BoundaryValue(info, needs_gradient, self.awaiting, env[value].detach())
             parts = self.boundary.get(value)
             if parts is not None:
                 whole.parts, whole.aliases, whole.added = parts.parts, parts.aliases, parts.added
             self.boundary[value] = whole
-        return {value: edge for value, edge in edges.items() if edge is not None}
+            if is_graph and edges[value] is None:
+                del edges[value]
+        return edges
 
     def run_retained(
         self, run: Callable[..., _T], *args: Any, **kwargs: Any

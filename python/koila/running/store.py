@@ -18,6 +18,7 @@ from koila.running.boundary import Awaiting, BoundaryValue
 from koila.running.tracked import Tracked
 from koila.staged import aliases, hooks
 from koila.staged.facts import Run
+from koila.staged.known import Known
 from koila.staged.program import Program
 
 #: Where the rows of a value are that chunks read, and which they are.
@@ -66,17 +67,23 @@ def _reads_of(program: Program, run: Run) -> Reads:
     return reads
 
 
-def _reads_by_body(program: Program) -> tuple[dict[int, Reads], dict[int, frozenset[int]]]:
-    """Return how the chunks of each body read its inputs, by run; and by value that a body leaves,
-    which of its partials are added up."""
+def _describe_reads(program: Program) -> Known:
+    """Return what is known of a program, with all that this module finds out of it."""
     known = program.known
     if known.reads is None:
-        bodies = [run for run in program.runs if run.is_body]
-        exports = [value for run in bodies for value in run.exports]
-        known.added = {value: calls.added_by_maker(program, value) for value in exports}
-        known.reads = {run.index: _reads_of(program, run) for run in bodies}
-    found: dict[int, Reads] = known.reads
-    return found, known.added
+        reads = dict[int, Reads]()
+        values = {value: None for value, *_ in program.imports}
+        for run in program.runs:
+            values |= dict.fromkeys(run.exports)
+            for i in run.combined:
+                values |= dict.fromkeys(program.node(i).outs)
+            for value in run.exports if run.is_body else ():
+                known.added[value] = calls.added_by_maker(program, value)
+            if run.is_body:
+                reads[run.index] = _reads_of(program, run)
+        known.boundary = list(values)
+        known.reads = reads  # last: other threads may look
+    return known
 
 
 #: A value, the place of its rows, and the bounds of those that a chunk or piece read.
@@ -118,7 +125,10 @@ class Store:
             self.grids.setdefault(axis, grid(rows, planned.n_chunks, planned.unit))
         self.pieces: dict[tuple[int, int, int], list[Bounds]] = {}  # by stage, axis, segment
         self.grid_by_run = _Grids(program.runs, self.grids, self.pieces)
-        self.reads, self.added = _reads_by_body(program)
+        known = _describe_reads(program)
+        self.reads: dict[int, Reads] = known.reads or {}
+        self.added = known.added
+        program.infos.ask(known.boundary)
         self.hooked = hooked
         self.is_forward = not program.roots  # without a backward pass
         self.gradients: list[torch.Tensor] = []  # one for each root, as the caller passed them
@@ -166,7 +176,8 @@ class Store:
         copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         moved = list(dict.fromkeys(itertools.chain(*self.program.moved.values())))
         with torch._C.DisableTorchFunctionSubclass():  # they are watched (`unwritten.py`)
-            for value, info in self.program.infos.of(moved):
+            for value in moved:
+                info = self.program.infos[value]
                 assert info.real is not None
                 copies[value] = info.real, info.real.detach().clone()
         return copies
@@ -180,8 +191,10 @@ class Store:
     def enter(self, values: Iterable[int]) -> None:
         """Make the `BoundaryValue`s of leaves that have none yet."""
         program, boundaries = self.program, self.boundary
-        missing = [value for value in values if value not in boundaries]
-        for value, info in program.infos.of(missing):
+        for value in values:
+            if value in boundaries:
+                continue
+            info = program.infos[value]
             tensor = info.real if info.real is not None else info.result
             assert tensor is not None, f"value {value} has neither a tensor nor a number"
             if value in self.scratch:
@@ -213,11 +226,12 @@ class Store:
 
     def begin_outputs(self, values: Iterable[int]) -> None:
         """Make the `BoundaryValue`s of outputs of a body that have none yet."""
-        program = self.program
-        missing = [value for value in values if value not in self.boundary]
-        for value, info in program.infos.of(missing):
-            needs_gradient, added = program.needs_gradient(value), self.added[value]
-            self.boundary[value] = BoundaryValue(info, needs_gradient, self.awaiting, added=added)
+        program, boundaries = self.program, self.boundary
+        for value in values:
+            if value not in boundaries:
+                info, needs_gradient = program.infos[value], program.needs_gradient(value)
+                added = self.added[value]
+                boundaries[value] = BoundaryValue(info, needs_gradient, self.awaiting, added=added)
 
     def collect(
         self, run: Run, env: Mapping[int, Any] | Sequence[Any], chunk: int, values: Iterable[int]

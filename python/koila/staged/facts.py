@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -121,14 +122,13 @@ class Info(NamedTuple):
 
 
 class Infos(dict[int, Info]):
-    """The metadata of values; a subscript is faster than a call, and `of` faster for many."""
+    """The metadata of values; a subscript is faster than a call, and `ask` faster for many."""
 
-    def of(self, values: Sequence[int]) -> Iterator[tuple[int, Info]]:
-        """Return each of the values, with its metadata."""
-        missing = [value for value in values if value not in self]
+    def ask(self, values: Iterable[int]) -> None:
+        """Ask the core for the metadata of those of the values that have none here yet."""
+        missing = list(itertools.filterfalse(self.__contains__, values))
         made = map(functools.partial(tuple.__new__, Info), map(_core.value, missing))
         self.update(zip(missing, made, strict=True))
-        return zip(values, map(self.__getitem__, values), strict=True)
 
     def __missing__(self, value: int) -> Info:
         found = self[value] = tuple.__new__(Info, _core.value(value))

@@ -48,7 +48,9 @@ class Known:
         self.rows: dict[int, str] = {}  # by call, once asked for: the name of its row
         self.splits: dict[int, Any] = {}  # by reduction, of `reductions/calls.py`
         self.reads: dict[int, Any] | None = None  # by body, once `running/store.py` has found out
-        #: By value that a body leaves: the partials that are added up, also of `running/store.py`.
+        #: Also of `running/store.py`: the values that runs read or leave; and by value that a body
+        #: leaves, the partials that are added up.
+        self.boundary: list[int] = []
         self.added: dict[int, frozenset[int]] = {}
         self._schedules: dict[Arguments, Schedule] = {}
         #: Caches of `planning`, by all else that they depend on: plans (`seen.py`), the limits that
