@@ -84,25 +84,6 @@ KL_DEFINE_OF(is_input, value)
     return PyBool_FromLong(value->is_input);
 }
 
-/* Whether a call that has not run makes a view of the memory of a value, or may keep it for backward. */
-static bool
-is_memory_awaited(const KlTape *tape, KlStorageId storage)
-{
-    bool is_awaited = tape->storages[storage].is_uncertain;
-    for (size_t i = tape->n_done; i < tape->n_nodes && !is_awaited; i++) {
-        const KlNode *node = &tape->nodes[i];
-        const KlValue *outs = &tape->values[node->first_out];
-        for (uint32_t k = 0; k < node->n_outs * node->n_inputs && !node->is_done; k++) {
-            const KlValue *out = &outs[k % node->n_outs];
-            KlValueId input = kl_tape_inputs(tape, node)[k / node->n_outs].value;
-            bool is_reader = input != KL_ID_NONE && tape->values[input].storage == storage;
-            is_awaited =
-                is_awaited || (is_reader && (out->storage == storage || out->meta.requires_grad));
-        }
-    }
-    return is_awaited;
-}
-
 KL_DEFINE_ON(is_held_by, tape, args)
 {
     PyObject *object = NULL;
@@ -119,9 +100,7 @@ KL_DEFINE_ON(is_held_by, tape, args)
     for (size_t i = 0; i < tape->core.n_values; i++) {
         const KlPyValue *entry = &tape->values[i];
         int n_here = (entry->real == real) + (entry->result == real) + (entry->recorded == real);
-        bool is_awaited =
-            n_here > 0 && is_memory_awaited(&tape->core, tape->core.values[i].storage);
-        n = is_awaited ? PY_SSIZE_T_MIN : n + n_here;
+        n = n_here > 0 && tape->core.values[i].n_pending > 0 ? PY_SSIZE_T_MIN : n + n_here;
     }
     return PyBool_FromLong(real != NULL && Py_REFCNT(real) == n);
 }
