@@ -4,6 +4,7 @@ call reads x, and parameters whose data were set to parts of another tensor."""
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -40,10 +41,20 @@ WRITTEN = (
     "d = w.data; l = checkpoint(lambda a: (a * w).sin(), net(x), use_reentrant=False).sum()\n"
     "d.add_(1)",
     "d = X.data; l = net(x).sum(); d.mul_(2)",
+    # Other ways to write than methods of the alias: of these, torch counts the writes to it alone.
+    "d = copy.copy(X); l = net(x).sum(); torch._foreach_mul_([d], 2.0)",
+    "l = net(x).sum(); d = copy.copy(X); torch._foreach_mul_([d], 2.0)",
+    "l = net(x).sum(); d = copy.copy(x); torch.add(d, 1, out=d)",
+    "c = torch.ones(4).double(); d = torch.empty(0).double().set_(c); l = (net(x) * c).sum()\n"
+    "torch.add(d, 1, out=d)",
+    "c = torch.ones(4).double(); l = (net(x) * c).sum(); d = torch.empty(0).double().set_(c)\n"
+    "torch._foreach_mul_([d], 2.0)",
 )
 #: Nothing is written that a call has yet to read.
 AS_BEFORE = (
     "d = w.data; l = (net(x) * w).sum()",
+    "d = copy.copy(x); c = copy.copy(X); l = net(x).sum(); d.clone()",
+    "d = copy.copy(X); torch._foreach_mul_([d], 2.0); l = net(x).sum()",
     "d = w.data; d.mul_(2); l = (net(x) * w).sum()",
     "w.data.mul_(2); l = (net(x) * w).sum()",
     "d = w.data; l = (net(x) * w).sum(); l.item(); d.clone()",
@@ -61,7 +72,12 @@ def run(text: str, lazy: Any, chunks: int | None) -> list[Tensor]:
     net, norm = nn.Linear(6, 4).double(), nn.BatchNorm1d(4).double()
     data = torch.randn(N_ROWS, 6).double()
     names: dict[str, Any] = {
-        **{"torch": torch, "checkpoint": checkpoint, "vector_to_parameters": vector_to_parameters},
+        **{
+            "torch": torch,
+            "copy": copy,
+            "checkpoint": checkpoint,
+            "vector_to_parameters": vector_to_parameters,
+        },
         **{"net": net, "norm": norm, "X": data, "x": lazy(data)},
         "w": torch.ones(4).double().requires_grad_(),
     }

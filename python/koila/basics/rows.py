@@ -244,7 +244,14 @@ def as_new(tensor: torch.Tensor) -> torch.Tensor:
 def in_memory(memory: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor in this memory, with the offset, shape and strides of `like`."""
     layout = like.storage_offset(), like.shape, like.stride()
-    return torch.empty(0, dtype=like.dtype, device=like.device).set_(memory, *layout)
+    return set_memory(torch.empty(0, dtype=like.dtype, device=like.device), memory, *layout)
+
+
+def set_memory(tensor: torch.Tensor, memory: Any, *layout: Any) -> torch.Tensor:
+    """Set the memory of a tensor of koila's own, past the patch that watches what scripts set."""
+    own: Any = torch._C.TensorBase.set_
+    made: torch.Tensor = own(tensor, memory, *layout)
+    return made
 
 
 def as_inference(tensor: torch.Tensor) -> torch.Tensor:

@@ -77,8 +77,7 @@ def put(tensor: torch.Tensor) -> torch.Tensor:
             "to a folder on a disk with more room"
         ) from error
     kept: torch.Tensor = torch.empty(0, dtype=tensor.dtype)
-    kept.set_(storage, 0, tensor.shape, strides)  # type: ignore[arg-type]  # it is an UntypedStorage
-    return kept.copy_(tensor)
+    return rows.set_memory(kept, storage, 0, tensor.shape, strides).copy_(tensor)
 
 
 def get(kept: torch.Tensor, device: torch.device) -> torch.Tensor:

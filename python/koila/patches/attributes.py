@@ -29,6 +29,20 @@ def patch() -> None:
     _patch_parameter()
 
 
+def share(tensor: torch.Tensor) -> None:
+    """Watch the memory of a plain tensor for writes that torch does not count."""
+    if _core.leaves_of(tensor) or _core.left_numbers(True):
+        _watch(tensor)
+    parts.watch(tensor)
+    recomputed.watch(tensor)
+
+
+@in_turn
+def _watch(tensor: torch.Tensor) -> None:
+    if not _core.is_busy():
+        parts.watch_here(tensor)
+
+
 def _patch_data() -> None:
     """Watch x.data and x.numpy(): writes through them change numbers and no version counter."""
     original: Any = torch._C.TensorBase.data
@@ -58,18 +72,6 @@ def _patch_data() -> None:
     @writes.going_before
     def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         original.__set__(tensor, value)
-
-    def share(tensor: torch.Tensor) -> None:
-        """Watch the memory of a plain tensor for writes that torch does not count."""
-        if _core.leaves_of(tensor) or _core.left_numbers(True):
-            watch(tensor)
-        parts.watch(tensor)
-        recomputed.watch(tensor)
-
-    @in_turn
-    def watch(self: torch.Tensor) -> None:
-        if not _core.is_busy():
-            parts.watch_here(self)
 
     def is_put(self: torch.Tensor, value: Any) -> bool:
         """Set the data of a lazy's real tensor, and return True, if no pending call reads it."""

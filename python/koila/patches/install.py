@@ -37,6 +37,7 @@ from koila.random import generators, plain
 from koila.recording import bridge, flush, handed_out, handlers, replicated, sharded
 from koila.reporting import reports
 from koila.running import checkpoints, custom_functions, kept_casts, numbers, unwritten
+from koila.staged import aliases
 
 
 def _patch_function_apply() -> None:
@@ -216,14 +217,19 @@ def _patch_graphs() -> None:
 
 def _patch_set() -> None:
     """Tensor.set_ is not dispatched, and would read or replace the placeholder's memory. Pending
-    calls run first, since set_ counts as a write to all views of the old memory."""
+    calls run first, since set_ counts as a write to all views of the old memory. A tensor that was
+    set to the memory of another, as copy.copy() does, has a version counter of its own."""
     original = patching.live_if_lazy(torch.Tensor.set_, False)
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         if patching.holds_lazy(args[:1]) and not _core.is_busy():
             _core.flush()
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+        if type(args[0]) in (torch.Tensor, torch.nn.Parameter) and args[0].device.type != "meta":
+            attributes.share(args[0])
+            aliases.noted(args[0])
+        return result
 
     patching.replace(torch.Tensor, "set_", patched)
 

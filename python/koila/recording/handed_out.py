@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import _core
 from koila.basics.lines import user_line
-from koila.basics.rows import as_new, without_memory
+from koila.basics.rows import as_new, set_memory, without_memory
 from koila.messages.errors import KoilaError
 from koila.staged import hooks, meta
 from koila.staged.facts import Info
@@ -72,7 +72,7 @@ class Memory:
         """Watch the memory of this tensor for writes through x.data, which change no version."""
         if self.watched is None:
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            whole.set_(tensor.untyped_storage())
+            set_memory(whole, tensor.untyped_storage())
             self.watched = whole, meta.checksum(whole)
 
     def how_written(self) -> str:

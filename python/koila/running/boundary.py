@@ -155,7 +155,7 @@ class BoundaryValue:
         storage.resize_(self.freed.pop(chunk))
         # Write through another tensor: a new version would make the graphs that saved it raise.
         again = torch.empty(0, dtype=of.dtype, device=of.device)
-        again.set_(storage, 0, of.shape, of.stride()).copy_(tensor.detach())
+        rows.set_memory(again, storage, 0, of.shape, of.stride()).copy_(tensor.detach())
 
     # -- inputs of the stages that read it --------------------------------------------------------
 
