@@ -33,7 +33,7 @@ from koila import _core
 from koila.memory import budget
 from koila.planning import fitting, planner, plans, strategies
 from koila.staged import program
-from koila.staged.known import _known as known_programs
+from koila.staged.cache import _caches as known_programs
 
 ROWS = 64
 WIDTH = 4

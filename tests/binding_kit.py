@@ -113,9 +113,9 @@ def in_a_child(work: Callable[[], Any]) -> None:
         raise AssertionError(f"the child ended with status {status}\n{text}")
 
 
-def staged_as(roots: Any, is_known_only: bool, n_segments: int = 1) -> dict[str, Any]:
+def staged_as(roots: Any, is_no_grad_only: bool, n_segments: int = 1) -> dict[str, Any]:
     """The facts of a program, by name."""
-    handle, roots, wanted, *rest = _core.stage(roots, is_known_only)
+    handle, roots, wanted, *rest = _core.stage(roots, is_no_grad_only)
     handle = _core.cut_program(handle, n_segments, False)[0] if n_segments > 1 else handle
     facts = {name: _core.facts_of(handle, name) for name in ("nodes", "imports", "runs", "drops")}
     return {"handle": handle, "roots": roots, "wanted": wanted, "rest": rest, **facts}

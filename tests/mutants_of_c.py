@@ -114,7 +114,7 @@ MUTANTS = [
     Mutant(
         "measure: a gradient of all rows is not held",
         "koila_c/core/measure_gradients.c",
-        "kl_program_is_body(run) && size->is_by_rows && !known->is_one_gradient;",
+        "kl_program_is_body(run) && size->is_by_rows && !state->is_one_gradient;",
         "kl_program_is_body(run) && size->is_by_rows;",
         "tests/test_read_whole.py -k bytes",
     ),
@@ -234,8 +234,8 @@ MUTANTS = [
     Mutant(
         "measure: what a chunk keeps for its segments takes nothing",
         "koila_c/core/measure_runs.c",
-        "            known->is_for_segments = true;\n            walk->held.per_row +=",
-        "            known->is_for_segments = true;\n            walk->held.per_row += 0 *",
+        "            state->is_for_segments = true;\n            walk->held.per_row +=",
+        "            state->is_for_segments = true;\n            walk->held.per_row += 0 *",
         "tests/test_segments.py -k predicted",
     ),
     Mutant(
@@ -283,8 +283,8 @@ MUTANTS = [
     Mutant(
         "measure: pieces are of average rows",
         "koila_c/core/sweep.c",
-        "sweep->is_in_pieces ? sweep->known.pieces : sweep->known.chunks",
-        "sweep->is_in_pieces ? sweep->known.chunks : sweep->known.chunks",
+        "sweep->is_in_pieces ? sweep->facts.pieces : sweep->facts.chunks",
+        "sweep->is_in_pieces ? sweep->facts.chunks : sweep->facts.chunks",
         "tests/test_uneven.py",
     ),
     Mutant(
@@ -309,14 +309,14 @@ MUTANTS = [
         "tests/test_written_number.py::test_a_plain_tensor_that_steps_are_written_into",
     ),
     Mutant(
-        "program: a known value that is made again counts as made here",
+        "program: a computed value that is made again counts as made here",
         "koila_c/core/program.c",
         "build->made_in[out] = is_part || program->stages.is_leaf[out] ? 0 : serial;",
         "build->made_in[out] = is_part ? 0 : serial;",
         "tests/test_known_and_made_again.py",
     ),
     Mutant(
-        "stage: a known value is read as the chunk made it again",
+        "stage: a computed value is read as the chunk made it again",
         "koila_c/binding/py_stage.c",
         "made == Py_None || stages->is_leaf[value] ||",
         "made == Py_None || value == KL_ID_NONE ||",

@@ -180,7 +180,7 @@ MUTANTS = [
     Mutant(
         "custom functions: what they take is not remembered",
         "python/koila/running/custom_memory.py",
-        "remember(_known, key, counter.most)",
+        "remember(_peaks, key, counter.most)",
         "remember({}, key, counter.most)",
         "tests/test_custom_memory.py",
     ),
@@ -334,15 +334,15 @@ MUTANTS = [
     Mutant(
         "boundary: a chunk that is settled twice has its last gradient",
         "python/koila/running/boundary.py",
-        "seeds[key] = gradient if known is None else known + gradient",
-        "seeds[key] = gradient or known",
+        "seeds[key] = gradient if seed is None else seed + gradient",
+        "seeds[key] = gradient or seed",
         "tests/test_batch_norm.py",
     ),
     Mutant(
         "boundary: a rematerialized storage gets no numbers",
         "python/koila/running/boundary.py",
-        "again.set_(storage, 0, of.shape, of.stride()).copy_(tensor.detach())",
-        "again.set_(storage, 0, of.shape, of.stride()).zero_()",
+        "rows.set_memory(again, storage, 0, of.shape, of.stride()).copy_(tensor.detach())",
+        "rows.set_memory(again, storage, 0, of.shape, of.stride()).zero_()",
         WAITING,
     ),
     Mutant(

@@ -792,7 +792,7 @@ def test_the_gradient_of_a_view_of_what_was_handed_out(chunks: int) -> None:
             held, loss = h.detach(), (h * 3).sin().sum()
             loss = loss + Square.apply(h).sum()
             if chunks > 1:
-                with pytest.raises(koila.KoilaError, match=f"^{name}: .* part of its gradient"):
+                with pytest.raises(koila.KoilaError, match=f"^{name} .*part of its gradient"):
                     ask(h)
                 continue
             ask(h)

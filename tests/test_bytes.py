@@ -79,7 +79,7 @@ def test_prediction(program: Program, chunks: int, monkeypatch: pytest.MonkeyPat
     is mended."""
     n_rows = rows_of(program)
     options = kernels.single if program in kernels.PROGRAMS else {}
-    monkeypatch.setattr(steps, "_known", {})  # or how it reads depends on what ran before it
+    monkeypatch.setattr(steps, "_shares", {})  # or how it reads depends on what ran before it
     measure(program, 8 if program in kernels.PROGRAMS else 2, koila.lazy, **options)
     memory = Allocations()
     said = Prediction(memory, monkeypatch, is_whole=chunks == 1)
@@ -167,7 +167,7 @@ def test_each_instruction(program: Program, monkeypatch: pytest.MonkeyPatch) -> 
     """During none are 1 % of the peak, or 64 KiB, more used than is said; nor less, but for what is
     known."""
     options = kernels.single if program in kernels.PROGRAMS else {}
-    monkeypatch.setattr(steps, "_known", {})
+    monkeypatch.setattr(steps, "_shares", {})
     measure(program, 8 if program in kernels.PROGRAMS else 2, koila.lazy, **options)
     memory = Allocations()
     found = Instructions(memory, monkeypatch)

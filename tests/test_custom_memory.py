@@ -49,7 +49,7 @@ class Wide(torch.autograd.Function):
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No calls are known, and the function has no temporaries."""
-    monkeypatch.setattr(custom_memory, "_known", {})
+    monkeypatch.setattr(custom_memory, "_peaks", {})
     monkeypatch.setattr(Wide, "n_forward", 0)
     monkeypatch.setattr(Wide, "n_back", 0)
 
@@ -123,7 +123,7 @@ def test_what_fits_runs(monkeypatch: pytest.MonkeyPatch) -> None:
             _, got = step(koila.lazy)
         for ours, theirs in zip(got, want, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
-    assert len(custom_memory._known) == 2
+    assert len(custom_memory._peaks) == 2
 
 
 def test_second_derivatives() -> None:

@@ -160,7 +160,7 @@ def compare(model: Model, share: float, n_layers: int) -> None:
     most, wanted = step(model, make(n_layers), eager)
     m = make(n_layers)
     gc.collect()
-    steps._known.clear()
+    steps._shares.clear()
     plans.lasting.clear()
     make(n_layers)  # seeded: the same batch
     with koila.config(memory_limit=there() + BATCH + int(share * most)):

@@ -20,7 +20,7 @@ from allocations import Allocations
 from chunked import split
 from koila.memory import estimates
 from koila.planning import strategies
-from koila.staged import known
+from koila.staged import cache
 from oracle import Lazy
 from oracle import eager as as_it_is
 
@@ -338,7 +338,7 @@ def test_hooks_take_what_is_predicted(
 
     find = koila.planning.planner._find_strategy_in
     monkeypatch.setattr(koila.planning.planner, "_find_strategy_in", find_way)
-    known._known.clear()
+    cache._caches.clear()
     with koila.config(chunks=chunks):
         took, ours = hooked_step(koila.lazy, hooked, HOOKS[name])
     torch.testing.assert_close(ours, theirs)

@@ -75,7 +75,7 @@ TESTS_OF_ROWS = {
     "stage_reads": ["core/test_stage.c"],
     "stage_sink": ["core/test_stage.c"],
     "stage_tail": ["core/test_stage.c"],
-    "sweep_known": ["core/test_sweep.c"],
+    "sweep_copies": ["core/test_sweep.c"],
 }
 # tests/core/test_no_memory.c is of all that allocates, test_threads.c of all.
 TESTS_OF_MANY = {"no_memory", "threads"}
@@ -91,8 +91,8 @@ PRIVATE_OF_PYTHON = {
 # The line that names the license is not counted: it is no code.
 N_LINES_OF_A_FILE = 1000
 N_LINES_OF_A_FUNCTION = 60
-N_LINES_OF_KOILA_C = 30_305
-N_LINES_OF_KOILA_PYTHON = 31_216
+N_LINES_OF_KOILA_C = 30_290
+N_LINES_OF_KOILA_PYTHON = 31_272
 # "file.c:function": "why it may be longer"
 LONG_FUNCTIONS: dict[str, str] = {}
 

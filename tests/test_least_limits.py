@@ -20,7 +20,7 @@ import koila
 from koila import _core
 from koila.planning import fitting, least_limits, limits, planner, refusals, strategies
 from koila.reporting.report_types import ProgramReport
-from koila.staged import known
+from koila.staged import cache
 from koila.staged.program import Program
 from limits import there
 
@@ -29,7 +29,7 @@ N_ROWS = 512
 
 @pytest.fixture(autouse=True)
 def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "_known", [])
+    monkeypatch.setattr(cache, "_caches", [])
     monkeypatch.setattr(least_limits, "_kept", [])
     gc.collect()  # what tests before this one left counts against a limit until it is collected
     clear()
@@ -102,9 +102,9 @@ def limit_for(model: nn.Module, x: Tensor, y: Tensor, share: float) -> int:
 
 
 def clear() -> None:
-    known._known.clear()
-    for cache in (planner._least_limits, fitting._last_strategies, strategies._seen):
-        cache.clear()
+    cache._caches.clear()
+    for one in (planner._least_limits, fitting._last_strategies, strategies._seen):
+        one.clear()
 
 
 def eager_limit(model: nn.Module, x: Tensor, y: Tensor, limit: int) -> float:

@@ -25,7 +25,7 @@ def test_plain_noise_is_told(caplog: pytest.LogCaptureFixture) -> None:
         (False, 600, 1),
         (False, 20, 4),
     ):
-        left_plain._known.clear()
+        left_plain._by_line.clear()
         with koila.config(chunks=chunks):
             real = koila.lazy(torch.ones(n_rows, 64), batch=0)
             noise = torch.randn(real.shape[0], 8)

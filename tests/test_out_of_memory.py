@@ -16,7 +16,7 @@ import koila
 from failures import CASES, FAULTS, Failing, Fault, assert_survived, count_calls, planned, run_eager
 from koila.memory import budget, estimates
 from koila.planning import strategies
-from koila.staged import known
+from koila.staged import cache
 from limits import there
 from oracle import assert_close
 
@@ -178,7 +178,7 @@ class Estimates:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, n_times: int) -> None:
         self.estimate, self.n_times, self.n_failed = estimates.estimate, n_times, 0
         monkeypatch.setattr(estimates, "estimate", self.measure)
-        monkeypatch.setattr(known, "_known", [])  # a plan that was made before needs no measure
+        monkeypatch.setattr(cache, "_caches", [])  # a plan that was made before needs no measure
 
     def measure(self, *args: Any, **kwargs: Any) -> estimates.Estimate:
         if self.n_failed < self.n_times:

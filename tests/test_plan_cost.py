@@ -14,7 +14,7 @@ from torch import Tensor
 
 import koila
 from koila.planning import planner
-from koila.staged import known
+from koila.staged import cache
 from koila.staged.program import Program
 from limits import there
 
@@ -98,7 +98,7 @@ def test_no_call_is_described_to_plan(
         return facts_of(handle, what)
 
     monkeypatch.setattr(koila._core, "facts_of", noting)
-    monkeypatch.setattr(known, "_known", [])
+    monkeypatch.setattr(cache, "_caches", [])
     w = torch.linspace(0.9, 1.1, 64, requires_grad=True)
     loss = program(koila.lazy(torch.ones(64, 64)), w, 40)
     with koila.config(memory_limit=there() + 40 * 64 * 64):

@@ -136,7 +136,7 @@ def test_bytes(name: str, dim: int, chunks: int, monkeypatch: pytest.MonkeyPatch
         lambda model, x: STEPS[name](model(x)),
         dims=dim,
     )
-    monkeypatch.setattr(steps, "_known", {})
+    monkeypatch.setattr(steps, "_shares", {})
     measure(program, 8, koila.lazy, **kernels.single)
     memory = Allocations()
     found = Instructions(memory, monkeypatch)

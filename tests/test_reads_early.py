@@ -86,7 +86,7 @@ class Step:
 def test_early_reads_keep_the_limit(name: str, p: float, place: str, share: float) -> None:
     """The limit holds to the end, in as many chunks as the whole step needs, and draws are
     eager's."""
-    steps._known.clear()
+    steps._shares.clear()
     want = Step(name, place, eager, p)
     limit = want.held + int(share * (want.peak - want.held))
     for _ in range(2):  # the second time it is known how much comes after the read
@@ -109,7 +109,7 @@ def test_early_reads_keep_the_limit(name: str, p: float, place: str, share: floa
 
 
 def flops_of_steps(place: str, limit: int, n: int) -> list[int]:
-    steps._known.clear()
+    steps._shares.clear()
     before = there()
     model, found = make_model(0.1), []
     with koila.config(memory_limit=before + limit):

@@ -16,7 +16,7 @@ import koila
 from frames import frames_of
 from koila import _core
 from koila.planning import fitting, planner
-from koila.staged import known
+from koila.staged import cache
 from koila.staged.program import Program
 from limits import there
 
@@ -34,7 +34,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return measure(*args)
 
     monkeypatch.setattr(_core, "measure", noting)
-    monkeypatch.setattr(known, "_known", [])
+    monkeypatch.setattr(cache, "_caches", [])
     fitting._last_strategies.clear()
     yield found
 
@@ -188,7 +188,7 @@ def test_the_plan_of_a_large_program_is_kept(
 ) -> None:
     """A plan measures the program by many strategies, and each cut of it enters the cache too.
     These must not push out the program itself, which keeps the plan."""
-    monkeypatch.setattr(known, "_N_BYTES_KEPT", 1)
+    monkeypatch.setattr(cache, "_N_BYTES_KEPT", 1)
     x, w = koila.lazy(torch.ones(64, 4)), torch.ones(4, requires_grad=True)
     for _ in range(50):
         x = torch.tanh(x * w)
@@ -264,11 +264,11 @@ def test_a_model_that_changed_has_no_plan_of_before(
 
     def noting(*args: Any) -> Any:
         plans.append(plan(*args))
-        kept = [dict(one.plans) for one in known._known]
-        for one in known._known:
+        kept = [dict(one.plans) for one in cache._caches]
+        for one in cache._caches:
             one.plans.clear()
         plans.append(plan(*args))
-        for one, before in zip(known._known, kept, strict=True):
+        for one, before in zip(cache._caches, kept, strict=True):
             one.plans.update(before)
         return plans[0]
 

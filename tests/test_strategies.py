@@ -26,7 +26,7 @@ from koila.basics.rows import largest
 from koila.memory import estimates, offload
 from koila.planning import fitting, planner, plans, strategies
 from koila.planning.strategies import Option, Strategies
-from koila.staged import known
+from koila.staged import cache
 from koila.staged.program import Program
 from koila.staged.schedule import Graph, Op, Policy, Schedule, Strategy
 from limits import there
@@ -252,7 +252,7 @@ def test_explain_tells() -> None:
 
 def forget() -> None:
     """Forget what was planned before."""
-    known._known.clear()
+    cache._caches.clear()
     for seen in (strategies._seen, fitting._last_strategies, planner._least_limits):
         seen.clear()
 

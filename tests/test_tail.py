@@ -17,7 +17,7 @@ import koila
 from chunked import split
 from koila.reductions.losses import CrossEntropy
 from koila.running import tail, watched
-from koila.staged import known
+from koila.staged import cache
 from koila.staged.program import Program
 from koila.staged.schedule import Graph, Op, Schedule, Step
 from oracle import assert_same, eager
@@ -242,7 +242,7 @@ def test_what_torch_keeps_spares_the_second_look(
         # What is made of the body's values beside the gradient's way could be kept unseen.
         assert bool(seen_by) == (name == "beside numbers")
         seen_by.clear()
-        known._known.clear()  # what was seen is kept for the next step
+        cache._caches.clear()  # what was seen is kept for the next step
         with monkeypatch.context() as patch:
             patch.setattr(torch.autograd.graph, "saved_tensors_hooks", refuse)
             seen = gradient_of(koila.lazy, LINEAR[name])
@@ -295,7 +295,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[None]:
         return differentiate(*given)
 
     monkeypatch.setattr(tail, "_differentiate", count)
-    monkeypatch.setattr(known, "_known", [])
+    monkeypatch.setattr(cache, "_caches", [])
     return found
 
 

@@ -87,8 +87,8 @@ KL_DEFINE_ON(reached, tape, ignored)
         if (!is_without_tensor(tape, id)) {
             continue;
         }
-        is_possible = core->values[i].state == KL_STATE_KNOWN && tape->values[i].result != NULL &&
-                      can_hand_out(core, id);
+        is_possible = core->values[i].state == KL_STATE_COMPUTED &&
+                      tape->values[i].result != NULL && can_hand_out(core, id);
         if (is_possible) {
             kl_py_add(&handed, Py_BuildValue("(IO)", id, tape->values[i].result));
         }
@@ -288,7 +288,7 @@ KL_DEFINE(hand_out, args)
         if (tape->core.values[i].node == KL_ID_NONE && tape->core.values[i].n_pending == 0) {
             Py_CLEAR(tape->values[i].real); /* else the part would copy it before the next write */
         }
-        if (tape->core.values[i].state == KL_STATE_KNOWN && tape->values[i].result != NULL) {
+        if (tape->core.values[i].state == KL_STATE_COMPUTED && tape->values[i].result != NULL) {
             tape->core.values[i].state = KL_STATE_PENDING; /* the user's lazies have it */
             Py_CLEAR(tape->values[i].result);
         }

@@ -310,9 +310,9 @@ infer_cast(const KlCall *call, const Context *context, KlInferred *inferred, KlS
     }
     KlCall as_cast = *call;
     if (is_on > 0) {
-        KlStatus known = kl_autocast_inputs(&autocast, call, cast, seen);
-        if (known != KL_OK) {
-            return known;
+        KlStatus status = kl_autocast_inputs(&autocast, call, cast, seen);
+        if (status != KL_OK) {
+            return status;
         }
         as_cast.inputs = seen;
     }

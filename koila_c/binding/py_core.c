@@ -185,10 +185,10 @@ KL_DEFINE_ON(flush, tape, ignored)
     return kl_live_run(tape) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-KL_DEFINE_ON(has_known, tape, ignored)
+KL_DEFINE_ON(has_no_grad, tape, ignored)
 {
     kl_py.n_looks++;
-    return PyBool_FromLong(kl_tape_find_known(&tape->core));
+    return PyBool_FromLong(kl_tape_find_no_grad(&tape->core));
 }
 
 KL_DEFINE_ON(has_stranded, tape, ignored)
@@ -200,7 +200,7 @@ KL_DEFINE_ON(has_numbers, tape, ignored)
 {
     for (size_t i = 0; i < tape->core.n_values; i++) {
         const KlValue *value = &tape->core.values[i];
-        if (value->state == KL_STATE_KNOWN && value->meta.requires_grad &&
+        if (value->state == KL_STATE_COMPUTED && value->meta.requires_grad &&
             !tape->core.nodes[value->node].is_done) {
             return Py_NewRef(Py_True);
         }
@@ -214,7 +214,7 @@ KL_DEFINE_OF(read, value)
 }
 
 /* A write to the tensor would show in other LazyTensors of its memory, while those still show a value on the tape.
- * So then the tensor is not handed out. A known value is detached from the tape, whose own calls keep their tensor. */
+ * So then the tensor is not handed out. A computed value is detached from the tape, whose own calls keep their tensor. */
 KL_DEFINE_OF(leave, value)
 {
     Tape *tape = value->tape;

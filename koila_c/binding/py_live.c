@@ -258,7 +258,7 @@ is_settled(const Tape *tape, KlValueId id)
 {
     const KlValue *value = &tape->core.values[id];
     const KlStorage *storage = &tape->core.storages[value->storage];
-    return value->state == KL_STATE_KNOWN && value->node != KL_ID_NONE &&
+    return value->state == KL_STATE_COMPUTED && value->node != KL_ID_NONE &&
            !tape->core.nodes[value->node].is_done && !value->meta.requires_grad &&
            storage->version == 0 && storage->base == id && !storage->is_uncertain &&
            kl_stale_is_enough(tape, id);
@@ -458,9 +458,9 @@ read_in_chunks(Value *value)
     const KlTape *core = &value->tape->core;
     bool is_plain =
         !core->values[value->id].meta.requires_grad || kl_tape_is_begun(core, value->id);
-    for (int is_known_only = is_plain; is_known_only >= 0; is_known_only--) {
+    for (int is_no_grad_only = is_plain; is_no_grad_only >= 0; is_no_grad_only--) {
         int is_known = kl_py_truth(PyObject_CallFunctionObjArgs(
-            kl_py.read, kl_py_bool(is_known_only), caller != NULL ? caller : Py_None, NULL));
+            kl_py.read, kl_py_bool(is_no_grad_only), caller != NULL ? caller : Py_None, NULL));
         if (is_known < 0 || (is_known > 0 && kl_lazy_number(value) != NULL)) {
             return is_known;
         }
@@ -488,7 +488,7 @@ kl_live_read(Value *value)
     return is_read == 0 ? kl_py_done(kl_live_force(value)) : is_read > 0 ? 0 : -1;
 }
 
-/* Let numbers.py make leaves of the known values that no run can compute again. 0 or -1. */
+/* Let numbers.py make leaves of the computed values that no run can compute again. 0 or -1. */
 static int
 settle(const Tape *tape)
 {
@@ -633,8 +633,8 @@ is_number(PyObject *result, void *context)
     const LazyArgs *lazy_args = context;
     for (int i = 0; i < lazy_args->n; i++) {
         const Value *value = kl_lazy_value(lazy_args->lazies[i]);
-        PyObject *known = kl_lazy_real(value) == NULL ? kl_lazy_number(value) : NULL;
-        if (known != NULL && kl_meta_may_alias(result, known)) {
+        PyObject *number = kl_lazy_real(value) == NULL ? kl_lazy_number(value) : NULL;
+        if (number != NULL && kl_meta_may_alias(result, number)) {
             return 1;
         }
     }

@@ -57,23 +57,23 @@ items(PyObject *bytes, const KlStages *stages, size_t size)
 }
 
 /* measure(program, policy, (is_cloned, bytes_noise, region_of, outer: arrays of KlOutside as bytes), (bytes of a generator's
- * state, of those kept), peak_of, (steps and turns of KlKnown's chunks, of its pieces; are the bytes of a live run
- * known)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
+ * state, of those kept), peak_of, (steps and turns of KlFacts's chunks, of its pieces; are the bytes of a live run
+ * a known whole)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
 KL_DEFINE_ON(measure, tape, args)
 {
     const KlProgram *program = NULL;
     PyObject *cloned = NULL, *noise = NULL, *regions = NULL, *outer = NULL;
     PyObject *peak_of = NULL, *peak = NULL, *result = NULL;
     KlPolicy policy = {0};
-    KlOutside outside = {.known = {.chunks = {1, 1}, .pieces = {1, 1}}};
+    KlOutside outside = {.facts = {.chunks = {1, 1}, .pieces = {1, 1}}};
     KlMeasured measured = {0};
     int is_whole_known = 0;
     KlError error;
     if (!PyArg_ParseTuple(
             args, "O&O&(SSSS)(LL)O|(ddddp):measure", kl_program_of, &program, kl_schedule_policy,
             &policy, &cloned, &noise, &regions, &outer, &outside.bytes_state, &outside.bytes_drawn,
-            &peak_of, &outside.known.chunks.steps, &outside.known.chunks.turns,
-            &outside.known.pieces.steps, &outside.known.pieces.turns, &is_whole_known)) {
+            &peak_of, &outside.facts.chunks.steps, &outside.facts.chunks.turns,
+            &outside.facts.pieces.steps, &outside.facts.pieces.turns, &is_whole_known)) {
         return NULL;
     }
     outside.is_whole_known = is_whole_known != 0;
@@ -81,12 +81,12 @@ KL_DEFINE_ON(measure, tape, args)
     bool *is_cut_in_place = kl_alloc_zeroed(stages->n_imports, sizeof(bool));
     bool *has_grad = kl_alloc_zeroed(stages->n_values, sizeof(bool));
     PyObject *graphs = PySet_New(NULL);
-    outside.known.is_cut_in_place = is_cut_in_place;
-    outside.known.has_grad = has_grad;
-    outside.known.is_cloned = items(cloned, stages, sizeof(bool));
-    outside.known.region_of = items(regions, stages, sizeof(uint32_t));
-    outside.known.outer = (const void *)PyBytes_AS_STRING(outer);
-    outside.known.n_regions = (size_t)PyBytes_GET_SIZE(outer) / sizeof(uint32_t);
+    outside.facts.is_cut_in_place = is_cut_in_place;
+    outside.facts.has_grad = has_grad;
+    outside.facts.is_cloned = items(cloned, stages, sizeof(bool));
+    outside.facts.region_of = items(regions, stages, sizeof(uint32_t));
+    outside.facts.outer = (const void *)PyBytes_AS_STRING(outer);
+    outside.facts.n_regions = (size_t)PyBytes_GET_SIZE(outer) / sizeof(uint32_t);
     outside.bytes_noise = items(noise, stages, sizeof(int64_t));
     if (is_cut_in_place == NULL || has_grad == NULL || graphs == NULL) {
         (void)PyErr_NoMemory();

@@ -167,23 +167,23 @@ is_drawing(const KlTape *core, const KlValueId *wanted, size_t n)
     return result;
 }
 
-/* Pending values the user can reach, and outputs of nodes that must run though nobody looks. `is_known_only`: only those
+/* Pending values the user can reach, and outputs of nodes that must run though nobody looks. `is_no_grad_only`: only those
  * that have no gradient in their history, which later calls must not change; and what has to draw before them. */
 static int
-find_wanted(Tape *tape, bool is_known_only, KlIds *wanted, KlIds *reached)
+find_wanted(Tape *tape, bool is_no_grad_only, KlIds *wanted, KlIds *reached)
 {
-    (void)(is_known_only && kl_tape_find_known(&tape->core));
+    (void)(is_no_grad_only && kl_tape_find_no_grad(&tape->core));
     for (size_t i = 0; i < tape->core.n_nodes; i++) {
         const KlNode *node = &tape->core.nodes[i];
-        bool is_asked = is_known_only ? node->must_run : !node->is_abandoned;
-        bool has_effect = is_known_only || node->leaf_writes != 0 || node->is_random;
+        bool is_asked = is_no_grad_only ? node->must_run : !node->is_abandoned;
+        bool has_effect = is_no_grad_only || node->leaf_writes != 0 || node->is_random;
         for (uint32_t k = 0; k < node->n_outs && is_asked; k++) {
             const KlValue *out = &tape->core.values[node->first_out + k];
             bool is_pending = out->state == KL_STATE_PENDING;
-            bool is_effect = k == 0 && has_effect && (is_pending || is_known_only) &&
+            bool is_effect = k == 0 && has_effect && (is_pending || is_no_grad_only) &&
                              kl_tape_is_committed(tape, (KlNodeId)i) == 0;
-            bool is_reached =
-                out->is_wanted && (is_pending || (out->state == KL_STATE_KNOWN && !is_known_only));
+            bool is_reached = out->is_wanted &&
+                              (is_pending || (out->state == KL_STATE_COMPUTED && !is_no_grad_only));
             if ((((is_reached && is_pending) || is_effect) &&
                  add_id(wanted, node->first_out + k) < 0) ||
                 (is_reached && add_id(reached, node->first_out + k) < 0)) {
@@ -191,7 +191,7 @@ find_wanted(Tape *tape, bool is_known_only, KlIds *wanted, KlIds *reached)
             }
         }
     }
-    int draws = is_known_only ? is_drawing(&tape->core, wanted->ids, wanted->n) : 0;
+    int draws = is_no_grad_only ? is_drawing(&tape->core, wanted->ids, wanted->n) : 0;
     for (size_t i = 0; i < tape->core.n_nodes && draws > 0; i++) {
         const KlNode *node = &tape->core.nodes[i];
         if (kl_tape_waits_to_draw(node) && add_id(wanted, node->first_out) < 0) {
@@ -587,14 +587,14 @@ KL_DEFINE(stage, args)
 {
     PyObject *roots = NULL, *gets = Py_None, *result = NULL, *handle = NULL;
     PyObject *shared = PyList_New(0);
-    int is_known_only = 0;
+    int is_no_grad_only = 0;
     KlIds wanted = {0}, reached = {0}, root_ids = {0};
     KlScratch scratch = {0};
     Tape *tape = kl_tape_open();
     if (tape == NULL || shared == NULL ||
-        !PyArg_ParseTuple(args, "O!p|O:stage", &PyList_Type, &roots, &is_known_only, &gets) ||
+        !PyArg_ParseTuple(args, "O!p|O:stage", &PyList_Type, &roots, &is_no_grad_only, &gets) ||
         refresh(tape) < 0 || find_roots(tape, roots, &root_ids) < 0 ||
-        find_wanted(tape, is_known_only != 0, &wanted, &reached) < 0 ||
+        find_wanted(tape, is_no_grad_only != 0, &wanted, &reached) < 0 ||
         find_shared(tape, &wanted, &shared, &scratch) < 0) {
         goto error;
     }

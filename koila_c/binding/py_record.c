@@ -425,7 +425,7 @@ writes_one_with_numbers(const KlPyCall *call)
 /* Whether a call without a row writes one value whose number is known by now, and has left the tape. It can write
  * that number at once, and the pending calls can still be cut off. -1 on failure. */
 static int
-writes_known_number(const KlPyCall *call)
+writes_computed_number(const KlPyCall *call)
 {
     if (call->function->row != NULL || !writes_one_with_numbers(call)) {
         return 0;
@@ -434,8 +434,8 @@ writes_known_number(const KlPyCall *call)
     if (value->tape == NULL || value->tape != kl_tape_open_or_null() || value->tape->is_running) {
         return 0;
     }
-    const KlValue *known = &value->tape->core.values[value->id];
-    if (known->node == KL_ID_NONE || known->view_of != KL_ID_NONE || known->meta.requires_grad) {
+    const KlValue *of = &value->tape->core.values[value->id];
+    if (of->node == KL_ID_NONE || of->view_of != KL_ID_NONE || of->meta.requires_grad) {
         return 0;
     }
     return kl_live_read(value) < 0 ? -1 : value->tape == NULL;
@@ -474,7 +474,7 @@ run_now(const KlPyCall *call, bool is_of_user)
     if (kl_context_now(&is_grad_enabled) < 0) {
         return NULL;
     }
-    int is_number_known = is_of_user ? 0 : writes_known_number(call);
+    int is_number_known = is_of_user ? 0 : writes_computed_number(call);
     if (is_number_known != 0) {
         bool is_ready = is_number_known > 0 && draw_pending_first(call->function) >= 0 &&
                         kl_call_visit(call->args, run_readers, NULL) >= 0;

@@ -93,14 +93,14 @@ typedef struct Seen {
 } Seen;
 
 /* What was inferred for a call. The next one like it is neither bound nor inferred. */
-typedef struct Known {
+typedef struct CachedCall {
     Seen seen;                               /* zero: there is none */
     PyObject *constants[KL_KNOWN_SLOTS + 1]; /* owned: of each slot, then the names of keywords */
     KlInferred inferred;                     /* its arrays are the next two */
     KlMeta outs[KL_KNOWN_OUTS];
     KlPlace places[KL_KNOWN_INPUTS];
     KlSaves saves;
-} Known;
+} CachedCall;
 
 /* A call that is about to become a node. */
 typedef struct Recording {
@@ -115,7 +115,7 @@ typedef struct Recording {
     KlValueId inputs_fixed[KL_ROW_INPUTS];
     KlSaves saves;
     Seen seen;
-    Known *known; /* where the call is noted, or NULL */
+    CachedCall *cached; /* where the call is noted, or NULL */
 } Recording;
 
 static bool
@@ -545,7 +545,7 @@ is_read_or_shared(const Tape *tape, KlValueId value)
 
 /* -- calls that were inferred before ------------------------------------------------------------------ */
 
-static Known known_calls[1 << 8]; /* by 8 bits of a hash */
+static CachedCall cached_calls[1 << 8]; /* by 8 bits of a hash */
 
 /* Whether two arguments are equal constants, or both NULL: nothing that rules read of them differs, or can change. */
 static bool
@@ -585,8 +585,8 @@ constant_of(const Recording *recording, uint32_t slot)
 }
 
 /* Where a call is noted: found by its row, sizes and ints. Fills `seen` and finds the inputs. NULL: it is not noted. */
-static Known *
-find_known(Recording *recording)
+static CachedCall *
+find_cached(Recording *recording)
 {
     const KlTape *core = &recording->tape->core;
     const uint64_t factor = UINT64_C(0x9E3779B97F4A7C15);
@@ -626,18 +626,18 @@ find_known(Recording *recording)
         seen->inputs[seen->n_inputs++].n_rows =
             kl_place_is_rows(&meta->place) ? core->axis_rows[meta->place.axis] : 0;
     }
-    return &known_calls[hash >> 56];
+    return &cached_calls[hash >> 56];
 }
 
-/* Whether what was inferred for `known` holds for this call. */
+/* Whether what was inferred for `cached` holds for this call. */
 static bool
-is_like(const Recording *recording, const Known *known)
+is_like(const Recording *recording, const CachedCall *cached)
 {
     const Seen *seen = &recording->seen;
     size_t n_bytes = offsetof(Seen, inputs) + seen->n_inputs * sizeof(seen->inputs[0]);
-    bool result = memcmp(seen, &known->seen, n_bytes) == 0;
+    bool result = memcmp(seen, &cached->seen, n_bytes) == 0;
     for (uint32_t i = 0; result && i <= seen->n_slots; i++) {
-        result = is_same(known->constants[i], constant_of(recording, i));
+        result = is_same(cached->constants[i], constant_of(recording, i));
     }
     return result;
 }
@@ -681,21 +681,21 @@ can_keep(const Recording *recording)
 static void
 keep(const Recording *recording)
 {
-    Known *known = recording->known;
+    CachedCall *cached = recording->cached;
     const KlInferred *inferred = &recording->tape->inferred;
-    if (known == NULL || !can_keep(recording)) {
+    if (cached == NULL || !can_keep(recording)) {
         return;
     }
-    known->seen = recording->seen;
-    for (uint32_t i = 0; i <= known->seen.n_slots; i++) {
-        Py_XSETREF(known->constants[i], Py_XNewRef(constant_of(recording, i)));
+    cached->seen = recording->seen;
+    for (uint32_t i = 0; i <= cached->seen.n_slots; i++) {
+        Py_XSETREF(cached->constants[i], Py_XNewRef(constant_of(recording, i)));
     }
-    known->inferred = *inferred;
-    known->inferred.outs = known->outs;
-    known->inferred.split.places = known->places;
-    memcpy(known->outs, inferred->outs, inferred->n_outs * sizeof(*known->outs));
-    memcpy(known->places, inferred->split.places, known->seen.n_inputs * sizeof(*known->places));
-    known->saves = recording->saves;
+    cached->inferred = *inferred;
+    cached->inferred.outs = cached->outs;
+    cached->inferred.split.places = cached->places;
+    memcpy(cached->outs, inferred->outs, inferred->n_outs * sizeof(*cached->outs));
+    memcpy(cached->places, inferred->split.places, cached->seen.n_inputs * sizeof(*cached->places));
+    cached->saves = recording->saves;
 }
 
 static int
@@ -788,7 +788,7 @@ find_inputs(Recording *recording)
 static int
 append_again(Recording *recording, PyObject **results)
 {
-    const KlInferred *inferred = &recording->known->inferred;
+    const KlInferred *inferred = &recording->cached->inferred;
     recording->inputs = recording->inputs_fixed;
     recording->bound.n_inputs = recording->seen.n_inputs;
     if (kl_tape_mixes_aside(&recording->tape->core, recording->bound.n_inputs, recording->inputs,
@@ -796,7 +796,7 @@ append_again(Recording *recording, PyObject **results)
         is_view_of_plain(recording, inferred)) {
         return 0;
     }
-    return append_node(recording, inferred, &recording->known->saves, 0, 0, results);
+    return append_node(recording, inferred, &recording->cached->saves, 0, 0, results);
 }
 
 /* Bind, infer and append a call. Returns as kl_rows_record. */
@@ -815,7 +815,7 @@ bind_and_append(Recording *recording, PyObject **results)
     if (find_inputs(recording) < 0) {
         return -1;
     }
-    recording->known = tensors.is_asked ? NULL : recording->known;
+    recording->cached = tensors.is_asked ? NULL : recording->cached;
     int result = 0;
     KlStatus status = infer_merging_axes(recording, &error);
     if (status == KL_OK) {
@@ -851,8 +851,8 @@ kl_rows_record(Tape *tape, const KlPyCall *call, PyObject **results)
     }
     kl_py_bound_init(&recording.bound);
     size_t n_nodes = tape->core.n_nodes;
-    recording.known = find_known(&recording);
-    int result = recording.known != NULL && is_like(&recording, recording.known)
+    recording.cached = find_cached(&recording);
+    int result = recording.cached != NULL && is_like(&recording, recording.cached)
                      ? append_again(&recording, results)
                      : bind_and_append(&recording, results);
     kl_py_bound_fini(&recording.bound);

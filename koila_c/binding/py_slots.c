@@ -104,10 +104,12 @@ install_method(PyObject *name, PyObject *func, Function *function)
 
 typedef enum { ADD, SUBTRACT, MULTIPLY, DIVIDE, MATMUL, NEGATE, N_OPERATORS } Operator;
 
-/* Ops by name: the name under which torch dispatches each operator, and its methods on either side. */
-static const struct {
+typedef struct {
     const char *name, *forward, *reflected;
-} operator_names[N_OPERATORS] = {
+} OperatorNames;
+
+/* Ops by name: the name under which torch dispatches each operator, and its methods on either side. */
+static const OperatorNames operator_names[N_OPERATORS] = {
     {"add", "__add__", "__radd__"},          {"sub", "__sub__", "__rsub__"},
     {"mul", "__mul__", "__rmul__"},          {"div", "__truediv__", "__rtruediv__"},
     {"matmul", "__matmul__", "__rmatmul__"}, {"neg", "__neg__", "__neg__"},

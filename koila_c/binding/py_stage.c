@@ -559,7 +559,7 @@ KL_DEFINE_ON(deliver, tape, args)
                           &is_final)) {
         return NULL;
     }
-    tape->core.values[id].state = KL_STATE_KNOWN;
+    tape->core.values[id].state = KL_STATE_COMPUTED;
     if (tape->core.values[id].node != KL_ID_NONE) {
         tape->values[id].version = kl_stale_version(tensor);
     }

@@ -230,8 +230,8 @@ KL_DEFINE_ON(forget_left, tape, ignored)
         KlValue *value = &tape->core.values[i];
         bool is_old = kl_tape_is_stale(&tape->core, (KlValueId)i) && !value->is_wanted;
         bool is_reached = !is_old && (storages[value->storage] & REACHED) != 0;
-        bool is_left = value->state == KL_STATE_KNOWN && value->node != KL_ID_NONE && !is_reached &&
-                       (storages[value->storage] & DIFFERENTIATED) != 0;
+        bool is_left = value->state == KL_STATE_COMPUTED && value->node != KL_ID_NONE &&
+                       !is_reached && (storages[value->storage] & DIFFERENTIATED) != 0;
         if (is_left && !tape->core.nodes[value->node].is_done) {
             value->state = KL_STATE_PENDING;
             Py_CLEAR(tape->values[i].result);

@@ -90,7 +90,7 @@ typedef struct KlPyValue {
     uint64_t pointer;   /* leaf: its data_ptr() when it entered, or 0 if it has none */
     int64_t version;    /* _version of a leaf when it entered, or of `result` when it was computed;
                            -1: the tensor counts none (inference mode) */
-    PyObject *result;   /* known: its number, without a graph; else NULL */
+    PyObject *result;   /* computed: its number, without a graph; else NULL */
     PyObject *recorded; /* leaf whose requires_grad changed: an alias as recorded; else NULL */
     uint64_t looked_at; /* leaf: kl_py.n_looks when it was last found unchanged */
     bool is_seen_live;  /* a live run hands its tensor to hooks.bind */

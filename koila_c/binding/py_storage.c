@@ -41,10 +41,9 @@ typedef struct Range {
 } Range;
 
 static struct {
-    PyObject *known; /* dict: address of a storage that was seen -> torch's weak reference to it */
-    PyObject
-        *is_file;  /* dict: address -> is this large storage a mapped file, which does not count */
-    Range *ranges; /* [n_ranges_max] scratch */
+    PyObject *counted; /* dict: address of a storage -> torch's weak reference to it */
+    PyObject *is_file; /* dict: address -> whether this large storage is a mapped file */
+    Range *ranges;     /* [n_ranges_max] scratch */
     size_t n_ranges_max;
     const Impl *const *(*grad)(const Impl *tensor); /* c10::TensorImpl::grad */
     const Impl *undefined;                          /* what that returns if there is no gradient */
@@ -90,12 +89,14 @@ static int
 keep(const Storage *storage)
 {
     PyObject *object = NULL, *weak = NULL, *key = PyLong_FromVoidPtr((void *)(uintptr_t)storage);
-    int is_kept = key == NULL ? -1 : bytes_of(storage) == 0 ? 1 : PyDict_Contains(state.known, key);
+    int is_kept = key == NULL              ? -1
+                  : bytes_of(storage) == 0 ? 1
+                                           : PyDict_Contains(state.counted, key);
     if (is_kept == 0) {
         object = PyObject_CallOneArg(state.lock, key); /* None: it died meanwhile */
         bool is_alive = object != NULL && object != Py_None;
         weak = is_alive ? PyObject_CallOneArg(state.weak_ref, object) : NULL;
-        bool is_noted = weak != NULL && PyDict_SetDefault(state.known, key, weak) != NULL;
+        bool is_noted = weak != NULL && PyDict_SetDefault(state.counted, key, weak) != NULL;
         is_kept = is_noted || object == Py_None ? 1 : -1;
     }
     KL_DROP(weak, object, key);
@@ -106,7 +107,7 @@ static void
 forget_all(void)
 {
     PyDict_Clear(state.is_file);
-    PyDict_Clear(state.known);
+    PyDict_Clear(state.counted);
 }
 
 /* -- tensors ------------------------------------------------------------------------------------- */
@@ -243,20 +244,20 @@ KL_DEFINE(storage_bytes, ignored)
     Py_ssize_t at = 0;
     size_t n = 0, total = 0;
     KlError error;
-    PyObject *known = PyDict_Copy(state.known); /* holds the storages while code of Python's runs */
-    if (known == NULL) {
+    PyObject *counted = PyDict_Copy(state.counted); /* holds them while code of Python's runs */
+    if (counted == NULL) {
         return NULL;
     }
-    if (KL_RESERVE(&state, ranges, (size_t)PyDict_GET_SIZE(known), &error) != KL_OK) {
-        Py_DECREF(known);
+    if (KL_RESERVE(&state, ranges, (size_t)PyDict_GET_SIZE(counted), &error) != KL_OK) {
+        Py_DECREF(counted);
         return kl_py_raise(&error);
     }
-    while (PyDict_Next(known, &at, &key, &weak)) {
+    while (PyDict_Next(counted, &at, &key, &weak)) {
         const Storage *storage = PyLong_AsVoidPtr(key);
         size_t n_bytes = PyDict_GetItem(state.is_file, key) != Py_True ? bytes_of(storage) : 0;
         if ((uint32_t)storage->counts == 0) { /* it is dead */
             (void)PyDict_DelItem(state.is_file, key);
-            (void)PyDict_DelItem(state.known, key);
+            (void)PyDict_DelItem(state.counted, key);
         } else if (storage->is_resizable) {
             total += n_bytes;
         } else if (n_bytes > 0) {
@@ -264,17 +265,17 @@ KL_DEFINE(storage_bytes, ignored)
         }
     }
     PyErr_Clear(); /* of missing keys */
-    Py_DECREF(known);
+    Py_DECREF(counted);
     total += bytes_in(state.ranges, n); /* several may lie in one numpy array */
     return PyLong_FromSize_t(total);
 }
 
 KL_DEFINE(unsettled_storages, ignored)
 {
-    PyObject *key = NULL, *weak = NULL, *known = PyDict_Copy(state.known);
-    PyObject *result = known != NULL ? PyList_New(0) : NULL;
+    PyObject *key = NULL, *weak = NULL, *counted = PyDict_Copy(state.counted);
+    PyObject *result = counted != NULL ? PyList_New(0) : NULL;
     Py_ssize_t at = 0;
-    while (result != NULL && PyDict_Next(known, &at, &key, &weak)) {
+    while (result != NULL && PyDict_Next(counted, &at, &key, &weak)) {
         const Storage *storage = PyLong_AsVoidPtr(key);
         bool may_be_file = (uint32_t)storage->counts > 0 && !storage->is_resizable &&
                            bytes_of(storage) >= KL_FILE_BYTES;
@@ -283,7 +284,7 @@ KL_DEFINE(unsettled_storages, ignored)
             kl_py_add(&result, Py_BuildValue("(ON)", key, address));
         }
     }
-    Py_XDECREF(known);
+    Py_XDECREF(counted);
     return result;
 }
 
@@ -292,7 +293,7 @@ KL_DEFINE(settle_storage, args)
     PyObject *key = NULL, *is_file = NULL;
     if (!PyArg_ParseTuple(args, "O!O!:settle_storage", &PyLong_Type, &key, &PyBool_Type,
                           &is_file) ||
-        (PyDict_Contains(state.known, key) == 1 &&
+        (PyDict_Contains(state.counted, key) == 1 &&
          PyDict_SetItem(state.is_file, key, is_file) < 0)) {
         return NULL;
     }
@@ -370,9 +371,9 @@ kl_storage_init(void)
     PyObject *torch = PyImport_ImportModule("torch");
     PyObject *locals = torch != NULL ? Py_BuildValue("{sO}", "torch", torch) : NULL;
     *(void **)&state.grad = kl_meta_symbol("_ZNK3c1010TensorImpl4gradEv");
-    state.known = PyDict_New();
+    state.counted = PyDict_New();
     state.is_file = PyDict_New();
-    if (locals != NULL && state.known != NULL && state.is_file != NULL &&
+    if (locals != NULL && state.counted != NULL && state.is_file != NULL &&
         kl_py_look_up(names, sizeof(names) / sizeof(names[0])) == 0) {
         state.lock = evaluate("torch.UntypedStorage._new_with_weak_ptr", locals);
         state.works = state.lock != NULL && state.grad != NULL && kl_meta_has_impl() &&

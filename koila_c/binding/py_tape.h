@@ -142,7 +142,7 @@ void kl_lazy_leave(Tape *tape, KlValueId id, PyObject *real);
 /* Borrowed: the real tensor, or NULL if it is pending or was written since. */
 PyObject *kl_lazy_real(const Value *value);
 
-/* Borrowed: the real tensor, or the number (without a graph) of a known value; NULL while pending. */
+/* Borrowed: the real tensor, or the number (without a graph) of a computed value; NULL while pending. */
 PyObject *kl_lazy_number(const Value *value);
 
 /* -- py_recycle.c: LazyTensor objects ---------------------------------------------------------- */

@@ -192,7 +192,7 @@ kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *o
     walk.status = scratch->is_short
                       ? kl_error_set(error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
                                      program->stages.n_nodes)
-                      : kl_sweep_init(&walk.sweep, tape, program, &outside->known, error);
+                      : kl_sweep_init(&walk.sweep, tape, program, &outside->facts, error);
     if (walk.status == KL_OK) {
         walk.status = kl_schedule_build(tape, program, policy, &walk.schedule, error);
     }

@@ -11,7 +11,7 @@
 
 /* Facts about a step that the binding supplies. */
 typedef struct KlOutside {
-    KlKnown known;
+    KlFacts facts;
     long long bytes_state; /* the state of a random generator */
     long long bytes_drawn; /* generator states that earlier runs of the program saved */
     /* [n_nodes] bytes that a random call draws for all rows at once; -1: it saves a state per chunk; NULL: all 0 */

@@ -18,20 +18,20 @@ kl_walk_gather_gradients(KlWalk *walk, const KlRun *run, uint32_t body, bool are
     double by_chunks = 0;
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = kl_program_import(walk->program, run, i)->value;
-        KlMeasureValue *known = &walk->values[value];
+        KlMeasureValue *state = &walk->values[value];
         KlSize *size = &walk->sweep.sizes[value];
         if (are_copies && gradient(walk, value) == whole(walk, value)) {
             continue;
         }
-        if (!known->is_gathering && needs_gradient(walk, value) && known->body != body) {
+        if (!state->is_gathering && needs_gradient(walk, value) && state->body != body) {
             bool is_by_chunks =
-                kl_program_is_body(run) && size->is_by_rows && !known->is_one_gradient;
-            known->is_gathering = true;
+                kl_program_is_body(run) && size->is_by_rows && !state->is_one_gradient;
+            state->is_gathering = true;
             kl_walk_hold_gradients(walk, gradient(walk, value), 0);
             by_chunks += is_by_chunks ? gradient(walk, value) : 0;
         }
-        size->is_summed |= known->is_gathering;
-        size->is_remade |= known->is_root || gradient(walk, value) > whole(walk, value);
+        size->is_summed |= state->is_gathering;
+        size->is_remade |= state->is_root || gradient(walk, value) > whole(walk, value);
     }
     return by_chunks;
 }
@@ -41,11 +41,11 @@ kl_walk_hold_segment_gradients(KlWalk *walk, const KlRun *run)
 {
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = kl_program_import(walk->program, run, i)->value;
-        KlMeasureValue *known = &walk->values[value];
-        bool is_first = known->body == walk->loop->run + 1 && !known->is_coming;
+        KlMeasureValue *state = &walk->values[value];
+        bool is_first = state->body == walk->loop->run + 1 && !state->is_coming;
         if (is_first && needs_gradient(walk, value)) {
-            known->is_coming = true;
-            walk->sweep.sizes[value].is_remade |= known->is_gathering;
+            state->is_coming = true;
+            walk->sweep.sizes[value].is_remade |= state->is_gathering;
             kl_walk_hold_gradients(walk, 0, walk->sweep.sizes[value].per_row);
         }
     }
@@ -57,9 +57,9 @@ kl_walk_free_segment_gradients(KlWalk *walk, const KlStep *step)
 {
     for (uint32_t k = 0; k < step->values.n; k++) {
         KlValueId value = value_of(walk, step, k);
-        KlMeasureValue *known = &walk->values[value];
-        kl_walk_hold_gradients(walk, 0, known->is_coming ? -walk->sweep.sizes[value].per_row : 0);
-        known->is_coming = false;
+        KlMeasureValue *state = &walk->values[value];
+        kl_walk_hold_gradients(walk, 0, state->is_coming ? -walk->sweep.sizes[value].per_row : 0);
+        state->is_coming = false;
     }
 }
 

@@ -22,17 +22,17 @@ enter_body(KlWalk *walk, const KlStep *step)
     for (uint32_t r = 0; r < step->n_runs; r++) {
         for (uint32_t i = 0; i < runs[r].imports.n; i++) {
             KlValueId value = kl_program_import(walk->program, &runs[r], i)->value;
-            KlMeasureValue *known = &walk->values[value];
+            KlMeasureValue *state = &walk->values[value];
             bool is_beside = walk->tape->values[value].meta.device != 0;
-            if (known->is_offloaded && is_beside && known->given_in != walk->at + 1) {
-                known->given_in = walk->at + 1;
+            if (state->is_offloaded && is_beside && state->given_in != walk->at + 1) {
+                state->given_in = walk->at + 1;
                 values += walk->sweep.sizes[value].per_row;
             }
         }
         for (uint32_t i = 0; i < runs[r].exports.n; i++) {
-            KlMeasureValue *known = &walk->values[kl_program_export(walk->program, &runs[r], i)];
-            known->body = step->run + 1;
-            known->is_for_segments = known->is_coming = false;
+            KlMeasureValue *state = &walk->values[kl_program_export(walk->program, &runs[r], i)];
+            state->body = step->run + 1;
+            state->is_for_segments = state->is_coming = false;
         }
     }
     return values;
@@ -93,9 +93,9 @@ hold_chunk(KlWalk *walk, const KlStep *put)
 {
     for (uint32_t k = 0; k < put->values.n; k++) {
         KlValueId value = value_of(walk, put, k);
-        KlMeasureValue *known = &walk->values[value];
-        if (!known->is_held && !known->is_offloaded && !known->is_for_segments) {
-            known->is_for_segments = true;
+        KlMeasureValue *state = &walk->values[value];
+        if (!state->is_held && !state->is_offloaded && !state->is_for_segments) {
+            state->is_for_segments = true;
             walk->held.per_row += walk->sweep.sizes[value].per_row;
         }
     }
@@ -228,8 +228,8 @@ left_gradients(const KlWalk *walk, const KlStep *step, bool is_whole)
         const KlRun *run = &walk->program->runs[step->run + r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = kl_program_export(walk->program, run, i);
-            const KlMeasureValue *known = &walk->values[value];
-            bool is_left = known->is_gathering && known->is_one_gradient == is_whole;
+            const KlMeasureValue *state = &walk->values[value];
+            bool is_left = state->is_gathering && state->is_one_gradient == is_whole;
             left += is_left && parts_of(walk, value) == NULL ? gradient(walk, value) : 0;
         }
     }

@@ -27,19 +27,19 @@ static void
 count(KlWalk *walk, KlValueId value, int n)
 {
     const KlParts *parts = parts_of(walk, value);
-    KlMeasureValue *known = &walk->values[value];
+    KlMeasureValue *state = &walk->values[value];
     KlMeasureStorage *storage = &walk->storages[storage_of(walk, value)];
-    if (known->is_held == (n > 0)) {
+    if (state->is_held == (n > 0)) {
         return;
     }
-    known->is_held = n > 0;
-    known->is_counted = false;
+    state->is_held = n > 0;
+    state->is_counted = false;
     if (parts != NULL) {
         hold_parts(walk, value, parts, n * parts->left);
     } else if (has_own_memory(walk, value)) {
         walk->held.fixed += n * whole(walk, value);
     } else if ((storage->n_held += n) == (n > 0)) {
-        known->is_counted = n > 0;
+        state->is_counted = n > 0;
         storage->bytes = n > 0 ? whole(walk, value) : storage->bytes;
         walk->held.fixed += n * storage->bytes;
     }
@@ -126,12 +126,12 @@ kl_walk_free_values(KlWalk *walk, const KlStep *step)
 {
     for (uint32_t k = 0; k < step->values.n; k++) {
         KlValueId value = value_of(walk, step, k);
-        KlMeasureValue *known = &walk->values[value];
+        KlMeasureValue *state = &walk->values[value];
         if (walk->depth == 0) {
             free_value(walk, value);
         } else {
-            walk->held.per_row -= known->is_for_segments ? walk->sweep.sizes[value].per_row : 0;
-            known->is_for_segments = false;
+            walk->held.per_row -= state->is_for_segments ? walk->sweep.sizes[value].per_row : 0;
+            state->is_for_segments = false;
         }
     }
 }

@@ -26,9 +26,9 @@ cheap_number(const KlRetained *retained, KlValueId value)
 static KlStatus
 need(const KlRetained *retained, KlValueId value, KlIds *needs)
 {
-    uint8_t *known = &retained->known[value];
-    bool is_new = cheap_number(retained, value) != 0 && (*known & IS_NEEDED) == 0;
-    *known |= is_new ? IS_NEEDED : 0;
+    uint8_t *marks = &retained->marks[value];
+    bool is_new = cheap_number(retained, value) != 0 && (*marks & IS_NEEDED) == 0;
+    *marks |= is_new ? IS_NEEDED : 0;
     return is_new ? kl_program_push(needs, value, retained->error) : KL_OK;
 }
 
@@ -40,7 +40,7 @@ settle_needs(const KlRetained *retained, const KlIds *needs, size_t first)
         KlValueId value = needs->ids[i];
         uint32_t number = cheap_number(retained, value);
         size_t at = i;
-        retained->known[value] &= (uint8_t)~IS_NEEDED;
+        retained->marks[value] &= (uint8_t)~IS_NEEDED;
         for (; at > first && cheap_number(retained, needs->ids[at - 1]) > number; at--) {
             needs->ids[at] = needs->ids[at - 1];
         }
@@ -52,8 +52,8 @@ settle_needs(const KlRetained *retained, const KlIds *needs, size_t first)
 static bool
 is_there(const KlRetained *retained, KlValueId value)
 {
-    uint8_t known = value != KL_ID_NONE ? retained->known[value] : 0;
-    return (known & IS_MADE) == 0 || (known & (IS_STORED | IS_CHEAP)) != 0;
+    uint8_t marks = value != KL_ID_NONE ? retained->marks[value] : 0;
+    return (marks & IS_MADE) == 0 || (marks & (IS_STORED | IS_CHEAP)) != 0;
 }
 
 /* Whether the node is a batch normalization that is given the statistics of all chunks: it saves only its inputs. */
@@ -70,7 +70,7 @@ writes_its_own(const KlRetained *retained, const KlNode *node)
     KlValueId written =
         node->n_inputs > 0 ? kl_tape_inputs(retained->tape, node)[0].value : KL_ID_NONE;
     return node->writes == 0 || (node->n_outs == 1 && written != KL_ID_NONE &&
-                                 (retained->known[written] & (IS_MADE | IS_LEFT)) == IS_MADE);
+                                 (retained->marks[written] & (IS_MADE | IS_LEFT)) == IS_MADE);
 }
 
 /* Set the bits of a node's results. Return false if the node cannot be recomputed alone; then its graph cannot wait. */
@@ -87,7 +87,7 @@ note_made(const KlRetained *retained, const KlNode *node)
         is_cheap = is_there(retained, kl_tape_inputs(retained->tape, node)[k].value);
     }
     for (uint32_t k = 0; k < node->n_outs; k++) {
-        retained->known[node->first_out + k] |= (uint8_t)(IS_MADE | (is_cheap ? IS_CHEAP : 0));
+        retained->marks[node->first_out + k] |= (uint8_t)(IS_MADE | (is_cheap ? IS_CHEAP : 0));
     }
     return true;
 }
@@ -103,9 +103,9 @@ save(const KlRetained *retained, const KlNode *node, uint32_t k, bool is_output,
     if (value == KL_ID_NONE) {
         return KL_OK;
     }
-    uint8_t *known = &retained->known[value];
+    uint8_t *marks = &retained->marks[value];
     const KlValue *v = &retained->tape->values[value];
-    if ((*known & IS_MADE) == 0) {
+    if ((*marks & IS_MADE) == 0) {
         const KlPlace *place = &kl_tape_inputs(retained->tape, node)[k].place;
         *retains &= !kl_place_is_rows(place) ||
                     kl_tape_is_place(retained->tape, &v->meta.place, place) ||
@@ -114,10 +114,10 @@ save(const KlRetained *retained, const KlNode *node, uint32_t k, bool is_output,
     }
     *retains &=
         is_there(retained, value) && !kl_stage_is_overwritten(retained->tape, node, k, is_output);
-    if ((*known & (IS_STORED | IS_LISTED)) != 0 || !*retains) {
+    if ((*marks & (IS_STORED | IS_LISTED)) != 0 || !*retains) {
         return need(retained, value, needs);
     }
-    *known |= IS_LISTED | IS_WALKED;
+    *marks |= IS_LISTED | IS_WALKED;
     return kl_program_push(again, value, retained->error);
 }
 
@@ -172,7 +172,7 @@ forget_made(const KlRetained *retained, const KlRun *run)
     for (uint32_t i = 0; i < run->nodes.n; i++) {
         const KlNode *node = node_at(retained, run, i);
         for (uint32_t k = 0; k < node->n_outs; k++) {
-            retained->known[node->first_out + k] = 0;
+            retained->marks[node->first_out + k] = 0;
         }
     }
 }
@@ -187,7 +187,7 @@ note_left(const KlRetained *retained, const KlRun *run)
         bool is_parts = retained->tape->nodes[v->node].mode == KL_MODE_REDUCE;
         if (kl_place_is_rows(&v->meta.place) && !is_parts) {
             bool is_near = retained->policies[value] <= KL_POLICY_REMATERIALIZE;
-            retained->known[value] |= is_near ? IS_LEFT | IS_STORED : IS_LEFT;
+            retained->marks[value] |= is_near ? IS_LEFT | IS_STORED : IS_LEFT;
         }
     }
 }
@@ -202,9 +202,9 @@ walk(const KlRetained *retained, const KlRun *run, KlIds *needs, KlIds *nodes)
         const KlNode *node = node_at(retained, run, i);
         bool is_walked = false;
         for (uint32_t k = 0; k < node->n_outs; k++) {
-            uint8_t *known = &retained->known[node->first_out + k];
-            is_walked |= (*known & IS_WALKED) != 0;
-            *known &= (uint8_t)~IS_WALKED;
+            uint8_t *marks = &retained->marks[node->first_out + k];
+            is_walked |= (*marks & IS_WALKED) != 0;
+            *marks &= (uint8_t)~IS_WALKED;
         }
         if (is_walked && nodes != NULL) {
             status =
@@ -215,8 +215,8 @@ walk(const KlRetained *retained, const KlRun *run, KlIds *needs, KlIds *nodes)
             if (value == KL_ID_NONE) {
                 continue;
             }
-            bool is_inside = (retained->known[value] & (IS_MADE | IS_STORED)) == IS_MADE;
-            retained->known[value] |= is_inside ? IS_WALKED : 0;
+            bool is_inside = (retained->marks[value] & (IS_MADE | IS_STORED)) == IS_MADE;
+            retained->marks[value] |= is_inside ? IS_WALKED : 0;
             status = need(retained, value, needs);
         }
     }
@@ -242,7 +242,7 @@ add_cheap(const KlRetained *retained, uint32_t run, KlValueId value)
     KlCheapSet *cheap_set = retained->cheap_set;
     KlIds needs = {0}, nodes = {0};
     KlCheap cheap = {.value = value, .run = run};
-    retained->known[value] |= IS_WALKED;
+    retained->marks[value] |= IS_WALKED;
     KlStatus status = walk(retained, &retained->program->runs[run], &needs, &nodes);
     settle_needs(retained, &needs, 0);
     cheap.needs = (KlSlice){.first = (uint32_t)cheap_set->ids.n, .n = (uint32_t)needs.n};
@@ -274,12 +274,12 @@ kl_retained_find_cheap(const KlRetained *retained, uint32_t number)
     note_left(retained, run);
     for (uint32_t i = 0; i < run->nodes.n && status == KL_OK; i++) {
         const KlNode *node = node_at(retained, run, i);
-        bool is_known = note_made(retained, node);
+        bool is_noted = note_made(retained, node);
         for (uint32_t k = 0; k < node->n_outs && status == KL_OK; k++) {
             KlValueId value = node->first_out + k;
-            retained->known[value] |= IS_MADE;
-            bool is_cheap = is_known && retained->policies[value] == KL_POLICY_REMATERIALIZE &&
-                            (retained->known[value] & IS_CHEAP) != 0 &&
+            retained->marks[value] |= IS_MADE;
+            bool is_cheap = is_noted && retained->policies[value] == KL_POLICY_REMATERIALIZE &&
+                            (retained->marks[value] & IS_CHEAP) != 0 &&
                             is_alone(retained, run, value) &&
                             !kl_stage_is_overwritten(retained->tape, node, k, true);
             status = is_cheap ? add_cheap(retained, number, value) : KL_OK;

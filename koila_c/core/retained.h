@@ -43,7 +43,7 @@ typedef struct KlRetained {
     const KlTape *tape;
     const KlProgram *program;
     const uint8_t *policies; /* [n_values] KlValuePolicy */
-    uint8_t *known; /* [n_values] scratch, all 0 between calls: bits about values of one run */
+    uint8_t *marks; /* [n_values] scratch, all 0 between calls: bits about values of one run */
     KlCheapSet *cheap_set;
     KlError *error;
 } KlRetained;

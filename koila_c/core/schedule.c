@@ -517,7 +517,7 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlPolicy *
     build.units = kl_alloc_scratch(&scratch, program->n_staged, sizeof(KlUnit));
     build.facts = kl_alloc_scratch(&scratch, n_values, sizeof(KlFacts));
     build.is_needed = kl_alloc_scratch(&scratch, program->n_staged, sizeof(bool));
-    build.known = kl_alloc_scratch(&scratch, n_values, sizeof(uint8_t));
+    build.marks = kl_alloc_scratch(&scratch, n_values, sizeof(uint8_t));
     build.policies = kl_alloc_scratch(&scratch, n_values, sizeof(uint8_t));
     schedule->cheap_set.number = kl_alloc_zeroed(n_values, sizeof(uint32_t));
     if (scratch.is_short || schedule->cheap_set.number == NULL) {

@@ -219,7 +219,7 @@ choose_retained(KlBuild *build)
     const KlRetained retained = {.tape = build->tape,
                                  .program = build->program,
                                  .policies = build->policies,
-                                 .known = build->known,
+                                 .marks = build->marks,
                                  .cheap_set = &build->schedule->cheap_set,
                                  .error = build->error};
     for (uint32_t u = 0; u < build->n_units && build->status == KL_OK; u++) {

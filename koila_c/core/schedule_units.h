@@ -45,7 +45,7 @@ typedef struct KlBuild {
     KlFacts *facts;    /* [n_values] */
     bool *is_needed;   /* [n_staged] scratch: a run of a body to recompute now */
     uint8_t *policies; /* [n_values] KlValuePolicy */
-    uint8_t *known;    /* [n_values] scratch of kl_retained_find */
+    uint8_t *marks;    /* [n_values] scratch of kl_retained_find */
 } KlBuild;
 
 /* Find the units, and how each boundary value can be stored. For each unit, choose whether its graphs are retained. */

@@ -297,9 +297,9 @@ add_import(KlStages *stages, const KlImport *import, uint32_t *newest_of, uint32
            uint32_t *found, KlError *error)
 {
     for (uint32_t i = newest_of[import->value]; i != UINT32_MAX; i = next_of[i]) {
-        const KlImport *known = &stages->imports[i];
-        if (known->is_range == import->is_range &&
-            kl_place_is_equal(&known->place, &import->place)) {
+        const KlImport *other = &stages->imports[i];
+        if (other->is_range == import->is_range &&
+            kl_place_is_equal(&other->place, &import->place)) {
             *found = i;
             return KL_OK;
         }

@@ -52,7 +52,8 @@ typedef struct KlGoal {
     const KlValueId *roots; /* [n_roots] values to run backward from; they are also wanted */
     size_t n_roots;
     const bool *is_unwanted; /* [n_values] leaves that get no gradient; NULL: all leaves get one */
-    const bool *is_end; /* [n_values] known values that get one as leaves do; NULL as is_unwanted */
+    const bool
+        *is_end; /* [n_values] computed values that get one as leaves do; NULL as is_unwanted */
 } KlGoal;
 
 /* Assign a stage to each node that the goal needs. On success the caller must free `stages` with kl_stage_fini. */

@@ -17,7 +17,7 @@ enum {
 
 typedef struct Tail {
     KlTape *tape;
-    uint8_t *known; /* [n_values] */
+    uint8_t *marks; /* [n_values] */
     bool *is_end;   /* [n_nodes] it and all calls by rows that depend on it are cheap and linear */
 } Tail;
 
@@ -50,19 +50,19 @@ strike_read(Tail *tail)
 {
     bool has_any = false;
     for (size_t i = 0; i < tail->tape->n_values; i++) {
-        tail->known[i] = 0;
+        tail->marks[i] = 0;
     }
     for (size_t i = tail->tape->n_nodes; i-- > tail->tape->n_done;) {
         const KlNode *node = &tail->tape->nodes[i];
         for (uint32_t k = 0; k < node->n_outs && tail->is_end[i]; k++) {
-            tail->is_end[i] = (tail->known[node->first_out + k] & IS_READ_BY_ROWS) == 0;
+            tail->is_end[i] = (tail->marks[node->first_out + k] & IS_READ_BY_ROWS) == 0;
             has_any = has_any || !tail->is_end[i];
         }
         bool stays = node->mode != KL_MODE_ONCE && !node->is_done && !tail->is_end[i];
         for (uint32_t k = 0; k < node->n_inputs && stays; k++) {
             KlValueId value = kl_tape_inputs(tail->tape, node)[k].value;
             if (value != KL_ID_NONE) {
-                tail->known[value] |= IS_READ_BY_ROWS;
+                tail->marks[value] |= IS_READ_BY_ROWS;
             }
         }
     }
@@ -80,17 +80,17 @@ strike_early(Tail *tail)
         for (uint32_t k = 0; k < node->n_inputs; k++) {
             KlValueId value = kl_tape_inputs(tail->tape, node)[k].value;
             const KlNode *maker = kl_tape_maker(tail->tape, value);
-            uint8_t known = maker != NULL && !maker->is_done ? tail->known[value] : IS_THERE;
-            is_there = is_there && (known & IS_THERE) != 0;
-            is_of_body = is_of_body || (known & IS_OF_BODY) != 0;
+            uint8_t marks = maker != NULL && !maker->is_done ? tail->marks[value] : IS_THERE;
+            is_there = is_there && (marks & IS_THERE) != 0;
+            is_of_body = is_of_body || (marks & IS_OF_BODY) != 0;
         }
         has_any = has_any || (tail->is_end[i] && !(is_there && is_of_body));
         tail->is_end[i] = tail->is_end[i] && is_there && is_of_body;
         bool is_once = node->mode == KL_MODE_ONCE || tail->is_end[i];
-        uint8_t known = is_once || node->mode == KL_MODE_REDUCE ? IS_THERE : 0;
-        known |= is_of_body || !is_once ? IS_OF_BODY : 0;
+        uint8_t marks = is_once || node->mode == KL_MODE_REDUCE ? IS_THERE : 0;
+        marks |= is_of_body || !is_once ? IS_OF_BODY : 0;
         for (uint32_t k = 0; k < node->n_outs; k++) {
-            tail->known[node->first_out + k] |= known;
+            tail->marks[node->first_out + k] |= marks;
         }
     }
     return has_any;
@@ -119,7 +119,7 @@ kl_stage_keep_tail(KlTape *tape, KlError *error)
         return KL_OK;
     }
     KlScratch scratch = {0};
-    tail.known = kl_alloc_scratch(&scratch, tape->n_values, sizeof(uint8_t));
+    tail.marks = kl_alloc_scratch(&scratch, tape->n_values, sizeof(uint8_t));
     tail.is_end = kl_alloc_scratch(&scratch, tape->n_nodes, sizeof(bool));
     if (scratch.is_short) {
         status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);

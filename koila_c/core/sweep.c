@@ -181,7 +181,7 @@ by_steps(const KlSweep *sweep, uint32_t at, KlUneven of)
 {
     const KlNode *node = &sweep->tape->nodes[sweep->span.nodes[at]];
     const float *uneven = node->saves.uneven;
-    KlSkew skew = sweep->is_in_pieces ? sweep->known.pieces : sweep->known.chunks;
+    KlSkew skew = sweep->is_in_pieces ? sweep->facts.pieces : sweep->facts.chunks;
     skew = sweep->span.is_body ? skew : (KlSkew){1, 1};
     double steps = uneven[KL_UNEVEN_STEPS] * skew.steps;
     double turns = uneven[KL_UNEVEN_TURNS] * skew.turns;
@@ -232,8 +232,8 @@ find_kept(const KlSweep *sweep, uint32_t at, KlBytes *further)
 static uint32_t
 region_at(const KlSweep *sweep, uint32_t at)
 {
-    bool has_regions = sweep->span.is_live && sweep->known.n_regions > 0;
-    return has_regions ? sweep->known.region_of[sweep->span.nodes[at]] : KL_ID_NONE;
+    bool has_regions = sweep->span.is_live && sweep->facts.n_regions > 0;
+    return has_regions ? sweep->facts.region_of[sweep->span.nodes[at]] : KL_ID_NONE;
 }
 
 /* Return the outermost region around node `at` that is inside of the one that runs again, or of the run. */
@@ -241,7 +241,7 @@ static uint32_t
 inner_at(const KlSweep *sweep, uint32_t at)
 {
     uint32_t inner = KL_ID_NONE;
-    for (uint32_t i = region_at(sweep, at); i != sweep->region; i = sweep->known.outer[i]) {
+    for (uint32_t i = region_at(sweep, at); i != sweep->region; i = sweep->facts.outer[i]) {
         inner = i;
     }
     return inner;
@@ -259,7 +259,7 @@ find_regions(KlSweep *sweep)
 {
     for (uint32_t at = 0; at < sweep->span.n_nodes; at++) {
         sweep->n_uneven += node_at(sweep, at)->is_uneven;
-        for (uint32_t i = region_at(sweep, at); i != KL_ID_NONE; i = sweep->known.outer[i]) {
+        for (uint32_t i = region_at(sweep, at); i != KL_ID_NONE; i = sweep->facts.outer[i]) {
             KlRegion *region = &sweep->regions[i];
             *region = region->end > 0 ? *region : (KlRegion){.first = at, .back = KL_ID_NONE};
             region->end = at + 1;
@@ -343,7 +343,7 @@ kl_sweep_open(KlSweep *sweep, const KlSpan *span)
     sweep->most = 0;
     sweep->n_uneven = sweep->n_again = 0;
     sweep->region = KL_ID_NONE;
-    kl_sweep_known_cuts(sweep);
+    kl_sweep_copy_cuts(sweep);
     for (uint32_t i = 0; i < span->n_combined; i++) {
         const KlSweepNode *node = &sweep->nodes[span->combined[i]];
         for (uint32_t k = 0; k < node->n_outs; k++) {
@@ -380,7 +380,7 @@ is_given(const KlSweep *sweep, uint32_t number)
     const KlImport *import = &sweep->program->stages.imports[number];
     const KlSize *size = &sweep->sizes[import->value];
     return !sweep->span.is_body || !kl_place_is_rows(&import->place) ||
-           sweep->known.is_cut_in_place[number] || (size->is_by_rows && !size->is_copied);
+           sweep->facts.is_cut_in_place[number] || (size->is_by_rows && !size->is_copied);
 }
 
 /* Allocate the inputs of the run: copies of imports, and combined reductions. Copies live to the end of forward, and to
@@ -516,8 +516,8 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
         KlBytes size = sweep->sizes[out].is_there ? zero : size_of(sweep, out);
         hold(sweep, out, k == 0 ? kl_sweep_plus(size, terms) : size);
     }
-    if (!sweep->span.is_live && sweep->known.is_cloned != NULL &&
-        sweep->known.is_cloned[sweep->span.nodes[at]]) {
+    if (!sweep->span.is_live && sweep->facts.is_cloned != NULL &&
+        sweep->facts.is_cloned[sweep->span.nodes[at]]) {
         /* The clone lives to the end of the run, like all memory that the run writes. */
         KlValueId written = node->first_out + node->n_outs - 1;
         add(&sweep->made, size_of(sweep, written));
@@ -764,7 +764,7 @@ is_added(const KlSweep *sweep, KlValueId value)
     bool is_chunks = sweep->span.is_body && size_of(sweep, value).per_row > 0; /* of its own */
     return is_wanted(sweep, value) && !state->is_inside && state->n_coming == 0 && !is_chunks &&
            (sweep->span.is_body ||
-            (sweep->span.is_live ? sweep->known.has_grad[value] : sweep->sizes[value].is_summed));
+            (sweep->span.is_live ? sweep->facts.has_grad[value] : sweep->sizes[value].is_summed));
 }
 
 static void
@@ -782,7 +782,7 @@ static void
 free_kept(KlSweep *sweep, uint32_t at)
 {
     uint32_t first = at, end = at + 1, i = region_at(sweep, at);
-    for (; i != KL_ID_NONE && sweep->regions[i].back == at; i = sweep->known.outer[i]) {
+    for (; i != KL_ID_NONE && sweep->regions[i].back == at; i = sweep->facts.outer[i]) {
         first = sweep->regions[i].first;
         end = sweep->regions[i].end;
     }
@@ -890,7 +890,7 @@ run_again(KlSweep *sweep, uint32_t region, KlMoments *moments)
     if (region == KL_ID_NONE || sweep->regions[region].is_again) {
         return;
     }
-    run_again(sweep, sweep->known.outer[region], moments);
+    run_again(sweep, sweep->facts.outer[region], moments);
     sweep->regions[region].is_again = true;
     sweep->region = region;
     find_lifetimes(sweep, sweep->regions[region].first, sweep->regions[region].end);
@@ -949,26 +949,26 @@ kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error)
 /* -- the whole ---------------------------------------------------------------------------------------- */
 
 KlStatus
-kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program, const KlKnown *known,
+kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program, const KlFacts *facts,
               KlError *error)
 {
     const KlStages *stages = &program->stages;
-    *sweep = (KlSweep){.tape = tape, .program = program, .known = *known};
+    *sweep = (KlSweep){.tape = tape, .program = program, .facts = *facts};
     sweep->sizes = kl_alloc_scratch(&sweep->scratch, stages->n_values, sizeof(KlSize));
     sweep->storages = kl_alloc_scratch(&sweep->scratch, tape->n_storages, sizeof(KlSweepStorage));
     sweep->values = kl_alloc_scratch(&sweep->scratch, stages->n_values, sizeof(KlSweepValue));
     sweep->nodes = kl_alloc_scratch(&sweep->scratch, stages->n_nodes, sizeof(KlSweepNode));
     sweep->inputs = kl_alloc_scratch(&sweep->scratch, tape->n_inputs, sizeof(KlValueId));
-    sweep->regions = kl_alloc_scratch(&sweep->scratch, known->n_regions, sizeof(KlRegion));
+    sweep->regions = kl_alloc_scratch(&sweep->scratch, facts->n_regions, sizeof(KlRegion));
     if (sweep->scratch.is_short) {
         kl_sweep_fini(sweep);
         return kl_error_set(error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
                             stages->n_nodes);
     }
-    kl_sweep_known_sizes(sweep);
+    kl_sweep_copy_sizes(sweep);
     for (size_t i = 0; i < stages->n_nodes; i++) {
         if (stages->node_stage[i] != KL_STAGE_NONE) {
-            kl_sweep_known_node(sweep, (KlNodeId)i);
+            kl_sweep_copy_node(sweep, (KlNodeId)i);
         }
     }
     return KL_OK;

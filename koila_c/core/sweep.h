@@ -53,7 +53,7 @@ typedef struct KlSkew {
 } KlSkew;
 
 /* Facts about a program that the binding supplies. */
-typedef struct KlKnown {
+typedef struct KlFacts {
     const bool *is_cut_in_place; /* [n_imports] a chunk of it is a view of the whole */
     const bool *has_grad;        /* [n_values] a leaf whose .grad exists already */
     const bool *is_cloned;       /* [n_nodes] instead of its input, it writes a clone of it */
@@ -61,7 +61,7 @@ typedef struct KlKnown {
     const uint32_t *region_of;   /* [n_nodes] the region that a node is in, or KL_ID_NONE */
     const uint32_t *outer;       /* [n_regions] the region around it, or KL_ID_NONE */
     size_t n_regions;            /* 0: region_of is not read */
-} KlKnown;
+} KlFacts;
 
 /* The nodes that a sweep walks: a run, or the whole program in call order. */
 typedef struct KlSpan {
@@ -130,7 +130,7 @@ typedef struct KlSweepValue KlSweepValue;
 typedef struct KlSweep {
     const KlTape *tape;
     const KlProgram *program;
-    KlKnown known;
+    KlFacts facts;
     KlScratch scratch;
     KlSize *sizes;            /* [n_values] */
     KlSweepStorage *storages; /* [n_storages] */
@@ -150,14 +150,14 @@ typedef struct KlSweep {
 
 /* Prepare sweeps of a program. On success the caller must call kl_sweep_fini, and must not change the tape before. */
 KlStatus kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program,
-                       const KlKnown *known, KlError *error);
+                       const KlFacts *facts, KlError *error);
 void kl_sweep_fini(KlSweep *sweep);
 
-/* sweep_known.c: set `sizes`; of the open run, cut_in and gathered_in; node by node, `nodes`, `inputs` and, where
+/* sweep_copies.c: set `sizes`; of the open run, cut_in and gathered_in; node by node, `nodes`, `inputs` and, where
  * gradients turn, has_other_layout. */
-void kl_sweep_known_sizes(KlSweep *sweep);
-void kl_sweep_known_cuts(KlSweep *sweep);
-void kl_sweep_known_node(KlSweep *sweep, KlNodeId id);
+void kl_sweep_copy_sizes(KlSweep *sweep);
+void kl_sweep_copy_cuts(KlSweep *sweep);
+void kl_sweep_copy_node(KlSweep *sweep, KlNodeId id);
 
 KlSpan kl_sweep_span(const KlProgram *program, const KlRun *run, bool is_graph);
 KlSpan kl_sweep_span_cheap(const KlProgram *program, const KlCheapSet *cheap_set,

@@ -702,7 +702,7 @@ find_writers_before(KlTape *tape)
 }
 
 bool
-kl_tape_find_known(KlTape *tape)
+kl_tape_find_no_grad(KlTape *tape)
 {
     bool has_any = false;
     find_reached(tape, ALL_HELD);

@@ -8,8 +8,8 @@
 #include "infer.h"
 
 typedef enum {
-    KL_STATE_PENDING, /* recorded, not run */
-    KL_STATE_KNOWN,   /* has its number, and its node can still run backward */
+    KL_STATE_PENDING,  /* recorded, not run */
+    KL_STATE_COMPUTED, /* has its number, and its node can still run backward */
     KL_STATE_LIVE, /* has a real tensor with a plain autograd graph: after a live run; and each leaf */
     KL_STATE_FREED, /* has its number, but its graph is freed: it is read as a leaf */
 } KlState;
@@ -65,7 +65,7 @@ typedef struct KlNode {
     bool is_grad_enabled;
     bool reads_aside;  /* it reads the leaf that it writes on the side */
     bool is_open;      /* made by sizes alone: WHOLE until a reader determines where its rows are */
-    bool must_run;     /* scratch of kl_tape_find_known */
+    bool must_run;     /* scratch of kl_tape_find_no_grad */
     bool is_dead_draw; /* scratch: it has still to draw, but its result is not reachable */
     bool is_for_chunks;  /* only needed in chunks: live, the next node computes this itself */
     bool is_graph_freed; /* a backward has freed its graph */
@@ -255,7 +255,7 @@ bool kl_tape_has_stranded(KlTape *tape);
 
 /* Set must_run of the nodes that can run now without a backward later: pending, wanted, and no input requires a
  * gradient, or one is of a freed graph. Return whether there is one. */
-bool kl_tape_find_known(KlTape *tape);
+bool kl_tape_find_no_grad(KlTape *tape);
 
 /* Return the memory that a node takes in chunks if it is a reduction; NULL: it is none. */
 static inline const KlParts *

@@ -67,6 +67,6 @@ def plan(*losses: Any) -> MemoryPlan:
         max(0.0, limits.allowed_for(program)),
         fits=expected.fits,
         costs=expected.costs,
-        known=expected.estimate,
+        measured=expected.estimate,
         summary=numbers(program, is_graph, expected),
     )

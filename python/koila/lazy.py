@@ -242,19 +242,19 @@ def _plain_rows(objs: tuple[Any, ...], batch: Any) -> list[tuple[int, int]] | No
     Return None if the objects have to be searched for tensors, or are not valid.
     """
     found: list[tuple[int, int]] = []
-    known: set[int] = set()
+    dims: set[int] = set()
     for obj in objs if type(batch) in (int, _Default) else ():
         if type(obj) is not torch.Tensor:
             return None
         n_dims = obj.dim()
         if -n_dims <= batch < n_dims:
             found.append((batch % n_dims, obj.size(batch)))
-            known.add(found[-1][1])
+            dims.add(found[-1][1])
         elif n_dims > 0:
             return None
         else:
             found.append((_WHOLE, 0))
-    return found if len(known) <= 1 else None
+    return found if len(dims) <= 1 else None
 
 
 def _as_asked(lazy_tensor: Any, batch: Any, dim: int, path: str) -> torch.Tensor:
@@ -264,15 +264,15 @@ def _as_asked(lazy_tensor: Any, batch: Any, dim: int, path: str) -> torch.Tensor
     Raises:
         ValueError: it is still to be computed.
     """
-    known = _core.rows_dim(lazy_tensor)
-    if isinstance(batch, _Default) or known == dim:
+    dim_before = _core.rows_dim(lazy_tensor)
+    if isinstance(batch, _Default) or dim_before == dim:
         same: torch.Tensor = lazy_tensor
         return same
     real = _core.real(lazy_tensor)
     if real is not None:
         return real
     was = {_WHOLE: "without samples", _PART: "with its samples in a part of a dim"}
-    how = was.get(known, f"with batch={known}")
+    how = was.get(dim_before, f"with batch={dim_before}")
     raise ValueError(
         f"lazy: {path} is lazy already, {how}, and its graph waits to be run, which batch={batch} "
         "cannot change; give batch= where the batch enters the program, or make its number lazy: "
@@ -293,7 +293,7 @@ def _warn_in_worker() -> None:
 
 def _begin(n_rows: int) -> int:
     """Begin another batch of `n_rows` rows; return its axis."""
-    flush.flush_known("lazy() of another batch")
+    flush.flush_no_grad("lazy() of another batch")
     settle_outdated(is_over=True)
     reports.begin_batch(n_rows)
     return _core.new_axis()

@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from koila import _core
-from koila.recording.flush import flush_known
+from koila.recording.flush import flush_no_grad
 
 #: A function that makes a batch lazy; called with the batch and, if known, its number of rows.
 Make = Callable[[Any, int | None], Any]
@@ -97,7 +97,7 @@ def _run_what_is_watched() -> None:
     """Run pending calls that read memory of another library: fetching the next batch may fill it
     again."""
     if _core.notes().get("watched"):
-        flush_known("the next batch")
+        flush_no_grad("the next batch")
 
 
 def _fetched(batches: Iterator[Any]) -> Iterator[Any]:

@@ -84,9 +84,9 @@ class Summary(reports.Observer):
             self.least_limit = max(self.least_limit or 0.0, ran.least_limit)
         for one in ran.whole:
             if one.n_bytes >= _LEAST_WHOLE:
-                known = self.whole.setdefault((one.call, one.line, one.why), [0, 0])
-                known[0] += 1
-                known[1] = max(known[1], one.n_bytes)
+                counts = self.whole.setdefault((one.call, one.line, one.why), [0, 0])
+                counts[0] += 1
+                counts[1] = max(counts[1], one.n_bytes)
 
     def lines(self) -> list[str]:
         """Return at most ten lines: steps, chunks, memory, and what ran on the whole batch."""

@@ -228,8 +228,8 @@ def _named_by(step: Callable[..., Any]) -> list[Any]:
         plain = inspect.unwrap(getattr(function, "__func__", function))
         if inspect.isfunction(plain) and id(plain) not in seen:
             seen.add(id(plain))
-            known = inspect.getclosurevars(plain)
-            values += [*known.nonlocals.values(), *known.globals.values()]
+            variables = inspect.getclosurevars(plain)
+            values += [*variables.nonlocals.values(), *variables.globals.values()]
             functions += [
                 one
                 for one in values

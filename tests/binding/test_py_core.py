@@ -147,18 +147,18 @@ def test_describe_leaves_strides_open_where_they_are_not_known() -> None:
     assert made.stride() == torch.linalg.svd(batch())[0].stride()
 
 
-def test_has_known() -> None:
+def test_has_no_grad() -> None:
     """A value that waits, can be reached, and whose history has no gradient."""
-    assert not core.has_known()
+    assert not core.has_no_grad()
     x, w = koila.lazy(batch()), weight()
     loss = x * w
-    assert not core.has_known()
+    assert not core.has_no_grad()
     accuracy = (x * 2).sum()
-    assert core.has_known()
+    assert core.has_no_grad()
     del accuracy
-    assert not core.has_known()
+    assert not core.has_no_grad()
     detached = loss.detach()
-    assert not core.has_known()
+    assert not core.has_no_grad()
     assert is_pending(detached)
 
 

@@ -50,9 +50,9 @@ def test_a_root_of_another_thread_is_refused() -> None:
         core.stage([in_a_thread(pending)], False)
 
 
-def told(roots: list[Any], is_known_only: bool) -> dict[str, Any]:
+def told(roots: list[Any], is_no_grad_only: bool) -> dict[str, Any]:
     """What is told of a program, but for the handle, which is another object each time."""
-    return {key: told for key, told in staged_as(roots, is_known_only).items() if key != "handle"}
+    return {key: told for key, told in staged_as(roots, is_no_grad_only).items() if key != "handle"}
 
 
 def test_a_graph_that_leads_to_no_root_is_aside() -> None:

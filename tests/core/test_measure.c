@@ -17,7 +17,7 @@ static void
 begin_with(Step *s, bool is_root, bool is_headed)
 {
     static const uint32_t no_handles[64];
-    *s = (Step){.outside.known = {s->flags, s->flags, s->flags}};
+    *s = (Step){.outside.facts = {s->flags, s->flags, s->flags}};
     KlAxisId batch = axis(&s->p, 8);
     KlValueId x = leaf(&s->p, by_rows(batch, TENSOR(FLOAT32, 8, 4)));
     KlValueId w = leaf(&s->p, with_grad(TENSOR(FLOAT32, 3, 4)));
@@ -75,7 +75,7 @@ test_a_step(void)
     CHECK(kl_measure_peak(&s.measured, 2, &worst) == 52 + 2 * (16 + 36));
     CHECK(worst.bytes.per_row == 52 && worst.bytes.fixed == 52 && worst.per_chunk == 0);
     kl_measure_fini(&s.measured);
-    s.outside = (KlOutside){.known = s.outside.known, .bytes_state = 100, .bytes_drawn = 7};
+    s.outside = (KlOutside){.facts = s.outside.facts, .bytes_state = 100, .bytes_drawn = 7};
     CHECK(measure(&s, true) == KL_OK); /* the generator's, before and after */
     CHECK(kl_measure_peak(&s.measured, 2, &worst) == 207 + 52 + 2 * (16 + 36));
     kl_measure_fini(&s.measured);

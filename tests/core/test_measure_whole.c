@@ -13,7 +13,7 @@ measure(bool is_held, bool is_graph, size_t n_regions)
 {
     static const uint32_t no_handles[64];
     static const bool no_flags[64];
-    const KlKnown known = {.is_cut_in_place = no_flags,
+    const KlFacts facts = {.is_cut_in_place = no_flags,
                            .has_grad = no_flags,
                            .chunks = {1, 1},
                            .pieces = {1, 1},
@@ -42,7 +42,7 @@ measure(bool is_held, bool is_graph, size_t n_regions)
     double most = 0;
     int64_t n_refused = 0;
     CHECK(kl_program_build(&p.tape, &asked, &program, &p.error) == KL_OK);
-    CHECK(kl_sweep_init(&sweep, &p.tape, &program, &known, &p.error) == KL_OK);
+    CHECK(kl_sweep_init(&sweep, &p.tape, &program, &facts, &p.error) == KL_OK);
     KlStatus status = KL_ERROR_MEMORY;
     int64_t n_blocks = kl_alloc_n_blocks();
     while (status != KL_OK) {

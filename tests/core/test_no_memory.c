@@ -119,7 +119,7 @@ commit(Program *p, KlValueId loss, KlValueId mask)
     for (size_t i = 0; i < p->tape.n_nodes; i++) {
         p->tape.nodes[i].is_drawn = p->tape.nodes[i].is_random; /* or it would wait for that */
     }
-    CHECK(kl_tape_find_known(&p->tape));
+    CHECK(kl_tape_find_no_grad(&p->tape));
     for (size_t i = 0; i < p->tape.n_nodes; i++) {
         CHECK(p->tape.nodes[i].must_run == (p->tape.values[mask].node == i));
     }

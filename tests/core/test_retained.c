@@ -36,7 +36,7 @@ find(Made *made, KlValueId left)
 {
     static const bool nothing[MAX_VALUES];
     static const uint32_t nobody[MAX_VALUES];
-    uint8_t known[MAX_VALUES] = {0};
+    uint8_t marks[MAX_VALUES] = {0};
     Program *p = &made->p;
     KlValueId mean = CALL1(p, "mean", left, INTS(0));
     KlValueId loss = call1(p, "mean", call1(p, "exp", call2(p, "sub", left, mean)));
@@ -53,7 +53,7 @@ find(Made *made, KlValueId left)
     const KlRetained retained = {.tape = &p->tape,
                                  .program = &made->program,
                                  .policies = made->policies,
-                                 .known = known,
+                                 .marks = marks,
                                  .cheap_set = &made->cheap_set,
                                  .error = &p->error};
     KlStatus status = KL_OK;
@@ -71,7 +71,7 @@ find(Made *made, KlValueId left)
         }
     }
     for (size_t v = 0; v < MAX_VALUES; v++) {
-        CHECK(status != KL_OK || known[v] == 0);
+        CHECK(status != KL_OK || marks[v] == 0);
     }
     return status;
 }
@@ -339,7 +339,7 @@ test_no_memory(void)
 {
     KlStatus status = KL_ERROR_MEMORY;
     for (int64_t n = 0; status != KL_OK; n++) {
-        uint8_t known[MAX_VALUES] = {0};
+        uint8_t marks[MAX_VALUES] = {0};
         Made made;
         open(&made);
         KlValueId active = call1(&made.p, "relu", made.given);
@@ -347,7 +347,7 @@ test_no_memory(void)
         const KlRetained retained = {.tape = &made.p.tape,
                                      .program = &made.program,
                                      .policies = made.policies,
-                                     .known = known,
+                                     .marks = marks,
                                      .cheap_set = &made.cheap_set,
                                      .error = &made.p.error};
         KlIds again = {0}, needs = {0};

@@ -85,16 +85,16 @@ test_what_is_data(void)
     program_fini(&p);
 }
 
-/* A known value enters with its number, unless a gradient must flow through what made it. */
+/* A computed value enters with its number, unless a gradient must flow through what made it. */
 static void
-test_known_values(void)
+test_computed_values(void)
 {
     Program p = {0};
     KlStages stages;
     Start s = start(&p);
     KlValueId mean = call1(&p, "mean", s.h);
     KlValueId loss = call2(&p, "mul", mean, mean);
-    p.tape.values[mean].state = KL_STATE_KNOWN;
+    p.tape.values[mean].state = KL_STATE_COMPUTED;
     stage(&p, loss, false, &stages);
     CHECK(stages.is_leaf[mean] && stages.node_stage[node_of(&p, mean)] == KL_STAGE_NONE);
     CHECK(is_at(&p, &stages, loss, 0, 0) && stages.value_stage[mean] == 0);
@@ -544,7 +544,7 @@ main(void)
 {
     test_bodies_and_barriers();
     test_what_is_data();
-    test_known_values();
+    test_computed_values();
     test_a_value_that_was_cut_from_its_call();
     test_gradients_flow_from_roots_only();
     test_parts();

@@ -41,10 +41,10 @@ build(Staged *s, KlValueId loss)
         s->body = kl_program_is_body(run) && run->has_gradient ? run : s->body;
     }
     s->flags[255] = true; /* chunks of the import that is given as number 0 are views */
-    const KlKnown known = {
+    const KlFacts facts = {
         .is_cut_in_place = s->flags + 255, .has_grad = s->flags, .is_cloned = s->flags};
     CHECK(s->program.stages.imports[0].value == s->x);
-    CHECK(kl_sweep_init(&s->sweep, &s->p.tape, &s->program, &known, &s->p.error) == KL_OK);
+    CHECK(kl_sweep_init(&s->sweep, &s->p.tape, &s->program, &facts, &s->p.error) == KL_OK);
 }
 
 static void

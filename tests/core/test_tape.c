@@ -382,20 +382,20 @@ test_known_is_what_is_wanted_without_gradient(void)
     KlValueId n = call1(&p, "sum", mask);
     const KlNode *nodes = p.tape.nodes;
     p.tape.values[h].is_wanted = p.tape.values[best].is_wanted = true;
-    CHECK(!kl_tape_find_known(&p.tape));
+    CHECK(!kl_tape_find_no_grad(&p.tape));
     CHECK(!nodes[0].must_run && !nodes[1].must_run && !nodes[2].must_run && !nodes[3].must_run);
     p.tape.values[n].is_wanted = true;
-    CHECK(kl_tape_find_known(&p.tape));
+    CHECK(kl_tape_find_no_grad(&p.tape));
     CHECK(!nodes[0].must_run && !nodes[1].must_run && !nodes[2].must_run && nodes[3].must_run);
     kl_tape_abandon(&p.tape, 0); /* until somebody asks by name */
-    CHECK(!kl_tape_find_known(&p.tape) && nodes[3].is_abandoned && !nodes[3].must_run);
+    CHECK(!kl_tape_find_no_grad(&p.tape) && nodes[3].is_abandoned && !nodes[3].must_run);
     kl_tape_ask(&p.tape, n);
-    CHECK(kl_tape_find_known(&p.tape) && !p.tape.nodes[3].is_abandoned);
-    p.tape.values[n].state = KL_STATE_KNOWN;
-    CHECK(!kl_tape_find_known(&p.tape));
+    CHECK(kl_tape_find_no_grad(&p.tape) && !p.tape.nodes[3].is_abandoned);
+    p.tape.values[n].state = KL_STATE_COMPUTED;
+    CHECK(!kl_tape_find_no_grad(&p.tape));
     p.tape.values[n].state = KL_STATE_PENDING;
     kl_tape_set_done(&p.tape, 3);
-    CHECK(!kl_tape_find_known(&p.tape));
+    CHECK(!kl_tape_find_no_grad(&p.tape));
     kl_tape_abandon(&p.tape, 0); /* what is done is not waiting */
     CHECK(!p.tape.nodes[3].is_abandoned && p.tape.nodes[0].is_abandoned);
     program_fini(&p);
@@ -407,9 +407,9 @@ test_parameters_without_grad_mode_are_no_history(void)
     Program p = {.is_grad_off = true};
     KlValueId x = leaf(&p, by_rows(axis(&p, 8), TENSOR(FLOAT32, 8, 4)));
     KlValueId h = call2(&p, "linear", x, leaf(&p, with_grad(TENSOR(FLOAT32, 3, 4))));
-    CHECK(!kl_tape_find_known(&p.tape));
+    CHECK(!kl_tape_find_no_grad(&p.tape));
     p.tape.values[h].is_wanted = true;
-    CHECK(kl_tape_find_known(&p.tape));
+    CHECK(kl_tape_find_no_grad(&p.tape));
     program_fini(&p);
 }
 
@@ -424,15 +424,15 @@ test_an_effect_that_nothing_asks_for_must_run(void)
     const KlArg args[] = {VALUE(0), NONE, NONE, VALUE(1), VALUE(2), INT(1), tenth, tenth, INT(0)};
     KlValueId normed = record(&p, "batch_norm", 9, args, 3, IDS(x, mean, var));
     CHECK(last_node(&p)->leaf_writes != 0 && last_node(&p)->writes == 0);
-    CHECK(kl_tape_find_known(&p.tape));
+    CHECK(kl_tape_find_no_grad(&p.tape));
     KlValueId loss = call1(&p, "sum", normed);
-    CHECK(kl_tape_find_known(&p.tape));
+    CHECK(kl_tape_find_no_grad(&p.tape));
     p.tape.values[loss].is_wanted = true; /* backward will run it */
-    CHECK(!kl_tape_find_known(&p.tape));
+    CHECK(!kl_tape_find_no_grad(&p.tape));
     p.tape.values[loss].is_wanted = false;
-    CHECK(kl_tape_find_known(&p.tape));
+    CHECK(kl_tape_find_no_grad(&p.tape));
     kl_tape_set_done(&p.tape, 0);
-    CHECK(!kl_tape_find_known(&p.tape));
+    CHECK(!kl_tape_find_no_grad(&p.tape));
     program_fini(&p);
 }
 

@@ -105,7 +105,7 @@ def total() -> int:
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     found = [_read_int(group / files.limit) for group, files in _groups()]
-    known = [n for n in (*found, _kilobytes(_PROC / "meminfo").get("MemTotal")) if n is not None]
-    if not known:
+    sizes = [n for n in (*found, _kilobytes(_PROC / "meminfo").get("MemTotal")) if n is not None]
+    if not sizes:
         raise RuntimeError("/proc/meminfo does not say how much memory there is")
-    return min(known)
+    return min(sizes)

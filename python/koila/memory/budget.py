@@ -208,8 +208,8 @@ def taken(device: torch.device, held: Iterable[torch.Tensor]) -> int:
     with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
         if device.type == "cpu":
             return storages.n_bytes(list(held))
-        known = _storage_bytes(t for t in held if t.device == device)
-    return max(known, taken_on_cuda(device)) if device.type == "cuda" else known
+        n_held = _storage_bytes(t for t in held if t.device == device)
+    return max(n_held, taken_on_cuda(device)) if device.type == "cuda" else n_held
 
 
 def outside(device: torch.device, held: Iterable[torch.Tensor]) -> int:

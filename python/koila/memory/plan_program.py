@@ -92,7 +92,7 @@ def of(
     fits: bool = True,
     costs: str = "",
     summary: Sequence[str] = (),
-    known: estimates.Estimate | None = None,
+    measured: estimates.Estimate | None = None,
     names: layers.Names | None = None,
 ) -> MemoryPlan:
     """Return the memory plan of a program.
@@ -107,14 +107,14 @@ def of(
         fits: whether it fits in these.
         costs: what saves memory beside chunks, in words.
         summary: the first sentences of the plan.
-        known: the estimate for this way; None: it is measured here, as for a live run always.
+        measured: the estimate for this way; None: it is measured here, as for a live run always.
         names: the names of its layers, if they were found before: that searches all objects.
     """
     cut = program.cut_for(strategy)
     is_live = n_chunks == 1 and strategy == Strategy()
-    if known is None or is_live:
-        known = estimates.estimate(cut, is_graph, strategy, is_live)
-    estimate = known
+    if measured is None or is_live:
+        measured = estimates.estimate(cut, is_graph, strategy, is_live)
+    estimate = measured
     rows = max(1, largest(estimate.rows, n_chunks, unit))
     course = estimate.course(rows)
     # Moments after the last instruction, when gradients and results are delivered, are backward.

@@ -134,10 +134,12 @@ def largest_beside(held: Iterable[torch.Tensor], device: torch.device) -> torch.
     none. It looks through all objects."""
     best, most = None, 0
     with torch._C.DisableTorchFunction():
-        known = {storage._cdata for storage in map(_storage_of, held) if storage is not None}
+        held_storages = {
+            storage._cdata for storage in map(_storage_of, held) if storage is not None
+        }
         for found in filter(_is_plain, gc.get_objects()):
             storage = _storage_of(found) if found.device == device else None
-            is_other = storage is not None and storage._cdata not in known
+            is_other = storage is not None and storage._cdata not in held_storages
             if storage is not None and is_other and storage.nbytes() > most:
                 best, most = found, storage.nbytes()
     return best

@@ -127,7 +127,7 @@ def _patch_grad_modes() -> None:
         def leave(self: Any, *exc: Any, _original: Any = original) -> Any:
             result = _original(self, *exc)
             if exc[0] is None and torch.is_grad_enabled():
-                flush.flush_known("the end of a block without gradients")
+                flush.flush_no_grad("the end of a block without gradients")
                 sharded.free_gathered()
             return result
 

@@ -150,8 +150,8 @@ def _keeps_numbers(callback: Any) -> bool:
     if getattr(backend, "compiler_name", "") == "inductor":
         return True
     compiler = getattr(backend, "compiler_fn", backend)
-    known = importlib.import_module("torch._dynamo.backends.registry")._COMPILER_FNS.values()
-    return any(compiler is one for one in known) and compiler.__module__.startswith("torch.")
+    compilers = importlib.import_module("torch._dynamo.backends.registry")._COMPILER_FNS.values()
+    return any(compiler is one for one in compilers) and compiler.__module__.startswith("torch.")
 
 
 def _give_tensors(made: Any) -> None:

@@ -31,8 +31,8 @@ from koila.reporting import reports
 from koila.reporting.report_types import ProgramReport, Stage, Whole
 from koila.reporting.reports import Decision
 from koila.staged import hooks, layers
+from koila.staged.cache import remember
 from koila.staged.facts import REDUCE, Node, Run, call_in_words, name_of_call, where_of_node
-from koila.staged.known import remember
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Schedule, Strategy
 
@@ -58,7 +58,7 @@ def cause_of_whole(program: Program) -> Decision:
 
 #: By the line that asked and the number of calls: the layers of a program and its rows. A cache,
 #: since finding layers takes longer than planning a small program.
-_known_layers: dict[tuple[str, int], tuple[tuple[Layer, ...], int]] = {}
+_layers: dict[tuple[str, int], tuple[tuple[Layer, ...], int]] = {}
 
 
 def layers_of(program: Program, planned: plans.Plan) -> tuple[Layer, ...]:
@@ -73,12 +73,12 @@ def layers_of(program: Program, planned: plans.Plan) -> tuple[Layer, ...]:
         return ()
     key = lines.user_line(), program.n_nodes
     rows = layers.rows_of(program)
-    if key not in _known_layers:
+    if key not in _layers:
         try:
-            remember(_known_layers, key, (layers.of(program), rows))
+            remember(_layers, key, (layers.of(program), rows))
         except MemoryError:  # the step has run, or is refused anyway: the report names no layers
             return ()
-    found, rows_then = _known_layers[key]
+    found, rows_then = _layers[key]
     return found if rows == rows_then else tuple(one.of_more(rows - rows_then) for one in found)
 
 
@@ -99,10 +99,10 @@ def scheduled(
 ) -> Scheduled:
     """Describe a run before it begins: afterwards there may be no memory left for that. The chunks
     of an axis are in `grids`, those of a run, or pieces of them, come from `grid_of`."""
-    key = id(schedule), strategy, *grids, *map(tuple, grids.values())  # `known` keeps the schedule
-    found: Scheduled | None = program.known.described.get(key)
+    key = id(schedule), strategy, *grids, *map(tuple, grids.values())  # `cache` keeps the schedule
+    found: Scheduled | None = program.cache.described.get(key)
     if found is None or hooks.is_any() or any(call_in_words(n) != text for n, text in found.named):
-        found = program.known.described[key] = _described(program, strategy, schedule, grid_of)
+        found = program.cache.described[key] = _described(program, strategy, schedule, grid_of)
     return found
 
 
@@ -134,7 +134,7 @@ def report_of(
     grids: dict[int, list[Bounds]],
     n_tries: int,
     measured: int | None,
-    known: Scheduled,
+    scheduled: Scheduled,
 ) -> ProgramReport:
     """Return the report of a program that ran in stages.
 
@@ -144,11 +144,11 @@ def report_of(
         grids: the chunks of each axis.
         n_tries: how often it was run until memory sufficed.
         measured: its peak bytes, if they were measured.
-        known: the description made before the run.
+        scheduled: the description made before the run.
     """
     used = list(map(grids.__getitem__, program.axes))
     n_chunks = max(map(len, used), default=1)
-    is_whole = n_chunks == 1 and not known.strategy
+    is_whole = n_chunks == 1 and not scheduled.strategy
     sizes_of = [stop - start for grid in used for start, stop in grid]
     n_rows = None if is_whole else max(sizes_of)
     cause, asked = cause_of_whole(program), reports.asked()
@@ -164,10 +164,10 @@ def report_of(
         planned.predicted,
         planned.allowed,
         measured,
-        "" if n_chunks > 1 or known.strategy else fits if used else cause.why,
-        stages=known.stages,
+        "" if n_chunks > 1 or scheduled.strategy else fits if used else cause.why,
+        stages=scheduled.stages,
         whole=cause.whole,
-        strategy=known.strategy,
+        strategy=scheduled.strategy,
         bytes_whole=planned.whole or None,
         layers=layers_of(program, planned),
         least_limit=planned.limit_for_report(),

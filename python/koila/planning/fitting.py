@@ -15,7 +15,7 @@ from koila.planning.limits import Needs
 from koila.planning.plans import Lasting, Plan, Shape, is_measured, lasting
 from koila.planning.strategies import Fitting, Option, Strategies
 from koila.random import draws
-from koila.staged.known import remember
+from koila.staged.cache import remember
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Strategy
 

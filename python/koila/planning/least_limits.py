@@ -63,7 +63,7 @@ class Needed:
         if self._found is None:
             assert self._kept is not None, "it is kept while a report asks for it"
             program, is_graph = self._kept
-            tape = _core.new_tape(program.known.arrays)
+            tape = _core.new_tape(program.cache.arrays)
             self._found = _core.held(tape, self._find, (program, is_graph), {})
             self._kept = None
             with contextlib.suppress(ValueError):  # it is just being let go of

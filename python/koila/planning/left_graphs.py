@@ -28,7 +28,7 @@ def estimate(program: Program, is_graph: bool) -> estimates.Estimate:
 
 def _further_of(program: Program, whole: float) -> float:
     """Return the further bytes of a program that needs `whole` bytes without these graphs."""
-    further, key = program.known.further, program.gets is None
+    further, key = program.cache.further, program.gets is None
     if key not in further:
         ends = ends_of(program if program.gets is None else Program(program.roots))
         more = 0.0

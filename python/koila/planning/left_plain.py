@@ -30,7 +30,7 @@ _LEAST = 2**18  # bytes: less is not reported
 _LEAST_READ = 2**20  # bytes: reads of fewer are not named
 _MOST_NODES = 10_000
 #: By line of a backward: bytes of results on the whole batch, and where noise may be drawn.
-_known: dict[str, tuple[int, str]] = {}
+_by_line: dict[str, tuple[int, str]] = {}
 #: By the line of a backward call: the lines that its warnings have named as a cause; "" stands for
 #: noise.
 _reported: dict[str, set[str]] = {}
@@ -125,9 +125,9 @@ def _report(roots: Iterable[Any], line: str, n_rows: int, what: str) -> None:
     """Report the bytes of the plain graphs of `roots`, if there are many."""
     if n_rows < 2 or config.get("chunks") == 1:
         return
-    if line not in _known:
-        _known[line] = _bytes_of(roots, n_rows), _draws_in(lines.user_frame())
-    n_bytes, drawn = _known[line]
+    if line not in _by_line:
+        _by_line[line] = _bytes_of(roots, n_rows), _draws_in(lines.user_frame())
+    n_bytes, drawn = _by_line[line]
     is_free = config.get("chunks") is None and config.get("memory_limit") is None
     if n_bytes < _LEAST or (is_free and budget.is_ample(n_bytes)):
         return

@@ -18,7 +18,7 @@ from koila.planning.plans import Plan, is_measured
 from koila.planning.strategies import Strategies
 from koila.random import draws
 from koila.reporting import reports
-from koila.staged.known import remember
+from koila.staged.cache import remember
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Strategy
 
@@ -78,7 +78,7 @@ def plan(program: Program, is_graph: bool, is_final: bool = True) -> Plan:
 def _plan(program: Program, is_graph: bool, is_final: bool) -> Plan:
     """Plan a program whose number of chunks the user did not set; see `plan`."""
     key = seen.key_of(program, is_graph)
-    before: seen.Seen | None = program.known.plans.get(key) if key is not None else None
+    before: seen.Seen | None = program.cache.plans.get(key) if key is not None else None
     is_printed = key is not None and key.is_printed
     if before is not None and (planned := before.now(program)) is not None:
         reports.measure(before.whole)
@@ -131,15 +131,15 @@ def _least_limit(
     counts = program.n_nodes, program.n_values, program.n_imports, program.n_stages
     key = lines.user_line(), *counts
     coming = optimizers.coming_state(program.parameters) if program.roots else 0
-    known, taken = _least_limits.get(key), limit - made.allowed + coming
-    if known is None or made.whole > (1 + _GROWN) * known.whole:
-        known = LeastLimit(made.whole, taken, refusals.before(program), Needed(_least_of))
-    elif taken > known.taken:  # for instance by a replay buffer that grew
-        before = known.before._replace(limit=known.before.limit + taken - known.taken)
-        known = known._replace(taken=taken, before=before)
-    known.needed.keep(program, is_graph, is_printed)
-    remember(_least_limits, key, known)
-    return known
+    least, taken = _least_limits.get(key), limit - made.allowed + coming
+    if least is None or made.whole > (1 + _GROWN) * least.whole:
+        least = LeastLimit(made.whole, taken, refusals.before(program), Needed(_least_of))
+    elif taken > least.taken:  # for instance by a replay buffer that grew
+        before = least.before._replace(limit=least.before.limit + taken - least.taken)
+        least = least._replace(taken=taken, before=before)
+    least.needed.keep(program, is_graph, is_printed)
+    remember(_least_limits, key, least)
+    return least
 
 
 #: Chunks that the user asked for are to need at most this share of eager mode's activations.
@@ -163,7 +163,7 @@ def _strategy_in(chunks: int, program: Program) -> Strategy | None:
     if is_small and not is_behind:
         return AS_IT_IS
     shared = estimates.bytes_shared(program) if is_behind else 0
-    key, strategies_in = (chunks, is_pinned, is_behind, shared), program.known.strategies_in
+    key, strategies_in = (chunks, is_pinned, is_behind, shared), program.cache.strategies_in
     if key not in strategies_in:
         strategy = AS_IT_IS if is_small else _find_strategy_in(chunks, program)
         if (
@@ -220,7 +220,7 @@ def _find_strategy_in(chunks: int, program: Program) -> Strategy | None:
     return next(strategy for n_bytes, strategy in found if n_bytes <= enough)
 
 
-def plan_read(program: Program, is_known_only: bool) -> Plan | None:
+def plan_read(program: Program, is_no_grad_only: bool) -> Plan | None:
     """Choose how to compute numbers that the script reads before its backward pass.
 
     If the whole step will fit with its graph, the program runs live and keeps the graph for
@@ -229,7 +229,7 @@ def plan_read(program: Program, is_known_only: bool) -> Plan | None:
 
     Args:
         program: what is to run.
-        is_known_only: it has only values without a gradient in their history.
+        is_no_grad_only: it has only values without a gradient in their history.
 
     Returns:
         None: it runs live, together with all other pending calls.
@@ -238,17 +238,17 @@ def plan_read(program: Program, is_known_only: bool) -> Plan | None:
         MemoryLimitError: one row does not fit, even without a graph.
     """
     try:
-        return _plan_read(program, is_known_only)
+        return _plan_read(program, is_no_grad_only)
     except MemoryLimitError as error:
         refusals.note_backward(error, program)
         raise
 
 
-def _plan_read(program: Program, is_known_only: bool) -> Plan | None:
+def _plan_read(program: Program, is_no_grad_only: bool) -> Plan | None:
     """Do the work of `plan_read`."""
     # Numbers read before would be computed again by a live run, which builds their graph.
     is_read = _core.has_numbers()
-    is_apart = is_known_only or is_read
+    is_apart = is_no_grad_only or is_read
     if not program.has_body and not is_apart:
         return None
     is_pinning = program.is_drawing and any(
@@ -260,7 +260,7 @@ def _plan_read(program: Program, is_known_only: bool) -> Plan | None:
     if is_apart and not is_pinning:
         planned = plan(program, False)
         return None if planned.n_chunks == 1 and program.is_all and not is_read else planned
-    step = Program([]) if is_known_only else program
+    step = Program([]) if is_no_grad_only else program
     ends = step.ends()
     with_graph: Plan | None = None
     with contextlib.suppress(MemoryLimitError):

@@ -14,7 +14,7 @@ from koila.memory import budget
 from koila.planning import limits, strategies
 from koila.planning.least_limits import LeastLimit
 from koila.planning.limits import Needs
-from koila.staged.known import remember
+from koila.staged.cache import remember
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, Strategy
 

@@ -18,8 +18,8 @@ from koila.planning.limits import FEW_CHUNKS, Before, Needs, as_limit, in_tenths
 from koila.planning.strategies import Strategies
 from koila.reporting import reports
 from koila.staged import layers
+from koila.staged.cache import remember
 from koila.staged.facts import name_of_call
-from koila.staged.known import remember
 from koila.staged.program import Program
 
 
@@ -84,11 +84,11 @@ def limits_of(program: Program, is_graph: bool) -> Limits:
         is_graph: whether it is differentiated.
     """
     beside, key = before(program), seen.key_of(program, is_graph)
-    found: Limits | None = program.known.limits.get((key, beside)) if key is not None else None
+    found: Limits | None = program.cache.limits.get((key, beside)) if key is not None else None
     if found is None:
         found = _find_limits(program, is_graph, beside)
         if key is not None:
-            remember(program.known.limits, (key, beside), found)
+            remember(program.cache.limits, (key, beside), found)
     return found
 
 
@@ -152,7 +152,7 @@ def refusal(needs: Needs, program: Program, said: str = "") -> MemoryLimitError:
             left,
             fits=False,
             summary=str(error).splitlines(),
-            known=option.estimate,
+            measured=option.estimate,
             names=names,
         )
     return error

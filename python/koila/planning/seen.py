@@ -13,7 +13,7 @@ from koila.planning import limits, strategies
 from koila.planning.plans import Plan
 from koila.random import draws
 from koila.staged import hooks
-from koila.staged.known import keep, remember
+from koila.staged.cache import keep, remember
 from koila.staged.program import Program
 from koila.staged.schedule import Policy
 
@@ -46,7 +46,7 @@ class Seen(NamedTuple):
 
 
 class Key(NamedTuple):
-    """All that a plan depends on beside what is kept of the program (`Known`) and the memory that
+    """All that a plan depends on beside the program, which has the cache, and the memory that
     is left."""
 
     is_graph: bool  # it is differentiated
@@ -87,5 +87,5 @@ def key_of(program: Program, is_graph: bool) -> Key | None:
 def note(program: Program, key: Key | None, made: Plan, whole: float) -> None:
     """Keep a plan for later steps with the same program."""
     if key is not None and made.predicted is not None:
-        remember(program.known.plans, key, Seen(made, whole))
-        keep(program.known)  # what was measured since may have displaced it
+        remember(program.cache.plans, key, Seen(made, whole))
+        keep(program.cache)  # what was measured since may have displaced it

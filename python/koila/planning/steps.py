@@ -12,13 +12,13 @@ import contextlib
 from collections.abc import Iterator
 
 from koila import _core
-from koila.staged.known import remember
+from koila.staged.cache import remember
 from koila.staged.program import Program
 
-_N_KNOWN = 256
+_N_SHARES = 256
 #: By the number of calls before a read: the bytes of the whole step divided by those of these
 #: calls.
-_known: dict[int, float] = {}
+_shares: dict[int, float] = {}
 
 
 def _cut_off() -> tuple[int, float]:
@@ -37,7 +37,7 @@ def whole(program: Program, so_far: float) -> float | None:
         None: not known, since no such step has been seen to its end.
     """
     n_before, before = _cut_off()
-    more = _known.get(n_before + program.n_nodes)
+    more = _shares.get(n_before + program.n_nodes)
     return None if more is None else more * (before + so_far) - before
 
 
@@ -67,6 +67,6 @@ def note_end(n_bytes: float | None) -> None:
     """
     _, before = _cut_off()
     for n_calls, so_far in _core.notes().pop("read", {}).items():
-        _known.pop(n_calls, None)
+        _shares.pop(n_calls, None)
         whole = 0.0 if n_bytes is None else before + n_bytes
-        remember(_known, n_calls, max(1.0, whole / max(so_far, 1.0)), _N_KNOWN)
+        remember(_shares, n_calls, max(1.0, whole / max(so_far, 1.0)), _N_SHARES)

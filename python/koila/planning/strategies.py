@@ -15,7 +15,7 @@ from koila.planning import second_axis
 from koila.planning.missing import Missing
 from koila.planning.policies import Families, Policies
 from koila.staged import hooks
-from koila.staged.known import remember
+from koila.staged.cache import remember
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS, WITHOUT_CHECKPOINTS, Op, Policy, Strategy
 
@@ -85,7 +85,7 @@ _IN_PIECES = tuple(Strategy(n_pieces=n_pieces) for n_pieces in _PIECES)
 
 
 @dataclasses.dataclass
-class _Known:
+class _Results:
     """Results of measuring and cutting a program for its strategies, kept to be found once."""
 
     options: dict[Strategy, Option]
@@ -105,25 +105,27 @@ class _Known:
 
 #: The programs of the last steps. The key has a program's sizes, and the bytes at each moment of
 #: its plain schedule: these differ also where other graphs, gradients or drawn numbers exist.
-_seen: dict[tuple[object, ...], _Known] = {}
+_seen: dict[tuple[object, ...], _Results] = {}
 _N_SEEN = 4
 #: Of programs with more bytes of moments than this, nothing is remembered for later steps.
 _MOST_MOMENTS = 2**17
 
 
-def _known_of(program: Program, is_graph: bool) -> _Known:
+def _results_of(program: Program, is_graph: bool) -> _Results:
     """Return the results for a program: its own, or those of an earlier step with the same key."""
-    known: _Known | None = program.measured.get(is_graph)
-    if known is not None:
-        return known
+    results: _Results | None = program.measured.get(is_graph)
+    if results is not None:
+        return results
     estimate = estimates.estimate(program, is_graph)
     traits = program.last_body, program.is_tail_linear, program.has_checkpoints, *program.devices
     key = *program.sizes, is_graph, *traits, *hooks.hooked(), estimate.moments, estimate.whole
-    known = _seen.pop(key, None) or _Known({AS_IT_IS: Option(AS_IT_IS, estimate, program.n_nodes)})
+    results = _seen.pop(key, None) or _Results(
+        {AS_IT_IS: Option(AS_IT_IS, estimate, program.n_nodes)}
+    )
     if estimate.again is None and len(estimate.moments) <= _MOST_MOMENTS:
-        remember(_seen, key, known, _N_SEEN)  # the newest is the last
-    program.measured[is_graph] = known
-    return known
+        remember(_seen, key, results, _N_SEEN)  # the newest is the last
+    program.measured[is_graph] = results
+    return results
 
 
 class Strategies:
@@ -136,13 +138,13 @@ class Strategies:
 
     def __init__(self, program: Program, is_graph: bool) -> None:
         self._program, self._is_graph = program.cut_for(AS_IT_IS), is_graph
-        self._known = _known_of(self._program, is_graph)
+        self._results = _results_of(self._program, is_graph)
         self._is_back = is_graph and bool(program.roots)
         self._can_offload = can_offload(program)
 
     def option(self, strategy: Strategy) -> Option:
         """Return a strategy with what it needs."""
-        options = self._known.options
+        options = self._results.options
         if strategy not in options:
             cut = self._program.cut_for(strategy)
             whole = options[AS_IT_IS].estimate.whole
@@ -175,9 +177,9 @@ class Strategies:
 
     def _price_of_policies(self, strategy: Strategy) -> float:
         key = strategy.n_segments == 0, strategy.policies
-        if key not in self._known.prices:
-            self._known.prices[key] = self._policies(strategy).price(strategy.policies)
-        return self._known.prices[key]
+        if key not in self._results.prices:
+            self._results.prices[key] = self._policies(strategy).price(strategy.policies)
+        return self._results.prices[key]
 
     def _policies(self, strategy: Strategy) -> Policies:
         """Return the policies for bodies that are cut as for a strategy with one segment, or
@@ -186,10 +188,10 @@ class Strategies:
         return Policies(self._program.cut_for(base), self._is_back, base)
 
     def _families(self, base: Strategy = AS_IT_IS) -> Families:
-        known, is_uncut = self._known.families, base.n_segments == 0
-        if is_uncut not in known:
-            known[is_uncut] = self._policies(base).families()
-        return known[is_uncut]
+        families, is_uncut = self._results.families, base.n_segments == 0
+        if is_uncut not in families:
+            families[is_uncut] = self._policies(base).families()
+        return families[is_uncut]
 
     def offloading(self) -> Strategy:
         """Return the strategy that offloads all that bodies leave for each other; as it is, if
@@ -230,11 +232,11 @@ class Strategies:
     def along(self, allowed: float = math.inf) -> list[Strategy]:
         """Return the strategies that run the head in parts of a second axis, and the calls before
         it in segments; none if they certainly take more than `allowed` bytes."""
-        known, program = self._known, self._program
+        results, program = self._results, self._program
         if self._holds(AS_IT_IS) > allowed:
             return []
-        if known.along is None:
-            known.along = []
+        if results.along is None:
+            results.along = []
             by_head: dict[tuple[int, ...], second_axis.Found | None] = {}
             n_before = self._n_cut(AS_IT_IS)
             is_able = self._is_back and program.is_tail_linear
@@ -250,31 +252,31 @@ class Strategies:
                 for n_pieces in _PIECES_ALONG:
                     if found is not None and found.is_in(n_pieces):
                         pieces = strategy._replace(n_pieces=n_pieces)
-                        known.along.append(
+                        results.along.append(
                             pieces._replace(second_size=found.n, second_dim=found.dim)
                         )
-        return known.along
+        return results.along
 
     def _n_cut(self, strategy: Strategy) -> int:
-        """Return a strategy's entry in `_Known.n_cut`."""
-        known = self._known.n_cut
-        if strategy.cuts not in known:
+        """Return a strategy's entry in `_Results.n_cut`."""
+        n_cut = self._results.n_cut
+        if strategy.cuts not in n_cut:
             cut = self._program.cut_for(strategy)
             # In one that is not stageable, a segment would write what another made.
-            known[strategy.cuts] = cut.n_cut if cut.unstageable is None else 0
-        return known[strategy.cuts]
+            n_cut[strategy.cuts] = cut.n_cut if cut.unstageable is None else 0
+        return n_cut[strategy.cuts]
 
     def _freed(self, strategy: Strategy) -> frozenset[int]:
-        """Return a strategy's entry in `_Known.freed`."""
-        known = self._known.freed
-        if strategy not in known and not self._n_cut(strategy):
-            known[strategy] = frozenset()
-        if strategy not in known:
+        """Return a strategy's entry in `_Results.freed`."""
+        freed = self._results.freed
+        if strategy not in freed and not self._n_cut(strategy):
+            freed[strategy] = frozenset()
+        if strategy not in freed:
             schedule = self._program.cut_for(strategy).schedule(self._is_back, strategy)
-            known[strategy] = frozenset(
+            freed[strategy] = frozenset(
                 schedule.values_of(Op.STORE, Op.RECOMPUTE) | schedule.cheap_values.keys()
             )
-        return known[strategy]
+        return freed[strategy]
 
     def is_there(self, strategy: Strategy) -> bool:
         """Tell whether a strategy does something that no strategy before it in its list does."""
@@ -300,10 +302,10 @@ class Strategies:
         return offloading if is_same and offloading != AS_IT_IS else None
 
     def _left(self) -> dict[int, int]:
-        """Return `_Known.left`."""
-        if self._known.left is None:
+        """Return `_Results.left`."""
+        if self._results.left is None:
             by_storage: dict[int, int] = {}
-            self._known.left = by_storage
+            self._results.left = by_storage
             stored = self._program.crossing(True) if self._is_back else set()
             offloading = Strategy(
                 policies=self._program.policies(dict.fromkeys(stored, Policy.OFFLOAD))
@@ -314,7 +316,7 @@ class Strategies:
             for value in stored:
                 storage, n_bytes = self._program.info(value).storage, self._program.bytes_of(value)
                 by_storage[storage] = max(n_bytes, by_storage.get(storage, 0))
-        return self._known.left
+        return self._results.left
 
     def _holds(self, strategy: Strategy) -> int:
         """Return bytes that a step certainly holds between its forward and its backward pass: what
@@ -337,7 +339,7 @@ class Strategies:
         return base.largest_chunk(CHUNK_SHARE * allowed + n_bytes)
 
     def _n_calls(self, strategy: Strategy) -> int:
-        option = self._known.options.get(strategy)
+        option = self._results.options.get(strategy)
         return (
             self._program.cut_for(strategy).n_calls(strategy) if option is None else option.n_calls
         )
@@ -455,7 +457,7 @@ class Strategies:
                 self._measure_segments(offloading)
         measured = [
             one
-            for strategy, one in self._known.options.items()
+            for strategy, one in self._results.options.items()
             if strategy == AS_IT_IS or self._n_cut(strategy) > 0
         ]
         return min(measured, key=lambda one: (one.least, self._least_price(one.strategy)))

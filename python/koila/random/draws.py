@@ -88,10 +88,10 @@ def start_of(i: int, out: int) -> tuple[torch.Generator, torch.Tensor | None]:
     generator = generators.generator_of(_core.value(out)[10])
     notes = _core.notes()
     cells: dict[Cell, torch.Tensor | int] = notes.get("cells", {})
-    known = cells.get((i, None), notes.get("starts", {}).get(i))
-    if isinstance(cells.get((i, 0)), int) or isinstance(known, int):
+    start = cells.get((i, None), notes.get("starts", {}).get(i))
+    if isinstance(cells.get((i, 0)), int) or isinstance(start, int):
         return generator, None
-    return generator, generator_state.get(generator) if known is None else known
+    return generator, generator_state.get(generator) if start is None else start
 
 
 def run_again(

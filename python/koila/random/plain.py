@@ -90,13 +90,13 @@ def wrappers() -> list[tuple[Any, str, Any]]:
     return _wrappers
 
 
-def _bound_within_torch(known: list[tuple[Any, str, Any]]) -> list[tuple[Any, str, Any]]:
+def _bound_within_torch(bound: list[tuple[Any, str, Any]]) -> list[tuple[Any, str, Any]]:
     """Return wrappers for names that torch's own modules imported from torch."""
     modules = [module for key, module in sys.modules.items() if key.startswith("torch.")]
     return [
         (module, name, wrapper)
         for module in modules
-        for _, name, wrapper in known
+        for _, name, wrapper in bound
         if isinstance(module, types.ModuleType)
         and not any(module is owner for owner in _OWNERS)
         and not module.__name__.startswith("torch._C")

@@ -285,11 +285,11 @@ def _handed_out(cut: Cut, roots: dict[int, Root]) -> dict[int, torch.Tensor]:
     leaves: dict[int, torch.Tensor] = {}
     made_of: dict[int, list[int]] = defaultdict(list)  # id of a leaf -> values computed from it
     has_derivatives = "recipes" in _core.notes()
-    known = unsplit.leaves_behind(Program(list(roots)), roots) if has_derivatives else None
+    leaves_of = unsplit.leaves_behind(Program(list(roots)), roots) if has_derivatives else None
     for value in roots:
         behind = {id(leaf): leaf for leaf in reversed(_core.behind(value)[0])}
-        if known is not None:
-            behind = {key: leaf for key, leaf in behind.items() if key in known[value]}
+        if leaves_of is not None:
+            behind = {key: leaf for key, leaf in behind.items() if key in leaves_of[value]}
         leaves.update(behind)
         for leaf in behind:
             made_of[leaf].append(value)

@@ -242,15 +242,17 @@ class Cut:
         watched = {id(one) for one in behind if one.grad_fn is not None or one._backward_hooks}
         if len(roots) > 1:
             watched.update(-1 - i for i, one in enumerate(gradients) if one.requires_grad)
-        known: dict[int, frozenset[int]] | None = None
+        by_value: dict[int, frozenset[int]] | None = None
         if watched and "whole" not in self.__dict__:
-            known = _core.held(roots[0].lazy, self._behind_gradients, (roots, watched), {})
+            by_value = _core.held(roots[0].lazy, self._behind_gradients, (roots, watched), {})
         with torch.no_grad():
             is_some = len(leaves) < len(behind)
             found = self.gradients_of(roots, gradients, leaves, True, is_some)
         alike: dict[frozenset[int], list[int]] = defaultdict(list)
         for i, leaf in enumerate(leaves):
-            reached = frozenset(watched) if known is None else known.get(id(leaf), frozenset())
+            reached = (
+                frozenset(watched) if by_value is None else by_value.get(id(leaf), frozenset())
+            )
             alike[reached].append(i)
         made: list[torch.Tensor | None] = [None] * len(leaves)
         tensors = {-1 - i: one for i, one in enumerate(gradients)} | {id(t): t for t in behind}
@@ -338,8 +340,8 @@ class Cut:
     ) -> None:
         program = Program([root.lazy for root in roots], gets=gets, unwanted=self.roots)
         moved: dict[str, set[int]] = {"": set(), "counted": set(), "uncounted": set()}
-        known = [(root, _core.id(root.lazy)) for root in self.alive()]
-        for one, value in [*known, *((other, other.value) for other in self.others)]:
+        values = [(root, _core.id(root.lazy)) for root in self.alive()]
+        for one, value in [*values, *((other, other.value) for other in self.others)]:
             if value is not None and value < program.n_values:  # else that tape is gone
                 moved[one.how_written()].add(program.info(value).storage)
         uncounted = self.uncounted | overwritten.values_in(program, moved["uncounted"])

@@ -20,7 +20,7 @@ def flush(why: str) -> None:
             _core.flush()
 
 
-def flush_known(why: str) -> None:
+def flush_no_grad(why: str) -> None:
     """Run the pending values that the user can reach and that no backward can come to.
 
     Those have no gradient in their history, or the outputs are gone that lead to it: a metric added
@@ -28,16 +28,16 @@ def flush_known(why: str) -> None:
     """
     if _core.has_stranded():
         flush(why)
-    if _core.has_known() or _core.has_draw(False):
-        _flush_known(why)
+    if _core.has_no_grad() or _core.has_draw(False):
+        _flush_no_grad(why)
 
 
 @in_turn
-def _flush_known(why: str) -> None:
+def _flush_no_grad(why: str) -> None:
     if _core.is_busy():
         return
     is_lighter = generators.let_go()
-    if not _core.has_known():
+    if not _core.has_no_grad():
         if is_lighter:
             _core.close()
         return

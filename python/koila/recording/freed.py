@@ -32,12 +32,12 @@ from koila.staged.program import Program
 class SecondRun:
     """Runs a part that was cut off in a checkpoint once more, for the values that it handed out."""
 
-    def __init__(self, cut: Cut, known: dict[int, torch.Tensor]) -> None:
+    def __init__(self, cut: Cut, numbers: dict[int, torch.Tensor]) -> None:
         # It holds no root: autograd's graph may lead from one back to what holds this object.
         self.cut = weakref.ref(cut)
         #: What these values are computed from: handed out with them, and made outside of the
         #: checkpoint.
-        self.known = known
+        self.numbers = numbers
         self.n_readers: dict[int, int] = {}
         #: Numbers that were computed, each with the number of readers that have yet to take it.
         self.found: dict[int, tuple[torch.Tensor, int]] = {}
@@ -77,7 +77,7 @@ class SecondRun:
         self, cut: Cut, roots: dict[int, Root], unwanted: tuple[Any, ...]
     ) -> dict[int, torch.Tensor] | None:
         try:
-            for value, number in self.known.items():
+            for value, number in self.numbers.items():
                 if value in roots and not roots[value].how_written():
                     _core.deliver(value, number, False)
             cut.fill(Program([], unwanted=unwanted).entered)
@@ -134,8 +134,8 @@ def _note(cut: Cut, lazy: Any, handed: dict[int, torch.Tensor]) -> None:
         entered = {one.value for one in Program([]).imports} if inside else set()
     finally:
         forget_numbers(cut)
-    known = {value: handed[value].detach() for value in values if value in entered - inside}
-    second = SecondRun(cut, known)
+    numbers = {value: handed[value].detach() for value in values if value in entered - inside}
+    second = SecondRun(cut, numbers)
     for value in inside:
         if handed[value].storage_offset() == 0:
             add = functools.partial(second.add_reader, value)

@@ -276,7 +276,7 @@ def register_all() -> None:
     """Fill the C module's table; called once, when koila is imported."""
     _core.bind(
         lines.INSIDE,
-        calls.known(),
+        calls.bits_of_all(),
         {
             "koila_error": errors.KoilaError,
             "kept_error": errors.kept,

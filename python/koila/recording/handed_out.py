@@ -154,10 +154,10 @@ class Pass:
 
     def add(self, group: Group, gradients: list[torch.Tensor | None]) -> None:
         """Add gradients of the leaves of a group."""
-        known = self.found.get(group, [None] * len(gradients))
+        before = self.found.get(group, [None] * len(gradients))
         self.found[group] = [
             one if other is None else other if one is None else one + other
-            for one, other in zip(known, gradients, strict=True)
+            for one, other in zip(before, gradients, strict=True)
         ]
 
 

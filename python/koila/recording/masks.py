@@ -121,16 +121,16 @@ def _scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
     lender = next((of for of in (x, mask) if _goes_by_rows(of, x.shape[0])), None)
     if lender is None or not fits:
         return NotImplemented
-    known = _read_number(mask).expand(x.shape)
-    is_of_vectors = x.dim() > 1 and bool((known == known[..., :1]).all())
+    chosen_rows = _read_number(mask).expand(x.shape)
+    is_of_vectors = x.dim() > 1 and bool((chosen_rows == chosen_rows[..., :1]).all())
     width = x.shape[-1] if is_of_vectors else 1
-    chosen = (known[..., 0] if is_of_vectors else known).reshape(x.shape[0], -1)
+    chosen = (chosen_rows[..., 0] if is_of_vectors else chosen_rows).reshape(x.shape[0], -1)
     n_chosen = chosen.sum(1)
     n_written = int(n_chosen.sum()) * width
     if n_written == 0:
         # Nothing is written; the source gets a gradient of zeros, as in eager mode.
         value = source.sum(dtype=x.dtype) if source.requires_grad else 0
-        return x.masked_fill(_core.like(known, lender), value)
+        return x.masked_fill(_core.like(chosen_rows, lender), value)
     if n_written > source.numel() or source.numel() % width:
         return NotImplemented  # torch raises its own error
     rows = x.reshape(*chosen.shape, width)
@@ -159,11 +159,11 @@ def assign(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
         return NotImplemented
     if not _goes_by_rows(x, x.shape[0]):
         return NotImplemented  # a value with rows cannot be written into one without
-    known = _read_number(mask)
-    if int(known.sum()) != source.shape[0]:
+    number = _read_number(mask)
+    if int(number.sum()) != source.shape[0]:
         return NotImplemented
     written.take_copy(x)  # the read may have computed x: the write goes to what is recorded next
-    of_all = known.reshape(mask.shape + (1,) * (x.dim() - mask.dim())).expand_as(x)
+    of_all = number.reshape(mask.shape + (1,) * (x.dim() - mask.dim())).expand_as(x)
     made = _scatter(x, of_all, source)
     if made is NotImplemented:
         return made

@@ -67,7 +67,7 @@ _selected = WeakIdKeyDictionary()
 _packed = WeakIdKeyDictionary()
 
 
-def _known(tensor: Tensor) -> Tensor:
+def _number_of(tensor: Tensor) -> Tensor:
     """Return a plain tensor; read it if it is lazy."""
     if type(tensor) is not LazyTensor:
         return tensor
@@ -119,7 +119,7 @@ def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _undoes(first: Tensor, second: Tensor) -> bool:
-    first, second = _known(first), _known(second)
+    first, second = _number_of(first), _number_of(second)
     is_index = first.dim() == second.dim() == 1 and first.shape == second.shape
     return is_index and torch.equal(first[second].cpu(), torch.arange(first.numel()))
 
@@ -148,11 +148,11 @@ def pack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     rows_dim = 0 if is_batch_first else 1
     order = None
     if before is not None and before.dim == rows_dim:
-        x, order = before.source, _known(before.index).cpu()
+        x, order = before.source, _number_of(before.index).cpu()
     is_fit = x.dim() >= 2 and isinstance(lengths, Tensor) and _core.rows_dim(x) == rows_dim
     if not is_fit or lengths.device.type != "cpu" or lengths.shape != (x.shape[rows_dim],):
         return NotImplemented
-    by_length = _known(lengths).clone()
+    by_length = _number_of(lengths).clone()
     if by_length.dtype is not torch.int64 or by_length.numel() == 0 or by_length[-1] < 1:
         return NotImplemented
     if bool((by_length.diff() > 0).any()) or by_length[0] > x.shape[1 - rows_dim]:
@@ -257,7 +257,11 @@ def _unsorted(state: Tensor, order: Tensor | None, inverse: Tensor | None) -> Te
     if order is None or inverse is None:
         return state
     before = _lookup(_selected, state)
-    if before is not None and before.dim == 1 and torch.equal(_known(before.index).cpu(), order):
+    if (
+        before is not None
+        and before.dim == 1
+        and torch.equal(_number_of(before.index).cpu(), order)
+    ):
         source: Tensor = before.source
         return source
     return state.index_select(1, inverse.to(state.device))

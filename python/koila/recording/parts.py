@@ -134,9 +134,9 @@ def _watch_roots(tensor: torch.Tensor) -> None:
     for cut in [cut for cut in _state.cuts if cut.freed]:
         cut.keep_memory_of(tensor)
     cuts = that_depend_on((tensor,))
-    known = [one for cut in cuts for one in (*cut.alive(), *cut.others) if not one.watched]
-    memory = aliases.memory_of(tensor) if known else None
-    for one in known:
+    roots = [one for cut in cuts for one in (*cut.alive(), *cut.others) if not one.watched]
+    memory = aliases.memory_of(tensor) if roots else None
+    for one in roots:
         if memory is not None and one.memory == memory:
             one.watch(tensor)
 
@@ -171,7 +171,7 @@ def watch(tensor: torch.Tensor) -> None:
 
 
 def watch_here(tensor: torch.Tensor) -> None:
-    """As `watch`, for the leaves of this thread's current tape, and for the known numbers that
+    """As `watch`, for the leaves of this thread's current tape, and for the computed numbers that
     pending calls read: after a write they are computed again."""
     watched = _core.notes().setdefault("watched", {})
     for leaf in _core.leaves_of(tensor):

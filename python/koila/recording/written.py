@@ -101,8 +101,8 @@ def _target(code: types.CodeType, offset: int) -> _Target | None:
     at = next(i for i, op in enumerate(ops) if op.offset == offset)
     last, begin, method = ops[at], _begin(ops[at]), ""
     is_whole = last.opname == "BINARY_OP" and last.argrepr.endswith("=")
-    known = *_LOADS, *_METHODS, *_CALLS, "BINARY_SUBSCR"
-    same = [op for op in ops[:at] if _begin(op) == begin and op.opname.startswith(known)]
+    starts = *_LOADS, *_METHODS, *_CALLS, "BINARY_SUBSCR"
+    same = [op for op in ops[:at] if _begin(op) == begin and op.opname.startswith(starts)]
     if None in begin or not same:
         return None
     if last.opname in ("PRECALL", *_CALLS):

@@ -36,7 +36,7 @@ class Split(NamedTuple):
 
 def split_of(program: Program, node: Node) -> Split:
     """Return how a call is split; it is the same in each step."""
-    splits: dict[int, Split] = program.known.splits
+    splits: dict[int, Split] = program.cache.splits
     found = splits.get(node.id)
     if found is None:
         func, row, _, _, n_rows, *_ = _core.node(node.id)
@@ -83,7 +83,7 @@ def dim_of_chunks(program: Program, node: Node) -> int | None:
     return int(dim) % len(program.info(node.first_out).shape)
 
 
-def known() -> int:
+def bits_of_all() -> int:
     """Return, for the recorder, a bit for each reduction of reductions.def that the table has."""
     return sum(1 << i for i, name in enumerate(NAMES) if name in REDUCTIONS)
 

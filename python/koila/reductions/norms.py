@@ -47,8 +47,8 @@ class Moments(engine.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shared: dict[str, Any]) -> Pair:
         ctx.n = x.numel() // x.shape[1]
-        known: Pair | None = shared.get("moments")
-        if known is None:
+        computed: Pair | None = shared.get("moments")
+        if computed is None:
             # The kernel updates running statistics: these are not read. Of halves, they say that
             # it returns float32.
             unread = None
@@ -57,7 +57,7 @@ class Moments(engine.Function):
             mean, var = torch.batch_norm_update_stats(x, unread, unread, 0.0)
             squares = var.mul_(ctx.n)
         else:
-            mean, squares = known[0].detach(), known[1].detach()
+            mean, squares = computed[0].detach(), computed[1].detach()
         if ctx.n >= _MANY:
             shared["moments"] = mean.detach(), squares.detach()
         ctx.save_for_backward(x, mean)

@@ -68,8 +68,8 @@ def name_of(func: Callable[..., Any]) -> str:
     if name == "__get__" and owner is not None:
         return str(getattr(owner, "fget", owner).__name__)  # a property may have no name
     is_custom = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
-    known = _TRANSFORMS.get(name, name).removesuffix(".default")  # of an op, not of a function
-    return f"{owner.__name__}.{name}" if is_custom else DUNDER.sub(r"\1", known)
+    plain_name = _TRANSFORMS.get(name, name).removesuffix(".default")  # of an op, not of a function
+    return f"{owner.__name__}.{name}" if is_custom else DUNDER.sub(r"\1", plain_name)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def check_live() -> None:
     notes = _core.notes()
     if "arrays" not in notes and "indices" not in notes:
         return
-    known = notes.get("arrays", {})
-    is_any = any(one.is_written() for noted in known.values() for one in noted)
+    arrays = notes.get("arrays", {})
+    is_any = any(one.is_written() for noted in arrays.values() for one in noted)
     if is_any or _written_indices():
         check(Program([]))

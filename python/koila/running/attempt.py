@@ -57,9 +57,9 @@ def attempt(
         _core.set_busy(True)
         try:
             grids, grid_of = replay.grids, replay.grid_of
-            known = scheduled(program, planned.strategy, replay.schedule, grids, grid_of)
+            described = scheduled(program, planned.strategy, replay.schedule, grids, grid_of)
             result = run(replay)
-            reports.note(report_of(program, planned, grids, n_tries, meter.bytes(), known))
+            reports.note(report_of(program, planned, grids, n_tries, meter.bytes(), described))
             return replay, result, planned
         except BaseException as error:
             replay.draws.roll_back()

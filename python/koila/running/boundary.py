@@ -336,8 +336,8 @@ class BoundaryValue:
             if gradient is None:
                 self.awaiting.pop(id(alias), None)  # it would keep the memory
             else:
-                known = seeds.get(key)
-                seeds[key] = gradient if known is None else known + gradient
+                seed = seeds.get(key)
+                seeds[key] = gradient if seed is None else seed + gradient
 
     def free(self) -> None:
         """Free the value and keep only its gradients."""

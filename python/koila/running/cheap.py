@@ -53,10 +53,12 @@ class Rematerialized:
             self.add(needs, chunk)
             stored = {value: stages.boundary[value] for value in stored_of(stages.program, run)}
             there = (value for value, of in stored.items() if of.is_near(chunk))
-            known = {value: stored[value].of_rows(stages.grid_of(run), chunk) for value in there}
-            env = stages.run_nodes(run, chunk, False, again={**known, value: None})
+            stored_rows = {
+                value: stored[value].of_rows(stages.grid_of(run), chunk) for value in there
+            }
+            env = stages.run_nodes(run, chunk, False, again={**stored_rows, value: None})
             stages.boundary[value].rematerialize(chunk, env[value])
-            del env, known
+            del env, stored_rows
             self.free(chunk, before)
             self.values.add(value)
 

@@ -206,8 +206,8 @@ def write_what_is_moved() -> None:
 def around(region: int) -> tuple[int, ...]:
     """Return the regions around a region, the outermost first, and the region itself. If it began
     on another tape, return it alone."""
-    known: dict[int, tuple[int, ...]] = _core.notes().get("around", {})
-    return known.get(region, (region,) if region else ())
+    regions: dict[int, tuple[int, ...]] = _core.notes().get("around", {})
+    return regions.get(region, (region,) if region else ())
 
 
 def recording() -> int:
@@ -235,8 +235,8 @@ def check(program: Program, has_inputs: bool) -> None:
     if has_inputs and any(region % 2 for region in ended):
         recomputed.refuse_inputs()
     _check_hooks(passes(program))
-    known = _core.notes().get("modules", {}) if regions else {}
-    module_state.check(one for region in regions for one in known.get(region, ()))
+    modules = _core.notes().get("modules", {}) if regions else {}
+    module_state.check(one for region in regions for one in modules.get(region, ()))
 
 
 #: Tensors, each with the passes of torch's engine that send a gradient to it: that of backward (0),

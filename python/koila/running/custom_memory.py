@@ -20,12 +20,12 @@ from koila.basics import config, engine
 from koila.memory import budget
 from koila.planning import planner, unsplit
 from koila.staged import meta
-from koila.staged.known import remember
+from koila.staged.cache import remember
 
 _WHY = "koila cannot cut a custom autograd function"
 #: By a class, whether its backward runs, and the sizes of its arguments and of their gradients: the
 #: bytes that a call allocates.
-_known: dict[tuple[Any, ...], int] = {}
+_peaks: dict[tuple[Any, ...], int] = {}
 
 
 def counted(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ def _count(
         MemoryLimitError: it needs more than is left, or needed more when it ran before.
     """
     device = next((one.device for one in meta.tensors(args)), torch.device("cpu"))
-    needed = _known.get(key)
+    needed = _peaks.get(key)
     left = budget.free_bytes(device, ())
     if needed is not None and needed > left:
         raise unsplit.too_much(name, _WHY, needed, left)
@@ -91,5 +91,5 @@ def _count(
         return func(*args, **kwargs)
     with unsplit.counting(unsplit.Left(name, _WHY, left)) as counter:
         made = func(*args, **kwargs)
-    remember(_known, key, counter.most)
+    remember(_peaks, key, counter.most)
     return made

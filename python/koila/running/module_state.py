@@ -49,9 +49,9 @@ def of(modules: Iterable[nn.Module]) -> list[ModuleState]:
     return found
 
 
-def check(known: Iterable[ModuleState]) -> None:
+def check(states: Iterable[ModuleState]) -> None:
     """Raise if the state of a module of a checkpoint's function changed since it was taken."""
-    for one in known:
+    for one in states:
         if change := one.change():
             raise KoilaError(
                 f"checkpoint: {type(one.module).__name__} in its function {change} between forward "

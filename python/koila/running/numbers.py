@@ -185,8 +185,8 @@ class Numbers:
             if result is None:
                 # It may be a view taken without a graph, and torch would refuse a write to that.
                 result = _laid_out(value, as_new(*read_whole((self.boundary[value],), False)))
-                known = self.read.get(self.program.info(value).storage)
-                result = result if known is None else _in_memory_of(known, result)
+                read = self.read.get(self.program.info(value).storage)
+                result = result if read is None else _in_memory_of(read, result)
                 if self.boundary[value].is_inference and not result.is_inference():
                     result = as_inference(result)
             is_graph_freed = value in self.freed

@@ -20,8 +20,8 @@ from koila.random import generators
 from koila.reductions import norms
 from koila.running import checkpoints, derived, recomputed
 from koila.staged import meta
+from koila.staged.cache import remember
 from koila.staged.facts import Info, Node, name_of_call
-from koila.staged.known import remember
 from koila.staged.program import NO_CALL, Program
 
 _TEXT = (
@@ -189,8 +189,8 @@ def _version(info: Info) -> tuple[int, int]:
 
 def _is_gone_through(program: Program, node: Node) -> bool:
     """Return whether torch's backward visits a call: a recorded derivative may end before it."""
-    known = unsplit.gone_through(program) if "recipes" in _core.notes() else None
-    return known is None or node.id in known
+    nodes = unsplit.gone_through(program) if "recipes" in _core.notes() else None
+    return nodes is None or node.id in nodes
 
 
 def _is_uncounted(program: Program, value: int) -> bool:
@@ -212,11 +212,11 @@ def _needs_as_before(program: Program, node: Node, value: int) -> bool:
     # Autocast needs no key of its own: it shows in the dtype of the results.
     alike = tuple((i.dtype, i.shape, i.strides, i.requires_grad) if i else None for i in infos)
     key = func, row, alike, tuple(v == value for v in (*reads, *node.outs)), saves
-    known = _asked.get(key)
-    if known is None:
-        known = _needs(program, node, value)
-        remember(_asked, key, known, _N_ASKED)
-    return known
+    needs = _asked.get(key)
+    if needs is None:
+        needs = _needs(program, node, value)
+        remember(_asked, key, needs, _N_ASKED)
+    return needs
 
 
 def _needs(program: Program, node: Node, value: int) -> bool:

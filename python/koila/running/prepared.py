@@ -62,16 +62,16 @@ class Prepared:
 
     def _prepare_inputs(self, reads: Reads) -> None:
         store, is_graph, common = self.store, self.is_graph, self.common
-        known, awaiting = store.boundary, store.awaiting
-        if not known.keys() >= reads.leaves.keys():
+        boundaries, awaiting = store.boundary, store.awaiting
+        if not boundaries.keys() >= reads.leaves.keys():
             store.enter_all()
-        once = read_whole(map(known.__getitem__, reads.once.values()), is_graph)
+        once = read_whole(map(boundaries.__getitem__, reads.once.values()), is_graph)
         for import_id, tensor in zip(reads.once, once, strict=True):
             common[import_id] = tensor
             if id(tensor) in awaiting:
                 self.common_awaiting[id(tensor)] = awaiting[id(tensor)]
         for import_id, value, place in reads.cut:
-            views_of_chunks = known[value].cut_all(place, self.grid, is_graph)
+            views_of_chunks = boundaries[value].cut_all(place, self.grid, is_graph)
             if views_of_chunks is None:
                 self.others.append((import_id, value, (place, self.grid)))
             else:
@@ -92,18 +92,20 @@ class Prepared:
             start, stop = self.grid[chunk]
             rows = stop - start  # fewer in the last chunk
             shape = chunk_shape(shape, place, rows)
-        known = self.store.zeros_of
-        if (import_id, rows) not in known:
-            known[import_id, rows] = without_memory(shape, info.dtype, info.device)
-        return known[import_id, rows]
+        zeros = self.store.zeros_of
+        if (import_id, rows) not in zeros:
+            zeros[import_id, rows] = without_memory(shape, info.dtype, info.device)
+        return zeros[import_id, rows]
 
     def inputs(self, chunk: int, stand_ins: Mapping[int, BoundaryValue]) -> list[Any]:
         """Return the inputs on one chunk, by import number; `stand_ins` replace values."""
-        imports, known, is_graph = self.common.copy(), self.store.boundary, self.is_graph
+        imports, boundaries, is_graph = self.common.copy(), self.store.boundary, self.is_graph
         for import_id, pieces in self.pieces:
             imports[import_id] = pieces[chunk]
         for import_id, value, rows in self.others:
-            boundary = stand_ins.get(value) or known.get(value) or self.store.boundary_of(value)
+            boundary = (
+                stand_ins.get(value) or boundaries.get(value) or self.store.boundary_of(value)
+            )
             if rows is None:
                 (imports[import_id],) = read_whole((boundary,), is_graph)
             else:
@@ -161,11 +163,11 @@ class Prepared:
     def run_other(
         self, chunk: int, i: int, func: Callable[..., Any], args: _Args, kwargs: _Kwargs
     ) -> Any:
-        known = self.runners.get(i)
-        if known is None:
+        found = self.runners.get(i)
+        if found is None:
             node = self.program.node(i)
-            known = self.runners[i] = self._runner_of(node, func, args), node
-        runner, node = known
+            found = self.runners[i] = self._runner_of(node, func, args), node
+        runner, node = found
         if runner is None:
             return func(*args, **kwargs)
         return runner(self, node, chunk, func, args, kwargs)

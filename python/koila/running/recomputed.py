@@ -175,8 +175,8 @@ class _Tree:
         self.has_norms = False  # a body has normalizations, which update statistics in each run
 
     def key_of(self, tensor: Tensor) -> int | None:
-        known, key = self.keys.get(id(tensor), (None, -1))
-        return key if known is not None and known() is tensor else None
+        before, key = self.keys.get(id(tensor), (None, -1))
+        return key if before is not None and before() is tensor else None
 
     def memory_of(self, tensor: Tensor) -> Memory | None:
         """Return the memory of a tensor if a part makes it, with this dtype; else None."""
@@ -307,8 +307,8 @@ class Body:
         tree.watched.add(storage)
         tree.memories.pop(storage, None)
         for name, (ref, key) in list(tree.keys.items()):
-            known = ref() if key in tree.versions else None
-            if known is not None and known.untyped_storage()._cdata == storage:
+            alive = ref() if key in tree.versions else None
+            if alive is not None and alive.untyped_storage()._cdata == storage:
                 del tree.keys[name]
 
     def save(self, tensor: Tensor) -> Handle:

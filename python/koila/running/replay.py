@@ -148,7 +148,7 @@ class Replay(Stages):
         if self.is_graph_freed:
             _core.spend(self.program.handle, False)
         self.numbers.deliver()
-        if self.is_forward and not self.program.is_known_only:
+        if self.is_forward and not self.program.is_no_grad_only:
             _core.forget_left()  # later reads start from what was just delivered, not from these
         if not _core.close():
             self.numbers.leave()
@@ -192,7 +192,7 @@ def _is_whole() -> bool:
 @unwritten.reading()
 def _stage(
     roots: list[torch.Tensor],
-    is_known_only: bool = False,
+    is_no_grad_only: bool = False,
     gets: Callable[[torch.Tensor], bool] | None = None,
     unwanted: tuple[_core.LazyTensor, ...] = (),
     beside: Sequence[torch.Tensor] = (),
@@ -201,7 +201,7 @@ def _stage(
 
     Args:
         roots: what is differentiated; none for a read.
-        is_known_only: leave values with a gradient in their history.
+        is_no_grad_only: leave values with a gradient in their history.
         gets: whether a real tensor is to get a gradient; None: all are.
         unwanted: lazies whose numbers nobody is to get.
         beside: plain tensors that are differentiated together with the roots.
@@ -210,7 +210,7 @@ def _stage(
         The program and its plan, which has no chunks if nothing has to run. None if the program
         runs whole.
     """
-    program = Program(roots, is_known_only, gets=gets, unwanted=unwanted, beside=beside)
+    program = Program(roots, is_no_grad_only, gets=gets, unwanted=unwanted, beside=beside)
     if not program.n_nodes:
         return program, plans.Plan(0)
     arrays.check(program)
@@ -231,7 +231,7 @@ def _stage(
         if is_live:
             steps.note_end(None)
         if is_live or not roots:
-            planned = None if is_live else planner.plan_read(program, is_known_only)
+            planned = None if is_live else planner.plan_read(program, is_no_grad_only)
             if planned is None:
                 reports.decide(cause)
             return (program, planned) if planned is not None else None
@@ -255,29 +255,29 @@ def _stage(
     return None
 
 
-def read(is_known_only: bool = False, caller: Callable[..., Any] | None = None) -> bool:
+def read(is_no_grad_only: bool = False, caller: Callable[..., Any] | None = None) -> bool:
     """Compute the pending values that the user can reach, in chunks.
 
     Args:
-        is_known_only: leave values with a gradient in their history.
+        is_no_grad_only: leave values with a gradient in their history.
         caller: the function that asks, for the report.
 
     Returns:
         False if the program has to run whole.
     """
     with reports.Asking("a read" if caller is None else reports.call_of(caller)):
-        return read_all(is_known_only)
+        return read_all(is_no_grad_only)
 
 
 @in_turn
 @surroundings.in_outside
-def read_all(is_known_only: bool) -> bool:
+def read_all(is_no_grad_only: bool) -> bool:
     """As `read`, where the caller has noted for the report what asks."""
     settle_outdated()
     if _is_whole():
         return False
     _core.check_leaves()
-    staged = _stage([], is_known_only)
+    staged = _stage([], is_no_grad_only)
     if staged is not None and staged[1].n_chunks == 0:
         return True
 
@@ -296,7 +296,7 @@ def _has_leaves(program: Program) -> bool:
 
 def settle_leaves() -> None:
     """Compute the leaves in mid-program that the user holds and may ask for the gradient of."""
-    if "has_leaves" in _core.notes() and not _core.is_busy() and _core.has_known():
+    if "has_leaves" in _core.notes() and not _core.is_busy() and _core.has_no_grad():
         _settle_leaves()
 
 

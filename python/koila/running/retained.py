@@ -87,15 +87,15 @@ class Retained:
         grid = stages.grid_by_run[run.index]
         read = set(map(_VALUE, references))
         again = self.again & read
-        known: dict[int, torch.Tensor | None] = {}
+        stored_rows: dict[int, torch.Tensor | None] = {}
         for value in self.stored:
             if again or value in read:
                 boundary = stages.boundary[value]
                 stored = boundary.chunks.get(chunk)
-                known[value] = boundary.of_rows(grid, chunk) if stored is None else stored
-        env: Any = known
+                stored_rows[value] = boundary.of_rows(grid, chunk) if stored is None else stored
+        env: Any = stored_rows
         if again:
-            env = stages.run_nodes(run, chunk, False, again={**known, **dict.fromkeys(again)})
+            env = stages.run_nodes(run, chunk, False, again={**stored_rows, **dict.fromkeys(again)})
         for cell, value, layouts in references:
             tensor = env[value]
             cell.append(tensor if layouts is None else view_of(tensor, *layouts))

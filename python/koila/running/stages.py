@@ -42,8 +42,8 @@ def _counted_at_once(program: Program) -> list[int]:
     It leaves only parts of reductions, such as numbers of labels, and takes fewer bytes than the
     gradients that are there at the end of the step. So chunks of it would not lower the peak.
     """
-    known = program.known
-    if known.at_once is None:
+    cache = program.cache
+    if cache.at_once is None:
         leaves = {value for value, *_ in program.imports if program.is_leaf(value)}
         gradients = sum(map(program.bytes_of, filter(program.needs_gradient, leaves)))
         found = []
@@ -53,8 +53,8 @@ def _counted_at_once(program: Program) -> list[int]:
             is_small = _MOST_HELD * (read + made) <= max(gradients, _FEW_BYTES)
             if is_small and all(calls.is_of_parts(program, v) for v in run.exports):
                 found.append(run.axis)
-        known.at_once = found
-    return known.at_once
+        cache.at_once = found
+    return cache.at_once
 
 
 class Stages(Store):

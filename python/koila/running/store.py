@@ -17,8 +17,8 @@ from koila.reporting import progress
 from koila.running.boundary import Awaiting, BoundaryValue
 from koila.running.tracked import Tracked
 from koila.staged import aliases, hooks
+from koila.staged.cache import ProgramCache
 from koila.staged.facts import Run
-from koila.staged.known import Known
 from koila.staged.program import Program
 
 #: Where the rows of a value are that chunks read, and which they are.
@@ -67,10 +67,10 @@ def _reads_of(program: Program, run: Run) -> Reads:
     return reads
 
 
-def _describe_reads(program: Program) -> Known:
-    """Return what is known of a program, with all that this module finds out of it."""
-    known = program.known
-    if known.reads is None:
+def _describe_reads(program: Program) -> ProgramCache:
+    """Return the cache of a program, with all that this module finds out of it."""
+    cache = program.cache
+    if cache.reads is None:
         reads = dict[int, Reads]()
         values = {value: None for value, *_ in program.imports}
         for run in program.runs:
@@ -78,12 +78,12 @@ def _describe_reads(program: Program) -> Known:
             for i in run.combined:
                 values |= dict.fromkeys(program.node(i).outs)
             for value in run.exports if run.is_body else ():
-                known.added[value] = calls.added_by_maker(program, value)
+                cache.added[value] = calls.added_by_maker(program, value)
             if run.is_body:
                 reads[run.index] = _reads_of(program, run)
-        known.boundary = list(values)
-        known.reads = reads  # last: other threads may look
-    return known
+        cache.boundary = list(values)
+        cache.reads = reads  # last: other threads may look
+    return cache
 
 
 #: A value, the place of its rows, and the bounds of those that a chunk or piece read.
@@ -125,10 +125,10 @@ class Store:
             self.grids.setdefault(axis, grid(rows, planned.n_chunks, planned.unit))
         self.pieces: dict[tuple[int, int, int], list[Bounds]] = {}  # by stage, axis, segment
         self.grid_by_run = _Grids(program.runs, self.grids, self.pieces)
-        known = _describe_reads(program)
-        self.reads: dict[int, Reads] = known.reads or {}
-        self.added = known.added
-        program.infos.ask(known.boundary)
+        cache = _describe_reads(program)
+        self.reads: dict[int, Reads] = cache.reads or {}
+        self.added = cache.added
+        program.infos.ask(cache.boundary)
         self.hooked = hooked
         self.is_forward = not program.roots  # without a backward pass
         self.gradients: list[torch.Tensor] = []  # one for each root, as the caller passed them

@@ -129,15 +129,15 @@ class Sent:
 class _Kept:
     """Finds out whether a run on stand-ins saves for backward what was computed from them."""
 
-    def __init__(self, known: Callable[[], set[int]]) -> None:
+    def __init__(self, others: Callable[[], set[int]]) -> None:
         self.is_from_them = False
-        self._known = known  # the storages of tensors that do not come from stand-ins
+        self._storages = others  # the storages of tensors that do not come from stand-ins
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Look at a saved tensor, and save it detached: an output's graph would refer to itself."""
         if not self.is_from_them:
             storage = tensor.untyped_storage()._cdata if tensor.layout == torch.strided else 0
-            self.is_from_them = storage not in self._known()
+            self.is_from_them = storage not in self._storages()
         return tensor.detach()
 
     @contextlib.contextmanager
@@ -180,8 +180,8 @@ def seed(
         Whether it is certain that no gradient depends on a value of the body. Otherwise `check` has
         to compare.
     """
-    known = stages.program.known
-    sent = known.sent = known.sent or Sent(stages.program, step.runs)
+    cache = stages.program.cache
+    sent = cache.sent = cache.sent or Sent(stages.program, step.runs)
     of = sent.computed_from(stages, step.runs, left)
     before, found, is_certain = sent.last
     if of is None or of != before:
@@ -317,8 +317,8 @@ def check(stages: Stages, roots: dict[int, torch.Tensor]) -> None:
                     continue
                 for c, bounds in enumerate(grid):
                     part = cut(whole, place, grid[-1][1], bounds)
-                    known = found.get(("chunk", c))
-                    found["chunk", c] = part if known is None else known + part
+                    grad_sent = found.get(("chunk", c))
+                    found["chunk", c] = part if grad_sent is None else grad_sent + part
         for key in {**sent, **found}:
             _compare(stages, value, found.get(key), sent.get(key))
     stages.watched.clear()

@@ -277,10 +277,10 @@ def _others_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         shared = list(filter(holders.is_shared, tensors))
         if not shared:
             return []
-        known = (_others.get(id(tensor)) for tensor in shared)
+        lists = (_others.get(id(tensor)) for tensor in shared)
         if not all(
             others is not None and others.are_all(tensor, holders.n_holders(tensor))
-            for tensor, others in zip(shared, known, strict=True)
+            for tensor, others in zip(shared, lists, strict=True)
         ):
             _look_for(shared)
     found = [ref() for tensor in shared for ref in _others[id(tensor)].found]

@@ -45,8 +45,8 @@ class Watch:
         def note(gradients: Sequence[torch.Tensor | None]) -> None:
             for key, gradient in zip(keys, gradients, strict=True):
                 if gradient is not None:
-                    known = self.found.get(key)
-                    self.found[key] = gradient if known is None else known + gradient
+                    before = self.found.get(key)
+                    self.found[key] = gradient if before is None else before + gradient
 
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_() for tensor in tensors]

@@ -32,12 +32,12 @@ def settled(value: int) -> Info:
     info = Info.of(value)
     if info.strides is not None or info.place is None or info.device.type != "cpu":
         return info
-    known: dict[int, _Layout] = _core.notes().setdefault("layouts", {})
+    layouts: dict[int, _Layout] = _core.notes().setdefault("layouts", {})
     try:
         # A value has a larger number than those that it is made of.
-        for one in sorted(_needed(value, known)):
-            known[one] = _found(one, known)
-        strides, has_gaps = known[value]
+        for one in sorted(_needed(value, layouts)):
+            layouts[one] = _found(one, layouts)
+        strides, has_gaps = layouts[value]
     except Exception:  # a call does not take stand-ins, or no call makes the value
         return info
     step = 2 if has_gaps else 1
@@ -57,13 +57,13 @@ def _strides_of(info: Info) -> tuple[int, ...] | None:
     return info.strides if info.result is None else info.result.stride()
 
 
-def _needed(value: int, known: dict[int, _Layout]) -> set[int]:
+def _needed(value: int, layouts: dict[int, _Layout]) -> set[int]:
     """Return the values whose layouts have to be found out for that of a value, with itself."""
     needed, waiting = set[int](), [value]
     while waiting:
         one = waiting.pop()
         maker = _core.maker_of(one)
-        if one in known or one in needed or maker is None:
+        if one in layouts or one in needed or maker is None:
             continue
         needed.add(one)
         for read, place, _ in maker[2]:
@@ -73,17 +73,17 @@ def _needed(value: int, known: dict[int, _Layout]) -> set[int]:
     return needed
 
 
-def _found(value: int, known: dict[int, _Layout]) -> _Layout:
+def _found(value: int, layouts: dict[int, _Layout]) -> _Layout:
     """Run the call that makes a value on stand-ins. It may write these, and its draws are undone.
 
     Args:
         value: the value.
-        known: the layouts of what the call reads, where no rule knows them.
+        layouts: the layouts of what the call reads, where no rule knows them.
     """
     maker = _core.maker_of(value)
     assert maker is not None
     node, n_values, read = maker
-    inputs = {one: _stand_in(one, place, known.get(one)) for one, place, _ in read}
+    inputs = {one: _stand_in(one, place, layouts.get(one)) for one, place, _ in read}
     n_rows = min(_core.node(node)[4], _N_ROWS) or -1
     state = generator_state.get(torch.default_generator)
     try:

@@ -11,7 +11,7 @@ import torch
 
 from koila import _core
 from koila.basics import counting
-from koila.staged.known import remember
+from koila.staged.cache import remember
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, _core.LazyTensor})
 _LITERALS: tuple[type, ...] = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis))

@@ -363,8 +363,8 @@ def is_only_whole(i: int, first_out: int) -> bool:
 
 def noises_of(i: int, first_out: int) -> list[Noise] | None:
     """Return the tensors that call `i` draws, cached; None: not known, or not on the CPU."""
-    known: dict[int, list[Noise] | None] = _core.notes().setdefault("noises", {})
-    if i not in known:
+    noises: dict[int, list[Noise] | None] = _core.notes().setdefault("noises", {})
+    if i not in noises:
         is_cpu = _core.value(first_out)[10].type == "cpu"
-        known[i] = of(i, first_out) if is_cpu else None
-    return known[i]
+        noises[i] = of(i, first_out) if is_cpu else None
+    return noises[i]

@@ -17,6 +17,7 @@ import torch
 from koila import _core
 from koila.basics.engine import leaves_behind
 from koila.staged import hooks, noise
+from koila.staged.cache import FACTS, ProgramCache, cache_of
 from koila.staged.facts import (
     ONCE,
     Amounts,
@@ -26,11 +27,10 @@ from koila.staged.facts import (
     Run,
     is_data,
 )
-from koila.staged.known import FACTS, Known, known_of
 from koila.staged.schedule import AS_IT_IS, Op, Policy, Schedule, Strategy
 
 #: What the core tells of a program, and all that depends on how its bodies are cut into segments.
-_OF_CUTS = ("known", *FACTS, "unstageable", "cloned")
+_OF_CUTS = ("cache", *FACTS, "unstageable", "cloned")
 _UNCUT = AS_IT_IS.cuts
 _NO_ID = 2**32 - 1  # KL_ID_NONE of base.h
 
@@ -53,7 +53,7 @@ class Program:
 
     Args:
         roots: what is differentiated: lazy tensors, or numbers of values.
-        is_known_only: compute only values without a gradient in their history; else all that the
+        is_no_grad_only: compute only values without a gradient in their history; else all that the
             user can reach.
         gets: tells whether a tensor gets a gradient; None: all get one.
         unwanted: lazy tensors whose numbers are not delivered.
@@ -75,14 +75,14 @@ class Program:
     def __init__(
         self,
         roots: Sequence[torch.Tensor | int],
-        is_known_only: bool = False,
+        is_no_grad_only: bool = False,
         gets: Callable[[torch.Tensor], bool] | None = None,
         unwanted: tuple[_core.LazyTensor, ...] = (),
         beside: Sequence[torch.Tensor] = (),
     ) -> None:
         _core.set_wanted(unwanted, False)
         try:
-            staged = _core.stage(list(roots), is_known_only, gets)
+            staged = _core.stage(list(roots), is_no_grad_only, gets)
         finally:
             _core.set_wanted(unwanted, True)
         self.gets = gets
@@ -114,7 +114,7 @@ class Program:
         self.n_cut: int = len(staged[4])  # the segments of all bodies together
         #: Whether calls of its tape differentiate others (`derived.py`).
         self.is_derived = "recipes" in _core.notes()
-        self.is_known_only = is_known_only
+        self.is_no_grad_only = is_no_grad_only
         self._cuts = _UNCUT
         self._cloned: set[int] = set()
         self.infos = Infos()
@@ -131,13 +131,13 @@ class Program:
         """Ask the core what it tells of the program, when that is read first."""
         if name not in FACTS:
             raise AttributeError(name)
-        self.__dict__.update(self.known.facts_with(name, self.handle))
+        self.__dict__.update(self.cache.facts_with(name, self.handle))
         return self.__dict__[name]
 
     @functools.cached_property
-    def known(self) -> Known:
+    def cache(self) -> ProgramCache:
         """What is kept of the program for the next steps."""
-        return known_of(self.handle)
+        return cache_of(self.handle)
 
     @functools.cached_property
     def regions(self) -> tuple[bytes, bytes]:
@@ -216,7 +216,7 @@ class Program:
 
     def row_of(self, node: Node) -> str:
         """Return the name of a call's row in the op table; empty if it has no row."""
-        rows = self.known.rows
+        rows = self.cache.rows
         if node.id not in rows:
             rows[node.id] = str(_core.node(node.id)[1] or "")
         return rows[node.id]
@@ -324,7 +324,7 @@ class Program:
     def without_tensors(self) -> Program:
         """Return the program without its tensors, for `_core.held` with a tape of its print: it can
         be measured, but not run. Call this once it has been measured."""
-        _ = self.known, self._however_cut
+        _ = self.cache, self._however_cut
         bare = copy.copy(self)
         for of_tensors in ("parameters", "on_graphs", "by_gradient"):
             bare.__dict__.pop(of_tensors, None)
@@ -381,7 +381,7 @@ class Program:
             strategy: how memory is saved beside chunks.
             n_chunks: the number of chunks; 0: not known yet.
         """
-        return self.known.schedule(self.handle, strategy.as_tuple(is_graph, n_chunks=n_chunks))
+        return self.cache.schedule(self.handle, strategy.as_tuple(is_graph, n_chunks=n_chunks))
 
     @functools.cached_property
     def _however_cut(self) -> tuple[tuple[Node, str] | None, tuple[Node, str] | None]:

@@ -14,21 +14,21 @@ from torch.nn import functional as F
 
 import koila
 from koila import _core
-from koila.staged import known, program
+from koila.staged import cache, program
 
 Step = Callable[[nn.Module, Tensor, Tensor], object]
 N_ROWS = 12
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[known.Known]]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[cache.ProgramCache]]:
     """The programs that were asked for and not known yet. What is kept of a program is compared
     with what the core tells of it now, at each use."""
-    found: list[known.Known] = []
-    of, begin, schedule = known.known_of, known.Known.__init__, known.Known.schedule
+    found: list[cache.ProgramCache] = []
+    of, begin, schedule = cache.cache_of, cache.ProgramCache.__init__, cache.ProgramCache.schedule
     is_compared = False
 
-    def told(one: known.Known, handle: object) -> dict[str, Any]:
+    def told(one: cache.ProgramCache, handle: object) -> dict[str, Any]:
         found = {
             name: one.facts_with(name, handle)[name]
             for name in ("nodes", "imports", "runs", "moved")
@@ -37,35 +37,35 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[known.Known]]:
             found[name] = [*one.facts_with(name, handle)[name].__self__]
         return found
 
-    def asked_anew(handle: object) -> known.Known:
+    def asked_anew(handle: object) -> cache.ProgramCache:
         nonlocal is_compared
         is_compared = True
         try:
-            return known.Known(_core.print_of(handle))
+            return cache.ProgramCache(_core.print_of(handle))
         finally:
             is_compared = False
 
-    def note(self: known.Known, printed: Any) -> None:
+    def note(self: cache.ProgramCache, printed: Any) -> None:
         if not is_compared:
             found.append(self)
         begin(self, printed)
 
-    def compared(handle: object) -> known.Known:
+    def compared(handle: object) -> cache.ProgramCache:
         one = of(handle)
         assert told(one, handle) == told(asked_anew(handle), handle)
         return one
 
-    def schedule_compared(self: known.Known, handle: object, policy: Any) -> Any:
+    def schedule_compared(self: cache.ProgramCache, handle: object, policy: Any) -> Any:
         one = schedule(self, handle, policy)
         assert one == schedule(asked_anew(handle), handle, policy)
         return one
 
-    monkeypatch.setattr(known, "_known", [])
-    monkeypatch.setattr(known.Known, "__init__", note)
-    monkeypatch.setattr(known.Known, "schedule", schedule_compared)
-    monkeypatch.setattr(program, "known_of", compared)
+    monkeypatch.setattr(cache, "_caches", [])
+    monkeypatch.setattr(cache.ProgramCache, "__init__", note)
+    monkeypatch.setattr(cache.ProgramCache, "schedule", schedule_compared)
+    monkeypatch.setattr(program, "cache_of", compared)
     yield found
-    assert len(known._known) == len(found)
+    assert len(cache._caches) == len(found)
 
 
 def network() -> nn.Module:
@@ -148,7 +148,7 @@ def gradients(step: Step, model: nn.Module, is_lazy: bool) -> list[Tensor | None
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=lambda step: step.__name__)
-def test_what_differs_is_asked_anew(other: Step, made: list[known.Known]) -> None:
+def test_what_differs_is_asked_anew(other: Step, made: list[cache.ProgramCache]) -> None:
     """After a step and again, another step, and the first once more."""
     models = network(), network()
     counts = []
@@ -165,19 +165,23 @@ def test_what_differs_is_asked_anew(other: Step, made: list[known.Known]) -> Non
     assert counts[0] == counts[1] < counts[2] == counts[3] == counts[4]
 
 
-def test_the_oldest_are_dropped(made: list[known.Known], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "_N_BYTES_KEPT", 1)
-    monkeypatch.setattr(known, "_N_KEPT", 1)
+def test_the_oldest_are_dropped(
+    made: list[cache.ProgramCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_N_BYTES_KEPT", 1)
+    monkeypatch.setattr(cache, "_N_KEPT", 1)
     model = network()
     for _ in range(3):
         gradients(as_it_is, model, True)
-        assert known._known == made[-1:]
+        assert cache._caches == made[-1:]
         gradients(of_other_rows, model, True)
     assert len(made) == 6
     made[:] = made[-1:]
 
 
-def test_calls_after_a_second_block_of_autocast_are_as_before_it(made: list[known.Known]) -> None:
+def test_calls_after_a_second_block_of_autocast_are_as_before_it(
+    made: list[cache.ProgramCache],
+) -> None:
     model = network()
     gradients(as_it_is, model, True)
     x = koila.lazy(torch.randn(N_ROWS, 4), batch=0)
@@ -190,16 +194,16 @@ def test_calls_after_a_second_block_of_autocast_are_as_before_it(made: list[know
 
 
 def test_what_is_kept_is_bounded_however_long_the_tape_is(
-    made: list[known.Known], monkeypatch: pytest.MonkeyPatch
+    made: list[cache.ProgramCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a value is held that was never read, calls of earlier steps stay on the tape, and no
     step is like the last one."""
-    monkeypatch.setattr(known, "_N_BYTES_KEPT", 2**17)
+    monkeypatch.setattr(cache, "_N_BYTES_KEPT", 2**17)
     model = network()
     held = model(koila.lazy(torch.randn(N_ROWS, 4), batch=0))
     for _ in range(30):
         gradients(as_it_is, model, True)
-        older = known._known[: -known._N_KEPT]
+        older = cache._caches[: -cache._N_KEPT]
         assert sum(len(part) for one in older for part in one.printed[-1] if part) <= 2**17
     del held
-    made[:] = known._known
+    made[:] = cache._caches

@@ -32,7 +32,7 @@ def remember(cache: dict[_Key, _T], key: _Key, value: _T, most: int = 64) -> Non
         cache.pop(next(iter(cache)), None)  # another thread may have dropped it
 
 
-class Known:
+class ProgramCache:
     """What the core tells of a program, and its schedules. It holds no tensor and no handle, and
     nothing in it changes: programs of other threads may share it.
 
@@ -129,18 +129,18 @@ class Known:
 
 
 #: By attribute of a program: what asks the core for it, and for others that come with it.
-FACTS: dict[str, Callable[[Known, object], dict[str, Any]]] = {
-    **dict.fromkeys(("nodes", "node", "makers"), Known._nodes),
-    "imports": Known._imports,
-    **dict.fromkeys(("is_leaf", "needs_gradient", "is_kept"), Known._values),
-    "runs": Known._runs,
-    **dict.fromkeys(("moving", "moved"), Known._moving),
+FACTS: dict[str, Callable[[ProgramCache, object], dict[str, Any]]] = {
+    **dict.fromkeys(("nodes", "node", "makers"), ProgramCache._nodes),
+    "imports": ProgramCache._imports,
+    **dict.fromkeys(("is_leaf", "needs_gradient", "is_kept"), ProgramCache._values),
+    "runs": ProgramCache._runs,
+    **dict.fromkeys(("moving", "moved"), ProgramCache._moving),
 }
 
-_known: list[Known] = []
+_caches: list[ProgramCache] = []
 
 
-def known_of(handle: object) -> Known:
+def cache_of(handle: object) -> ProgramCache:
     """Return what the core tells of the program behind a handle, kept since an earlier step staged
     the same one, or asked for now.
 
@@ -148,22 +148,22 @@ def known_of(handle: object) -> Known:
     shapes, dtypes, devices, gradients, hooks, what the user holds.
     """
     printed = _core.print_of(handle)
-    for known in _known:
-        if known.printed == printed:
+    for cache in _caches:
+        if cache.printed == printed:
             break
     else:
-        known = Known(printed)
-    keep(known)
-    return known
+        cache = ProgramCache(printed)
+    keep(cache)
+    return cache
 
 
-def keep(known: Known) -> None:
+def keep(cache: ProgramCache) -> None:
     """Put a program's facts into the cache, as those used last. Drop the least recently used ones
     while the cache is too large."""
-    if _known and _known[-1] is known:
+    if _caches and _caches[-1] is cache:
         return
     with contextlib.suppress(ValueError):  # it is new, or another thread has dropped it
-        _known.remove(known)
-    _known.append(known)
-    while sum(one.n_bytes for one in _known) > _N_BYTES_KEPT and len(_known) > _N_KEPT:
-        _known.pop(0)
+        _caches.remove(cache)
+    _caches.append(cache)
+    while sum(one.n_bytes for one in _caches) > _N_BYTES_KEPT and len(_caches) > _N_KEPT:
+        _caches.pop(0)

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* sweep_known.c - copies what sweeps read of values, nodes and runs into small structs, which are faster to walk. */
+/* sweep_copies.c - copies what sweeps read of values, nodes and runs into small structs, which are faster to walk. */
 #include "sweep.h"
 
 void
-kl_sweep_known_sizes(KlSweep *sweep)
+kl_sweep_copy_sizes(KlSweep *sweep)
 {
     const KlTape *tape = sweep->tape;
     const KlStages *stages = &sweep->program->stages;
@@ -37,7 +37,7 @@ note_layout(KlSweep *sweep, KlValueId value)
 }
 
 void
-kl_sweep_known_node(KlSweep *sweep, KlNodeId id)
+kl_sweep_copy_node(KlSweep *sweep, KlNodeId id)
 {
     const KlNode *call = &sweep->tape->nodes[id];
     const KlSaves *saves = &call->saves;
@@ -73,7 +73,7 @@ kl_sweep_known_node(KlSweep *sweep, KlNodeId id)
 
 /* Note which values chunks read by rows although they are whole (or have other rows), and which they gather. */
 void
-kl_sweep_known_cuts(KlSweep *sweep)
+kl_sweep_copy_cuts(KlSweep *sweep)
 {
     const KlSpan *span = &sweep->span;
     const KlNode *last =
