@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import koila
 from allocations import Allocations
+from koila.running import repeated
 from oracle import Lazy, assert_seen, eager, tell
 from stories import N_ROWS, rows
 from test_bridge import Doubled
@@ -501,3 +502,17 @@ def test_its_weights_are_written_before_it_is_computed_again(chunks: int, first:
         torch.testing.assert_close(gradient(koila.lazy) + 0, want, rtol=1e-10, atol=1e-13)
         gated(koila.lazy(rows(4)) @ torch.ones(rows(4).shape[-1], WIDTH).double()).sum().backward()
         assert koila.report().n_chunks == chunks
+
+
+def test_a_saved_conjugate_is_taken_of_its_memory() -> None:
+    """Its numbers lie there as they are without conj(), and are conjugated when they are read."""
+    z = torch.tensor([[1 + 2j, 3 - 1j], [0.5j, 2 + 0j]])
+    saved = (z.conj(), z.t().conj(), z.conj()[1:])
+    for tensor in saved:
+        layout = repeated.Layout(tensor)
+        assert layout.is_of(z)
+        assert torch.equal(layout.taken_of(z), tensor)
+    assert not repeated.Layout(z.conj().imag).is_of(z)
+    negated = z.conj().imag
+    assert negated.is_neg()
+    assert torch.equal(repeated.Layout(negated).taken_of(z.real), negated)

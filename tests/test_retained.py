@@ -246,6 +246,53 @@ def test_what_others_read_too(program: Callable[[Tensor, Tensor], Tensor], chunk
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
 
 
+def conjugates(x: Tensor, w: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Saved tensors are conjugates, in the memory of values that are held."""
+    h = x @ w
+    power = h * h.conj()
+    centered = power - power.mean(0)
+    g = (centered * centered.conj()) @ w
+    g = g - g.mean(0)
+    return (g * g.conj() * centered.conj()).real.sum(), [h, centered]
+
+
+def imaginary_parts(x: Tensor, w: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Saved tensors have the dtype of a part, and are negated only when they are read."""
+    h = x @ w
+    centered = h - h.mean(0)
+    g = centered.conj().imag * centered.imag * centered.real
+    small = g - g.mean(0)
+    return (small.exp() * centered.conj().imag * small).sum(), [h, centered, g, small]
+
+
+@pytest.mark.parametrize("make", [None, rematerializing(1), rematerializing(3)])
+@pytest.mark.parametrize("chunks", [2, 3, ROWS, 12])
+@pytest.mark.parametrize("program", [conjugates, imaginary_parts])
+def test_saved_tensors_that_are_read_otherwise(
+    program: Callable[[Tensor, Tensor], tuple[Tensor, list[Tensor]]],
+    chunks: int,
+    make: Make | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    found = []
+    x = torch.randn(12, 8, dtype=torch.complex128)
+    w = torch.randn(8, 8, dtype=torch.complex128) / 8
+    if make is not None:
+        forced(monkeypatch, make)
+    retain = retained.Retained.run
+    with mock.patch.object(retained.Retained, "run", autospec=True, side_effect=retain) as ran:
+        for lazy in (lambda x: x, koila.lazy):
+            weight = w.clone().requires_grad_()
+            with koila.config(chunks=chunks):
+                loss, held = program(lazy(x), weight)
+                loss.backward()
+            found.append((weight.grad, *(one.detach() * 1 for one in (loss, *held))))
+    assert ran.call_count >= chunks
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.sanitize
 @pytest.mark.parametrize("name", ["residual", "views"])
 def test_products_run_once(name: str) -> None:

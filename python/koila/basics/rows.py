@@ -241,6 +241,25 @@ def as_new(tensor: torch.Tensor) -> torch.Tensor:
     return made
 
 
+#: Size, strides and offset of a tensor in its storage, and whether its numbers are conjugated or
+#: negated only when they are read, as conj() and imag of a conjugate leave them.
+Layout = tuple[torch.Size, tuple[int, ...], int, bool, bool]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """Return the layout of a tensor in its storage."""
+    start = int(tensor.storage_offset())
+    return tensor.shape, tensor.stride(), start, tensor.is_conj(), tensor.is_neg()
+
+
+def with_layout(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return the view of a tensor's storage that has a layout and the tensor's dtype."""
+    size, strides, start, is_conj, is_neg = layout
+    view = tensor.as_strided(size, strides, start)
+    view = view.conj() if view.is_conj() != is_conj else view
+    return torch._neg_view(view) if view.is_neg() != is_neg else view
+
+
 def in_memory(memory: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor in this memory, with the offset, shape and strides of `like`."""
     layout = like.storage_offset(), like.shape, like.stride()

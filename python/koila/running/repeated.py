@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila.basics import generator_state, switches
+from koila.basics.rows import layout_of, with_layout
 from koila.reductions import norms
 from koila.staged.meta import map_nested
 
@@ -60,7 +61,7 @@ class Layout:
 
     def __init__(self, tensor: Tensor) -> None:
         self.ref = StorageWeakRef(tensor.untyped_storage())
-        self.where = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.where = layout_of(tensor)
         self.dtype = tensor.dtype
 
     def is_of(self, tensor: Tensor) -> bool:
@@ -71,7 +72,7 @@ class Layout:
     def taken_of(self, tensor: Tensor) -> Tensor:
         """Return the tensor, as a view of another one in its memory, without a graph."""
         with torch.no_grad():
-            return tensor.detach().as_strided(*self.where)
+            return with_layout(tensor.detach(), self.where)
 
 
 class Memory:

@@ -16,25 +16,23 @@ from typing import Any
 import torch
 
 from koila import _core
+from koila.basics.rows import Layout, layout_of, with_layout
 from koila.staged.facts import Run
 from koila.staged.program import Program
 
 Cell = list[torch.Tensor]
-_Layout = tuple[torch.Size, tuple[int, ...], int]  # size, strides, offset
-
-
 #: A cell, the value that it is to be filled with, and, if the saved tensor is another view of its
 #: storage, both layouts.
-Reference = tuple[Cell, int, tuple[_Layout, _Layout] | None]
+Reference = tuple[Cell, int, tuple[Layout, Layout] | None]
 
 
-def view_of(tensor: torch.Tensor, layout: _Layout, of_view: _Layout) -> torch.Tensor:
+def view_of(tensor: torch.Tensor, layout: Layout, of_view: Layout) -> torch.Tensor:
     """Return the view of a value that was saved, from the layouts that both had then."""
-    (size, strides, start), (size_of_view, strides_of_view, start_of_view) = layout, of_view
+    size, strides, start = layout[:3]
     if tensor.stride() != strides:  # it was kept with other strides than it had when saved
         tensor = tensor.new_empty_strided(size, strides).copy_(tensor)
-    start_of_view += int(tensor.storage_offset()) - start
-    return tensor.as_strided(size_of_view, strides_of_view, start_of_view)
+    start_of_view = of_view[2] + int(tensor.storage_offset()) - start
+    return with_layout(tensor, (*of_view[:2], start_of_view, *of_view[3:]))
 
 
 _get = operator.itemgetter(0)
@@ -119,10 +117,11 @@ class Look:
                 if of is tensor:
                     found = cell, value, None
                     break
-                if not isinstance(of, torch.Tensor) or not _is_alias(of, tensor):
+                if not isinstance(of, torch.Tensor) or of.dtype is not tensor.dtype:
                     continue
-                layout = of.shape, of.stride(), int(of.storage_offset())
-                of_view = tensor.shape, tensor.stride(), int(tensor.storage_offset())
+                if not _is_alias(of, tensor):
+                    continue
+                layout, of_view = layout_of(of), layout_of(tensor)
                 if layout == of_view:
                     found = cell, value, None
                     break
