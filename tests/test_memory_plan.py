@@ -215,7 +215,7 @@ def test_a_plan_measures_no_more_than_explain(
         assert plan.fits and plan.n_chunks > 1
         assert n_measured[0] <= n_of_explain
         of = plan_program.of
-        monkeypatch.setattr(plan_program, "of", lambda *a, **k: of(*a, **{**k, "known": None}))
+        monkeypatch.setattr(plan_program, "of", lambda *a, **k: of(*a, **{**k, "measured": None}))
         assert koila.plan(loss) == plan
 
 

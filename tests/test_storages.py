@@ -196,6 +196,23 @@ def test_a_limit_that_is_no_longer_asked_for_costs_nothing() -> None:
     assert there() >= held.nbytes
 
 
+def test_dead_storages_are_forgotten_where_nobody_asks_for_bytes() -> None:
+    """As after a limit that is set no longer: each collection of garbage notes new tensors."""
+
+    def n_noted() -> int:
+        return sum(type(one).__name__ == "StorageWeakRef" for one in gc.get_objects())
+
+    storages.look_again(True)
+    assert _core.is_following_storages()
+    _core.storage_bytes()
+    before = n_noted()
+    for _ in range(40):
+        made = [torch.ones(2) for _ in range(100)]
+        gc.collect(0)
+        del made
+    assert n_noted() <= 2 * before + 200
+
+
 def test_old_tensors_that_were_given_memory_are_found_before_a_refusal(
     walks: list[None], want: Step
 ) -> None:

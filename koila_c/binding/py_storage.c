@@ -41,9 +41,10 @@ typedef struct Range {
 } Range;
 
 static struct {
-    PyObject *counted; /* dict: address of a storage -> torch's weak reference to it */
-    PyObject *is_file; /* dict: address -> whether this large storage is a mapped file */
-    Range *ranges;     /* [n_ranges_max] scratch */
+    PyObject *counted;        /* dict: address of a storage -> torch's weak reference to it */
+    Py_ssize_t n_counted_max; /* above this number the dead ones are looked for */
+    PyObject *is_file;        /* dict: address -> whether this large storage is a mapped file */
+    Range *ranges;            /* [n_ranges_max] scratch */
     size_t n_ranges_max;
     const Impl *const *(*grad)(const Impl *tensor); /* c10::TensorImpl::grad */
     const Impl *undefined;                          /* what that returns if there is no gradient */
@@ -84,7 +85,28 @@ kl_storage_may_be_shared(PyObject *tensor)
     return !state.works || is_others || is_noted;
 }
 
-/* Remember a storage that somebody holds. 0 or -1. */
+/* Forget the storages that are dead. 0 or -1. */
+static int
+forget_dead(void)
+{
+    PyObject *key = NULL, *weak = NULL;
+    Py_ssize_t at = 0;
+    PyObject *counted = PyDict_Copy(state.counted); /* keeps code of Python's out of the loop */
+    while (counted != NULL && PyDict_Next(counted, &at, &key, &weak)) {
+        const Storage *storage = PyLong_AsVoidPtr(key);
+        if ((uint32_t)storage->counts == 0) {
+            (void)PyDict_DelItem(state.is_file, key);
+            PyErr_Clear(); /* few are there */
+            (void)PyDict_DelItem(state.counted, key);
+        }
+    }
+    state.n_counted_max = 2 * PyDict_GET_SIZE(state.counted) + 64;
+    Py_XDECREF(counted);
+    return counted == NULL ? -1 : 0;
+}
+
+/* Remember a storage that somebody holds. From time to time forget those that are dead: nobody may ask for bytes. 0 or
+ * -1. */
 static int
 keep(const Storage *storage)
 {
@@ -100,7 +122,9 @@ keep(const Storage *storage)
         is_kept = is_noted || object == Py_None ? 1 : -1;
     }
     KL_DROP(weak, object, key);
-    return is_kept < 0 ? -1 : 0;
+    return is_kept < 0                                            ? -1
+           : PyDict_GET_SIZE(state.counted) > state.n_counted_max ? forget_dead()
+                                                                  : 0;
 }
 
 static void
@@ -244,28 +268,21 @@ KL_DEFINE(storage_bytes, ignored)
     Py_ssize_t at = 0;
     size_t n = 0, total = 0;
     KlError error;
-    PyObject *counted = PyDict_Copy(state.counted); /* holds them while code of Python's runs */
-    if (counted == NULL) {
+    if (forget_dead() < 0) {
         return NULL;
     }
-    if (KL_RESERVE(&state, ranges, (size_t)PyDict_GET_SIZE(counted), &error) != KL_OK) {
-        Py_DECREF(counted);
+    if (KL_RESERVE(&state, ranges, (size_t)PyDict_GET_SIZE(state.counted), &error) != KL_OK) {
         return kl_py_raise(&error);
     }
-    while (PyDict_Next(counted, &at, &key, &weak)) {
+    while (PyDict_Next(state.counted, &at, &key, &weak)) {
         const Storage *storage = PyLong_AsVoidPtr(key);
         size_t n_bytes = PyDict_GetItem(state.is_file, key) != Py_True ? bytes_of(storage) : 0;
-        if ((uint32_t)storage->counts == 0) { /* it is dead */
-            (void)PyDict_DelItem(state.is_file, key);
-            (void)PyDict_DelItem(state.counted, key);
-        } else if (storage->is_resizable) {
+        if (storage->is_resizable) {
             total += n_bytes;
         } else if (n_bytes > 0) {
             state.ranges[n++] = (Range){storage->data, storage->data + n_bytes};
         }
     }
-    PyErr_Clear(); /* of missing keys */
-    Py_DECREF(counted);
     total += bytes_in(state.ranges, n); /* several may lie in one numpy array */
     return PyLong_FromSize_t(total);
 }

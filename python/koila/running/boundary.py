@@ -10,7 +10,6 @@ of torch's backwards (batch_norm's on the CPU) are wrong where gradient and inpu
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -247,7 +246,7 @@ class BoundaryValue:
         if is_graph and self.watch is not None:
             read = self._watch_all(found, self.watch).values()
         elif is_graph:
-            read = aliases_of(zip(itertools.repeat(self), found, found.values(), strict=False))
+            read = aliases_of([(self, key, tensor) for key, tensor in found.items()])
         made: list[list[torch.Tensor]] = [[] for _ in self.parts[0]]
         for (_, _, part), alias in zip(found, read, strict=True):
             made[part].append(alias)
