@@ -107,7 +107,8 @@ def test_a_step_adds_only_its_prediction(when: str) -> None:
 @each_time
 @each_split_further
 def test_numbers(kind: str, when: str, chunks: int | None) -> None:
-    """Those of the predictions, of what the steps left, and gradients of both together."""
+    """The numbers of the predictions, the values that the steps leave, and the gradients of a loss
+    over both are those of eager."""
 
     def story(lazy: Lazy) -> Any:
         steps = _steps(lazy, kind, when, 2)

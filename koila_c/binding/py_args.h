@@ -77,7 +77,7 @@ typedef struct KlPyBound {
     KlScratch scratch; /* memory for what exceeds the fixed arrays below */
     const KlMeta *inputs_fixed[KL_PY_INPUTS_FIXED];
     KlPyInput input_origins_fixed[KL_PY_INPUTS_FIXED];
-    int64_t room[KL_PY_ROOM]; /* of what sequences and indices hold: ints, floats, KlIndex */
+    int64_t room[KL_PY_ROOM]; /* elements of sequences and indices: int64_t, double, KlIndex */
 } KlPyBound;
 
 /* Parse a row's `call`. Returns a new signature, or NULL with an exception if the text is misspelt. */

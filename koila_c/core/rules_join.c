@@ -158,7 +158,7 @@ KL_PLACE(cat)
 
 /* --- split ---------------------------------------------------------------------------------------------- */
 
-/* Make `n` views of parts of dim `at`: with these sizes, or (NULL) of `size` each, the last one of what is left. */
+/* Make a view of each of `n` parts of dim `at`. They have `sizes`; NULL: each has `size`, the last one what remains. */
 static KlStatus
 make_parts(const KlCall *call, KlInferred *result, int32_t at, uint32_t n, const int64_t *sizes,
            int64_t size)

@@ -85,7 +85,8 @@ test_what_is_data(void)
     program_fini(&p);
 }
 
-/* A computed value enters with its number, unless a gradient must flow through what made it. */
+/* A program reads the number of a computed value. If a gradient must flow through the call that made the value, the
+ * program has that call in place of the number. */
 static void
 test_computed_values(void)
 {

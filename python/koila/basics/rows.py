@@ -7,7 +7,7 @@ outer * rows * inner entries, and entry (o * rows + row) * inner + i belongs to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -240,6 +240,9 @@ def as_new(tensor: torch.Tensor) -> torch.Tensor:
         made: torch.Tensor = _data.__get__(tensor)
     return made
 
+
+#: Tells whether two tensors have the same storage.
+is_alias: Callable[[torch.Tensor, torch.Tensor], bool] = vars(torch._C)["_is_alias_of"]
 
 #: Size, strides and offset of a tensor in its storage, and whether its numbers are conjugated or
 #: negated only when they are read, as conj() and imag of a conjugate leave them.

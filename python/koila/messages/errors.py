@@ -180,7 +180,7 @@ def broken_promise(
 
 
 def _of(result: Any, name: str) -> Any:
-    """Return an attribute of what a call returned, which may be anything; None: it has none."""
+    """Return an attribute of the result of a call; None: the result, of any type, has none."""
     try:
         return getattr(result, name)
     except Exception:  # a nested tensor raises RuntimeError for its shape

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from koila import _core
 from koila.basics import generator_state, lines, surroundings, switches
+from koila.basics.rows import is_alias
 from koila.memory import outside
 from koila.messages.errors import KoilaError, let_go
 from koila.random import draws
@@ -31,8 +32,6 @@ from koila.staged import aliases, meta
 from koila.staged.aliases import version_of
 from koila.staged.facts import is_data
 from koila.staged.meta import map_nested
-
-_is_alias: Callable[[Tensor, Tensor], bool] = vars(torch._C)["_is_alias_of"]
 
 
 def refuse_inputs() -> NoReturn:
@@ -77,7 +76,7 @@ def watch(tensor: Tensor) -> None:
     if not (_kept or alive) or aliases.memory_of(tensor) is None:
         return
     for kept in list(_kept):
-        if kept.checksum is None and _is_alias(kept.tensor, tensor):
+        if kept.checksum is None and is_alias(kept.tensor, tensor):
             kept.watch()
     for body in list(alive.values()):
         body.keep_memory_of(tensor)

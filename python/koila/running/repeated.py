@@ -96,7 +96,7 @@ class OfPart:
     def __init__(self, tensor: Tensor, memory: Memory) -> None:
         self.memory = memory
         self.compute = memory.add_reader()
-        self.layout = tensor.shape, tensor.stride(), tensor.storage_offset()
+        self.layout = layout_of(tensor)
         self.needs_gradient = tensor.requires_grad
         self.tensor: None = None  # nothing is kept
 
@@ -108,5 +108,5 @@ class OfPart:
             like = torch.empty_strided(shape, strides, dtype=whole.dtype, device=whole.device)
             whole = like.copy_(whole)
         with torch.no_grad():
-            tensor = whole.as_strided(*self.layout)
+            tensor = with_layout(whole, self.layout)
         return tensor.detach().requires_grad_(self.needs_gradient)

@@ -10,13 +10,13 @@ the value. Both hooks are functions of C, since they run for each saved tensor o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from koila import _core
-from koila.basics.rows import Layout, layout_of, with_layout
+from koila.basics.rows import Layout, is_alias, layout_of, with_layout
 from koila.staged.facts import Run
 from koila.staged.program import Program
 
@@ -36,8 +36,6 @@ def view_of(tensor: torch.Tensor, layout: Layout, of_view: Layout) -> torch.Tens
 
 
 _get = operator.itemgetter(0)
-#: Tells whether two tensors have the same storage.
-_is_alias: Callable[[torch.Tensor, torch.Tensor], bool] = vars(torch._C)["_is_alias_of"]
 
 
 def _get_filled(cell: Cell) -> torch.Tensor:
@@ -119,7 +117,7 @@ class Look:
                     break
                 if not isinstance(of, torch.Tensor) or of.dtype is not tensor.dtype:
                     continue
-                if not _is_alias(of, tensor):
+                if not is_alias(of, tensor):
                     continue
                 layout, of_view = layout_of(of), layout_of(tensor)
                 if layout == of_view:
