@@ -167,8 +167,8 @@ def _register_own(
     _core.register(func, Entry(OP, name, handler, row=row, container=tuple))
 
 
-def _is_registered(func: Any, name: str) -> bool:
-    """Register a callable that is never recorded as it is; False: it may be recorded."""
+def _register_unrecorded(func: Any, name: str) -> bool:
+    """Register a callable if it is never recorded as it is. Return whether it was."""
     handler = handlers.HANDLERS.get(name)
     if handler is None and name in READS:
         _core.register(func, Entry(READ, name))
@@ -182,7 +182,7 @@ def _is_registered(func: Any, name: str) -> bool:
 def _register(func: Any, name: str) -> None:
     if isinstance(func, types.FunctionType):
         enter.note(func)
-    if _is_registered(func, name):
+    if _register_unrecorded(func, name):
         return
     if isinstance(func, _C_CALLABLES) or name in PYTHON_ROWS or name == "unflatten":
         _register_op(func, name)  # unflatten's Python method reports itself again when entered
@@ -357,7 +357,7 @@ def register_all() -> None:
         _register_own(call, name, name, batch_softmax.run_whole)
     for name, member in _accessors():
         getter = member.fget if isinstance(member, property) else member
-        if _is_registered(getter, name):
+        if _register_unrecorded(getter, name):
             continue
         if name == "data":  # like detach(), but writes through it change no version
             _register_own(getter, name, "detach")
