@@ -9,9 +9,8 @@
 static int
 push(Tape *tape, KlSlotKind kind, uint32_t n, PyObject *object)
 {
-    KlError error;
-    if (KL_RESERVE(tape, slots, tape->n_slots + 1, &error) != KL_OK) {
-        return kl_py_raise_int(&error);
+    if (KL_RESERVE(tape, slots, tape->n_slots + 1) != KL_OK) {
+        return kl_py_done(PyErr_NoMemory());
     }
     tape->slots[tape->n_slots++] =
         (KlSlot){.kind = kind, .n = n, .object = object != NULL ? Py_NewRef(object) : NULL};

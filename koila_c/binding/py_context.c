@@ -201,7 +201,6 @@ read_autocast(KlCasting *casting)
 static int64_t
 intern(const Context *context)
 {
-    KlError error;
     if (state.last < state.n &&
         memcmp(&state.contexts[state.last], context, sizeof(*context)) == 0) {
         return (int64_t)state.last;
@@ -211,9 +210,9 @@ intern(const Context *context)
             return (int64_t)state.last;
         }
     }
-    if (kl_alloc_reserve((void **)&state.contexts, &state.n_max, state.n + 1, sizeof(*context),
-                         &error) != KL_OK) {
-        return kl_py_raise_int(&error);
+    if (kl_alloc_reserve((void **)&state.contexts, &state.n_max, state.n + 1, sizeof(*context)) !=
+        KL_OK) {
+        return kl_py_done(PyErr_NoMemory());
     }
     state.contexts[state.n] = *context;
     return (int64_t)state.n++;
@@ -292,8 +291,7 @@ autocast_on(const Context *context, uint8_t device, KlAutocast *autocast)
 
 /* Infer a call on its inputs as autocast casts them. */
 static KlStatus
-infer_cast(const KlCall *call, const Context *context, KlInferred *inferred, KlSaves *saves,
-           KlError *error)
+infer_cast(const KlCall *call, const Context *context, KlInferred *inferred, KlSaves *saves)
 {
     KlMeta cast[KL_CAST_INPUTS];
     const KlMeta *seen[KL_CAST_INPUTS];
@@ -316,7 +314,7 @@ infer_cast(const KlCall *call, const Context *context, KlInferred *inferred, KlS
         }
         as_cast.inputs = seen;
     }
-    KlStatus status = kl_infer_call(&as_cast, inferred, error);
+    KlStatus status = kl_infer_call(&as_cast, inferred);
     if (status == KL_OK) {
         kl_infer_saves(&as_cast, inferred, saves);
         if (is_on > 0) {
@@ -359,13 +357,12 @@ kl_context_end_outside(PyObject *guard)
 }
 
 KlStatus
-kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
-                 KlError *error)
+kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves)
 {
     if (state.contexts[id].is_autocast) {
-        return infer_cast(call, &state.contexts[id], inferred, saves, error);
+        return infer_cast(call, &state.contexts[id], inferred, saves);
     }
-    KlStatus status = kl_infer_call(call, inferred, error);
+    KlStatus status = kl_infer_call(call, inferred);
     if (status == KL_OK) {
         kl_infer_saves(call, inferred, saves);
     }

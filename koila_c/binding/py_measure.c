@@ -68,7 +68,6 @@ KL_DEFINE_ON(measure, tape, args)
     KlOutside outside = {.facts = {.chunks = {1, 1}, .pieces = {1, 1}}};
     KlMeasured measured = {0};
     int is_whole_known = 0;
-    KlError error;
     if (!PyArg_ParseTuple(
             args, "O&O&(SSSS)(LL)O|(ddddp):measure", kl_program_of, &program, kl_schedule_policy,
             &policy, &cloned, &noise, &regions, &outer, &outside.bytes_state, &outside.bytes_drawn,
@@ -97,8 +96,8 @@ KL_DEFINE_ON(measure, tape, args)
     peak = policy.is_graph ? PyObject_CallOneArg(peak_of, graphs) : PyFloat_FromDouble(0);
     outside.bytes_graphs = peak != NULL ? PyFloat_AsDouble(peak) : -1;
     if (!PyErr_Occurred() &&
-        kl_measure_step(&tape->core, program, &outside, &policy, &measured, &error) != KL_OK) {
-        (void)kl_py_raise(&error);
+        kl_measure_step(&tape->core, program, &outside, &policy, &measured) != KL_OK) {
+        (void)PyErr_NoMemory();
     }
     const KlMoments *moments = &measured.moments;
     const char *bytes = moments->n > 0 ? (const char *)moments->moments : "";

@@ -96,8 +96,7 @@ run_object(const KlTape *core, const KlProgram *program, const KlRun *run)
 static int
 add_id(KlIds *ids, KlValueId id)
 {
-    KlError error;
-    return kl_program_push(ids, id, &error) == KL_OK ? 0 : kl_py_raise_int(&error);
+    return kl_program_push(ids, id) == KL_OK ? 0 : kl_py_done(PyErr_NoMemory());
 }
 
 /* How many lazies the user holds of each storage; NULL: there is no memory. */
@@ -545,7 +544,6 @@ find_torn_order(const KlTape *core, const KlProgram *program)
 static PyObject *
 build(Tape *tape, const KlAsked *asked, PyObject *staged)
 {
-    KlError error;
     KlAxisId torn = KL_ID_NONE;
     KlProgram *program = kl_alloc_zeroed(1, sizeof(*program));
     PyObject *handle = program != NULL ? PyCapsule_New(program, HANDLE, release_program) : NULL;
@@ -554,17 +552,17 @@ build(Tape *tape, const KlAsked *asked, PyObject *staged)
         return PyErr_NoMemory();
     }
     (void)PyCapsule_SetContext(handle, Py_XNewRef(staged));
-    KlStatus status = staged == NULL ? kl_stage_keep_tail(&tape->core, &error) : KL_OK;
-    status = status == KL_OK ? kl_program_build(&tape->core, asked, program, &error) : status;
+    KlStatus status = staged == NULL ? kl_stage_keep_tail(&tape->core) : KL_OK;
+    status = status == KL_OK ? kl_program_build(&tape->core, asked, program) : status;
     while (status == KL_OK && staged == NULL &&
            (torn = find_torn_order(&tape->core, program)) != KL_ID_NONE) {
         kl_program_fini(program);
         kl_tape_break_order(&tape->core, torn);
-        status = kl_program_build(&tape->core, asked, program, &error);
+        status = kl_program_build(&tape->core, asked, program);
     }
     if (status != KL_OK) {
         Py_DECREF(handle);
-        return kl_py_raise(&error);
+        return PyErr_NoMemory();
     }
     return handle;
 }
@@ -627,7 +625,6 @@ KL_DEFINE_ON(gradient_part, tape, args)
     PyObject *values = NULL, *result = NULL;
     unsigned int index = 0;
     uint32_t added = 0;
-    KlError error;
     if (!PyArg_ParseTuple(args, "O&O&O!:gradient_part", kl_program_of, &program, kl_py_id, &index,
                           &PyList_Type, &values)) {
         return NULL;
@@ -646,9 +643,8 @@ KL_DEFINE_ON(gradient_part, tape, args)
         }
         is_made[value] = true;
     }
-    if (kl_program_add_gradient_part(&tape->core, program, index, is_made, &added, &error) !=
-        KL_OK) {
-        (void)kl_py_raise(&error);
+    if (kl_program_add_gradient_part(&tape->core, program, index, is_made, &added) != KL_OK) {
+        (void)PyErr_NoMemory();
         goto error;
     }
     const KlRun *part = &program->runs[added];

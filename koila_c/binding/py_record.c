@@ -155,7 +155,6 @@ read_answer(Tape *tape, PyObject *answer, PyObject **container, KlSaves *saves)
 {
     KlInferred *inferred = &tape->inferred;
     PyObject *outs = NULL;
-    KlError error;
     if (answer == NULL || answer == Py_None) {
         return answer == NULL ? -1 : 0;
     }
@@ -164,8 +163,8 @@ read_answer(Tape *tape, PyObject *answer, PyObject **container, KlSaves *saves)
         return -1;
     }
     uint32_t n = (uint32_t)PyTuple_GET_SIZE(outs);
-    if (kl_ops_reserve_outs(inferred, n, &error) != KL_OK) {
-        return kl_py_raise_int(&error);
+    if (kl_ops_reserve_outs(inferred, n) != KL_OK) {
+        return kl_py_done(PyErr_NoMemory());
     }
     int result = 1;
     for (uint32_t i = 0; i < n && result > 0; i++) {

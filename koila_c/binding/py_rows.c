@@ -146,7 +146,7 @@ ranges_of(Recording *recording)
 }
 
 static KlStatus
-infer_once(Recording *recording, KlError *error)
+infer_once(Recording *recording)
 {
     Tape *tape = recording->tape;
     const KlCall call = {.row = recording->row,
@@ -165,19 +165,19 @@ infer_once(Recording *recording, KlError *error)
                          .orders = tape->core.orders,
                          .row_ranges = ranges_of(recording),
                          .n_axes = (uint32_t)tape->core.n_axes};
-    return kl_context_infer(&call, recording->context, &tape->inferred, &recording->saves, error);
+    return kl_context_infer(&call, recording->context, &tape->inferred, &recording->saves);
 }
 
 /* Infer a call; if it does not keep an order of rows that it reads, break the order and infer again. */
 static KlStatus
-infer(Recording *recording, KlError *error)
+infer(Recording *recording)
 {
     const KlInferred *inferred = &recording->tape->inferred;
     KlTape *core = &recording->tape->core;
-    KlStatus status = infer_once(recording, error);
+    KlStatus status = infer_once(recording);
     while (status == KL_DECLINED && inferred->breaks != KL_ID_NONE) {
         kl_tape_break_order(core, inferred->breaks);
-        status = infer_once(recording, error);
+        status = infer_once(recording);
     }
     /* Unsorted rows are written into a view of sorted ones: the memory would then be neither, so the order is broken. */
     if (status == KL_OK && inferred->is_ordered && recording->row->kind == KL_ROW_INPLACE &&
@@ -185,7 +185,7 @@ infer(Recording *recording, KlError *error)
         KlAxisId was = recording->bound.inputs[0]->place.axis;
         if (was != inferred->outs[0].place.axis && is_order(recording, was)) {
             kl_tape_break_order(core, was);
-            status = infer(recording, error);
+            status = infer(recording);
         }
     }
     return status;
@@ -194,7 +194,7 @@ infer(Recording *recording, KlError *error)
 /* Infer a call whose inputs have rows of several batches of equal size. If it then runs by rows, the row has found
  * them aligned, and they become one batch; else they stay apart. */
 static KlStatus
-infer_merging_axes(Recording *recording, KlError *error)
+infer_merging_axes(Recording *recording)
 {
     KlTape *core = &recording->tape->core;
     KlAxisId kept = KL_ID_NONE, before[KL_ROW_INPUTS];
@@ -212,14 +212,14 @@ infer_merging_axes(Recording *recording, KlError *error)
         kept = before[i] < kept ? before[i] : kept; /* KL_ID_NONE is larger than each */
     }
     if (!is_several || !is_possible) {
-        return infer(recording, error);
+        return infer(recording);
     }
     for (uint32_t i = 0; i < n; i++) {
         if (before[i] != KL_ID_NONE) {
             core->values[recording->inputs[i]].meta.place.axis = kept;
         }
     }
-    KlStatus status = infer(recording, error);
+    KlStatus status = infer(recording);
     bool is_merged = status == KL_OK && recording->tape->inferred.split.mode != KL_MODE_ONCE;
     for (uint32_t i = 0; i < n; i++) {
         if (before[i] != KL_ID_NONE && is_merged) {
@@ -228,7 +228,7 @@ infer_merging_axes(Recording *recording, KlError *error)
             core->values[recording->inputs[i]].meta.place.axis = before[i];
         }
     }
-    return is_merged ? status : infer(recording, error);
+    return is_merged ? status : infer(recording);
 }
 
 static void
@@ -803,7 +803,6 @@ append_again(Recording *recording, PyObject **results)
 static int
 bind_and_append(Recording *recording, PyObject **results)
 {
-    KlError error;
     MetaReader tensors = {.tape = recording->tape};
     const KlPyReader reader = {desk_meta_of, desk_is_row_range, &tensors};
     const KlPyCall *given = recording->given;
@@ -817,13 +816,16 @@ bind_and_append(Recording *recording, PyObject **results)
     }
     recording->cached = tensors.is_asked ? NULL : recording->cached;
     int result = 0;
-    KlStatus status = infer_merging_axes(recording, &error);
+    KlStatus status = infer_merging_axes(recording);
     if (status == KL_OK) {
         result = append(recording, results);
     } else if (status == KL_ILLEGAL) {
         result = KL_ROWS_ILLEGAL;
-    } else if (status == KL_ERROR_MEMORY || status == KL_ERROR_INTERNAL) {
-        (void)kl_py_raise(&error);
+    } else if (status == KL_ERROR_MEMORY) {
+        result = kl_py_done(PyErr_NoMemory());
+    } else if (status == KL_ERROR_INTERNAL) {
+        PyErr_Format(PyExc_SystemError, "%s: the place of an input does not fit its shape",
+                     recording->row->name);
         result = -1;
     }
     if (recording->inputs != recording->inputs_fixed) {

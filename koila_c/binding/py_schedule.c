@@ -56,13 +56,12 @@ KL_DEFINE_ON(schedule, tape, args)
     const KlProgram *program = NULL;
     KlPolicy policy = {0};
     KlSchedule schedule;
-    KlError error;
     if (!PyArg_ParseTuple(args, "O&O&:schedule", kl_program_of, &program, kl_schedule_policy,
                           &policy)) {
         return NULL;
     }
-    if (kl_schedule_build(&tape->core, program, &policy, &schedule, &error) != KL_OK) {
-        return kl_py_raise(&error);
+    if (kl_schedule_build(&tape->core, program, &policy, &schedule) != KL_OK) {
+        return PyErr_NoMemory();
     }
     const KlIds *values = &schedule.values;
     PyObject *list = PyList_New(0);

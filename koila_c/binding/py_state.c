@@ -1,18 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_state.c - what all of the binding shares: its state, and the exceptions of the core's errors */
+/* py_state.c - what all of the binding shares: its state */
 #include "py_state.h"
 
 KlPyState kl_py;
 _Thread_local uint32_t kl_py_region;
 _Thread_local bool kl_py_is_in_function;
-
-PyObject *
-kl_py_raise(const KlError *error)
-{
-    bool is_memory = error->status == KL_ERROR_MEMORY;
-    PyErr_SetString(is_memory ? PyExc_MemoryError : PyExc_SystemError, error->text);
-    return NULL;
-}
 
 int
 kl_py_id(PyObject *object, void *id)

@@ -226,17 +226,6 @@ int kl_py_look_up(const KlName *names, size_t n);
 PyTypeObject *kl_py_new_type(PyObject *module, const char *name, size_t size, void *traverse,
                              void *clear, void *dealloc);
 
-/* Raise the exception that `error` describes. Returns NULL. */
-PyObject *kl_py_raise(const KlError *error);
-
-/* As kl_py_raise, but returns -1. */
-static inline int
-kl_py_raise_int(const KlError *error)
-{
-    (void)kl_py_raise(error);
-    return -1;
-}
-
 /* Drop the answer of a call that asks something. Returns 1 if it is True, else 0, or -1 if the call raised. */
 static inline int
 kl_py_truth(PyObject *answer)
@@ -395,8 +384,7 @@ PyObject *kl_context_leave_user(void);
 /* Whether torch's C++ gets what this code returns: in a custom function, or below autograd. */
 bool kl_context_is_for_torch(void);
 /* kl_infer_call and kl_infer_saves in context `id`: under autocast, for inputs as torch would cast them. */
-KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves,
-                          KlError *error);
+KlStatus kl_context_infer(const KlCall *call, uint32_t id, KlInferred *inferred, KlSaves *saves);
 
 /* -- py_function.c: the table of torch's callables ----------------------------------------------- */
 

@@ -267,12 +267,11 @@ KL_DEFINE(storage_bytes, ignored)
     PyObject *key = NULL, *weak = NULL;
     Py_ssize_t at = 0;
     size_t n = 0, total = 0;
-    KlError error;
     if (forget_dead() < 0) {
         return NULL;
     }
-    if (KL_RESERVE(&state, ranges, (size_t)PyDict_GET_SIZE(state.counted), &error) != KL_OK) {
-        return kl_py_raise(&error);
+    if (KL_RESERVE(&state, ranges, (size_t)PyDict_GET_SIZE(state.counted)) != KL_OK) {
+        return PyErr_NoMemory();
     }
     while (PyDict_Next(state.counted, &at, &key, &weak)) {
         const Storage *storage = PyLong_AsVoidPtr(key);

@@ -49,10 +49,9 @@ rebuild_externals(Tape *tape, size_t n_max, size_t n_values)
 int
 kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values)
 {
-    KlError error;
-    bool is_done = KL_RESERVE(tape, nodes, tape->core.n_nodes + n_nodes, &error) == KL_OK &&
-                   KL_RESERVE(tape, values, tape->core.n_values + n_values, &error) == KL_OK;
-    return is_done ? 0 : kl_py_raise_int(&error);
+    bool is_done = KL_RESERVE(tape, nodes, tape->core.n_nodes + n_nodes) == KL_OK &&
+                   KL_RESERVE(tape, values, tape->core.n_values + n_values) == KL_OK;
+    return is_done ? 0 : kl_py_done(PyErr_NoMemory());
 }
 
 /* Whether a tensor can have its rows at `place`: t_(), squeeze_() and the like change its dims. */
@@ -69,7 +68,6 @@ static int
 new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
 {
     KlMeta meta;
-    KlError error;
     int result = kl_meta_read(tensor, &meta);
     if (result < 0 || kl_tape_reserve(tape, 0, 1) < 0) {
         return -1;
@@ -80,8 +78,8 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
     if (place != NULL && is_place_of(tape, place, &meta)) {
         meta.place = *place;
     }
-    if (kl_tape_leaf(&tape->core, &meta, value, &error) != KL_OK) {
-        return kl_py_raise_int(&error);
+    if (kl_tape_leaf(&tape->core, &meta, value) != KL_OK) {
+        return kl_py_done(PyErr_NoMemory());
     }
     KlPyValue *entry = &tape->values[*value];
     entry->real = Py_NewRef(tensor);
@@ -141,10 +139,9 @@ kl_tape_find(const Tape *tape, PyObject *tensor)
 static int
 add_axis(Tape *tape, uint64_t key, int64_t rows, KlAxisId *axis)
 {
-    KlError error;
-    if (KL_RESERVE(tape, axis_keys, tape->core.n_axes + 1, &error) != KL_OK ||
-        kl_tape_axis(&tape->core, rows, axis, &error) != KL_OK) {
-        return kl_py_raise_int(&error);
+    if (KL_RESERVE(tape, axis_keys, tape->core.n_axes + 1) != KL_OK ||
+        kl_tape_axis(&tape->core, rows, axis) != KL_OK) {
+        return kl_py_done(PyErr_NoMemory());
     }
     tape->axis_keys[*axis] = key;
     return 0;
@@ -527,7 +524,6 @@ static int
 fill(Tape *tape, PyObject *arrays)
 {
     KlTape *core = &tape->core;
-    KlError error;
 #define PART(name, n) (void **)&core->name, &core->n, &core->n_##name##_max, sizeof(*core->name)
     const struct {
         void **array;
@@ -546,8 +542,8 @@ fill(Tape *tape, PyObject *arrays)
             return -1;
         }
         size_t n = (size_t)n_bytes / parts[i].size;
-        if (kl_alloc_reserve(parts[i].array, parts[i].n_max, n, parts[i].size, &error) != KL_OK) {
-            return kl_py_raise_int(&error);
+        if (kl_alloc_reserve(parts[i].array, parts[i].n_max, n, parts[i].size) != KL_OK) {
+            return kl_py_done(PyErr_NoMemory());
         }
         memcpy(*parts[i].array, from, (size_t)n_bytes);
         *parts[i].n = n;
@@ -668,7 +664,6 @@ int
 kl_tape_append_call(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call,
                     KlNodeId *id)
 {
-    KlError error;
     for (uint32_t i = 0; i < record->node.n_inputs; i++) {
         if (kl_failure_check(tape, record->inputs[i]) < 0) {
             return -1;
@@ -682,8 +677,8 @@ kl_tape_append_call(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode
         (record->node.leaf_writes != 0 && note_write(tape, record) < 0)) {
         return -1;
     }
-    if (kl_tape_append(&tape->core, record, id, &error) != KL_OK) {
-        return kl_py_raise_int(&error);
+    if (kl_tape_append(&tape->core, record, id) != KL_OK) {
+        return kl_py_done(PyErr_NoMemory());
     }
     tape->core.nodes[*id].region = kl_py_region;
     tape->core.has_regions |= kl_py_region != 0;

@@ -16,9 +16,8 @@ copy_call(Tape *tape, KlNodeId node, const KlValueId *now, KlPyNode *call)
     const KlInput *inputs = &tape->core.inputs[tape->core.nodes[node].first_input];
     uint32_t n_inputs = tape->core.nodes[node].n_inputs;
     const KlPyNode original = tape->nodes[node];
-    KlError error;
-    if (KL_RESERVE(tape, slots, tape->n_slots + original.n_slots, &error) != KL_OK) {
-        return kl_py_raise_int(&error);
+    if (KL_RESERVE(tape, slots, tape->n_slots + original.n_slots) != KL_OK) {
+        return kl_py_done(PyErr_NoMemory());
     }
     *call = original;
     call->first_slot = (uint32_t)tape->n_slots;
@@ -129,9 +128,8 @@ static int
 infer_again(Tape *tape, const KlNode *node, const KlValue *old, KlValueId source, KlPlace *places,
             KlInferred *inferred)
 {
-    KlError error;
-    if (kl_ops_reserve_outs(inferred, node->n_outs, &error) != KL_OK) {
-        return kl_py_raise_int(&error);
+    if (kl_ops_reserve_outs(inferred, node->n_outs) != KL_OK) {
+        return kl_py_done(PyErr_NoMemory());
     }
     /* A write can give memory without a gradient a graph. A detached view of it still has none. */
     bool is_newly = tape->core.values[source].meta.requires_grad &&

@@ -83,7 +83,7 @@ kl_alloc_scratch_free(KlScratch *scratch)
 }
 
 KlStatus
-kl_alloc_reserve(void **block, size_t *n_max, size_t n_needed, size_t size, KlError *error)
+kl_alloc_reserve(void **block, size_t *n_max, size_t n_needed, size_t size)
 {
     if (n_needed <= *n_max) {
         return KL_OK;
@@ -92,8 +92,7 @@ kl_alloc_reserve(void **block, size_t *n_max, size_t n_needed, size_t size, KlEr
     size_t n_grown = n_larger > n_needed ? n_larger : n_needed;
     void *grown = kl_alloc_resize(*block, n_grown, size);
     if (grown == NULL) {
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory for %zu items of %zu bytes", n_grown,
-                            size);
+        return KL_ERROR_MEMORY;
     }
     memset((char *)grown + *n_max * size, 0, (n_grown - *n_max) * size);
     *block = grown;

@@ -26,13 +26,12 @@ void kl_alloc_scratch_free(KlScratch *scratch);
 
 /* Grow `*block`, if necessary, to hold `n_needed` items of `size` bytes; new ones are zeros. `*n_max`, its capacity, grows
  * geometrically. */
-KlStatus kl_alloc_reserve(void **block, size_t *n_max, size_t n_needed, size_t size,
-                          KlError *error);
+KlStatus kl_alloc_reserve(void **block, size_t *n_max, size_t n_needed, size_t size);
 
 /* Likewise for a member of a struct that has its capacity in the member n_<items>_max. */
-#define KL_RESERVE(owner, items, n_needed, error)                                                  \
+#define KL_RESERVE(owner, items, n_needed)                                                         \
     kl_alloc_reserve((void **)&(owner)->items, &(owner)->n_##items##_max, n_needed,                \
-                     sizeof(*(owner)->items), error)
+                     sizeof(*(owner)->items))
 
 /* For tests: let `n` more allocations succeed and make all later ones fail; a negative number turns this off. It is part
  * of every build, so that the tested extension is the one that is shipped. */

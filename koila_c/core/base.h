@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* base.h - limits, status codes and errors shared by the whole core.
+/* base.h - limits and status codes shared by the whole core.
  *
- * The core is plain C without Python: numbers in, numbers out. A function that can fail returns a KlStatus, leaves its
- * arguments unchanged on failure, and writes the error text into a KlError where it detects the failure. */
+ * The core is plain C without Python: numbers in, numbers out. A function that can fail returns a KlStatus and leaves
+ * its arguments unchanged on failure. */
 #pragma once
 
 #include <stdbool.h>
@@ -10,7 +10,6 @@
 #include <stdint.h>
 
 #define KL_DIMS_MAX 8 /* calls on values with more dims run live */
-#define KL_ERROR_TEXT_MAX 512
 #define KL_ID_NONE UINT32_MAX
 
 typedef uint32_t KlNodeId;    /* a recorded call; record order is topological order */
@@ -26,17 +25,8 @@ typedef enum {
     KL_DECLINED,       /* not an error: the row cannot describe this call */
     KL_ILLEGAL,        /* torch itself refuses the call, and raises its own error when it runs */
     KL_ERROR_MEMORY,   /* an allocation of the core failed */
-    KL_ERROR_INTERNAL, /* a bug of koila's */
+    KL_ERROR_INTERNAL, /* a bug of koila's: the place of an input does not fit its shape */
 } KlStatus;
-
-typedef struct KlError {
-    KlStatus status;
-    char text[KL_ERROR_TEXT_MAX];
-} KlError;
-
-/* Write status and text of a failure into `error`, which may be NULL, and return the status. */
-KlStatus kl_error_set(KlError *error, KlStatus status, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
 
 static inline int64_t
 kl_larger(int64_t left, int64_t right)

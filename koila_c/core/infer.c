@@ -42,11 +42,10 @@ prepare(const KlCall *call, KlInferred *result)
     KlStatus status = KL_OK;
     void *places = result->split.places;
     if (result->n_outs_max < KL_OUTS_FEW) {
-        status = kl_ops_reserve_outs(result, KL_OUTS_FEW, NULL);
+        status = kl_ops_reserve_outs(result, KL_OUTS_FEW);
     }
     if (status == KL_OK) {
-        status =
-            kl_alloc_reserve(&places, &result->n_places_max, call->n_inputs, sizeof(KlPlace), NULL);
+        status = kl_alloc_reserve(&places, &result->n_places_max, call->n_inputs, sizeof(KlPlace));
     }
     if (status != KL_OK) {
         return status;
@@ -337,36 +336,23 @@ settle_places(const KlCall *call, KlInferred *result)
     return KL_DECLINED;
 }
 
-static KlStatus
-apply_rules(const KlCall *call, KlInferred *result)
-{
-    KlStatus status = prepare(call, result);
-    status = status == KL_OK ? apply(call->row->shape, call, result) : status;
-    status = status == KL_OK ? apply(call->row->dtype, call, result) : status;
-    if (status == KL_OK && call->row->kind == KL_ROW_INPLACE) {
-        status = settle_inplace(call, result);
-    }
-    if (status == KL_OK) {
-        status = settle_grads(call, result);
-        kl_rules_settle_layout(call, result);
-    }
-    return status == KL_OK ? settle_places(call, result) : status;
-}
-
 KlStatus
-kl_infer_call(const KlCall *call, KlInferred *result, KlError *error)
+kl_infer_call(const KlCall *call, KlInferred *result)
 {
     KlStatus unread = KL_OK;
     KlCall read = *call;
     read.unread = &unread;
-    KlStatus status = apply_rules(&read, result);
-    if (status == KL_ERROR_MEMORY || status == KL_ERROR_INTERNAL) {
-        (void)kl_error_set(error, status, "%s: %s", call->row->name,
-                           status == KL_ERROR_MEMORY
-                               ? "no memory to infer its results"
-                               : "the place of an input does not fit its shape");
+    KlStatus status = prepare(&read, result);
+    status = status == KL_OK ? apply(call->row->shape, &read, result) : status;
+    status = status == KL_OK ? apply(call->row->dtype, &read, result) : status;
+    if (status == KL_OK && call->row->kind == KL_ROW_INPLACE) {
+        status = settle_inplace(&read, result);
     }
-    return status;
+    if (status == KL_OK) {
+        status = settle_grads(&read, result);
+        kl_rules_settle_layout(&read, result);
+    }
+    return status == KL_OK ? settle_places(&read, result) : status;
 }
 
 /* An elementwise kernel is given operands of one dtype: others are copied first, and so is what is written. */

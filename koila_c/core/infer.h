@@ -6,7 +6,7 @@
 
 /* Fill `result` for one call. KL_DECLINED: the row cannot describe it. KL_ILLEGAL: torch refuses such a call.
  * requires_grad of each output follows from grad mode, the inputs and the output's dtype. */
-KlStatus kl_infer_call(const KlCall *call, KlInferred *result, KlError *error);
+KlStatus kl_infer_call(const KlCall *call, KlInferred *result);
 
 /* Fill `saves` with the tensors that autograd saves for an inferred call. */
 void kl_infer_saves(const KlCall *call, const KlInferred *result, KlSaves *saves);

@@ -45,7 +45,7 @@ kl_walk_note(KlWalk *walk, KlMoment moment)
     KlMoments *moments = walk->moments;
     if (walk->status == KL_OK) {
         walk->status = kl_alloc_reserve((void **)&moments->moments, &moments->n_max, moments->n + 1,
-                                        sizeof(KlMoment), walk->error);
+                                        sizeof(KlMoment));
     }
     if (walk->status == KL_OK) {
         moments->moments[moments->n++] = moment;
@@ -59,7 +59,7 @@ kl_walk_sweep_span(KlWalk *walk, KlSpan span, KlMoments *moments)
     size_t first = walk->moments->n;
     kl_sweep_open(&walk->sweep, &span);
     if (walk->status == KL_OK) {
-        walk->status = kl_sweep_forward(&walk->sweep, moments, walk->error);
+        walk->status = kl_sweep_forward(&walk->sweep, moments);
         add_held(walk, first);
     }
 }
@@ -75,7 +75,7 @@ kl_walk_sweep_back(KlWalk *walk)
 {
     size_t first = walk->moments->n;
     if (walk->status == KL_OK) {
-        walk->status = kl_sweep_back(&walk->sweep, walk->moments, walk->error);
+        walk->status = kl_sweep_back(&walk->sweep, walk->moments);
         walk->is_back = true;
         add_held(walk, first);
         walk->is_back = false;
@@ -175,26 +175,23 @@ look_up(KlWalk *walk, KlMeasured *measured)
 
 KlStatus
 kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *outside,
-                const KlPolicy *policy, KlMeasured *measured, KlError *error)
+                const KlPolicy *policy, KlMeasured *measured)
 {
     *measured = (KlMeasured){0};
     KlWalk walk = {.tape = tape,
                    .program = program,
                    .outside = outside,
                    .policy = policy,
-                   .error = error,
                    .n_pieces = 1,
                    .moments = &measured->moments};
     KlScratch *scratch = &walk.scratch;
     walk.live = kl_alloc_scratch(scratch, program->n_staged, sizeof(double));
     walk.values = kl_alloc_scratch(scratch, program->stages.n_values, sizeof(KlMeasureValue));
     walk.storages = kl_alloc_scratch(scratch, tape->n_storages, sizeof(KlMeasureStorage));
-    walk.status = scratch->is_short
-                      ? kl_error_set(error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
-                                     program->stages.n_nodes)
-                      : kl_sweep_init(&walk.sweep, tape, program, &outside->facts, error);
+    walk.status = scratch->is_short ? KL_ERROR_MEMORY
+                                    : kl_sweep_init(&walk.sweep, tape, program, &outside->facts);
     if (walk.status == KL_OK) {
-        walk.status = kl_schedule_build(tape, program, policy, &walk.schedule, error);
+        walk.status = kl_schedule_build(tape, program, policy, &walk.schedule);
     }
     if (walk.status != KL_OK) {
         goto done;
@@ -213,7 +210,7 @@ kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *o
     if (walk.status == KL_OK && !outside->is_whole_known) {
         KlMoments *moments = policy->is_live ? &measured->moments : NULL;
         walk.status = kl_measure_whole(&walk.sweep, policy->is_graph, outside->bytes_graphs,
-                                       moments, &measured->whole, error);
+                                       moments, &measured->whole);
     }
 done:
     kl_sweep_fini(&walk.sweep);

@@ -29,12 +29,12 @@ typedef struct KlMeasured {
 
 /* Measure a step. On success the caller must free `measured` with kl_measure_fini. */
 KlStatus kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *outside,
-                         const KlPolicy *policy, KlMeasured *measured, KlError *error);
+                         const KlPolicy *policy, KlMeasured *measured);
 void kl_measure_fini(KlMeasured *measured);
 
 /* Store the peak of a live run of the program of `sweep` in `most`, and append its moments to `moments`, if not NULL. */
 KlStatus kl_measure_whole(KlSweep *sweep, bool is_graph, double bytes_graphs, KlMoments *moments,
-                          double *most, KlError *error);
+                          double *most);
 
 /* Return the bytes of a moment with chunks of `rows` rows; of these, `*gradients` are gradients and `*temporary` is the
  * workspace of its node. */

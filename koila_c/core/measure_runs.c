@@ -48,7 +48,7 @@ sweep_tail(KlWalk *walk)
         if (kl_program_is_tail(walk->program, run)) {
             kl_walk_sweep_forward(walk, run, true, NULL);
             double end = kl_sweep_live(&walk->sweep).fixed;
-            walk->status = kl_sweep_back(&walk->sweep, NULL, walk->error);
+            walk->status = kl_sweep_back(&walk->sweep, NULL);
             worst = fmax(worst, held + walk->sweep.most);
             held += end;
         }

@@ -44,7 +44,7 @@ written(const KlSweep *sweep, const KlProgram *program, bool is_graph,
 
 KlStatus
 kl_measure_whole(KlSweep *sweep, bool is_graph, double bytes_graphs, KlMoments *moments,
-                 double *most, KlError *error)
+                 double *most)
 {
     const KlProgram *program = sweep->program;
     const KlStages *stages = &program->stages;
@@ -55,17 +55,16 @@ kl_measure_whole(KlSweep *sweep, bool is_graph, double bytes_graphs, KlMoments *
     bool *is_made = kl_alloc_scratch(&scratch, stages->n_values, sizeof(bool)); /* [n_values] */
     KlStatus status = KL_OK;
     if (scratch.is_short) {
-        status =
-            kl_error_set(error, KL_ERROR_MEMORY, "no memory to measure %zu nodes", stages->n_nodes);
+        status = KL_ERROR_MEMORY;
         goto done;
     }
     KlSpan span = written(sweep, program, is_graph, lists, is_made);
     kl_sweep_open(sweep, &span);
-    status = kl_sweep_forward(sweep, moments, error);
+    status = kl_sweep_forward(sweep, moments);
     double end = 0;
     if (status == KL_OK && is_graph) {
         size_t first = moments != NULL ? moments->n : 0;
-        status = kl_sweep_back(sweep, moments, error);
+        status = kl_sweep_back(sweep, moments);
         for (size_t i = first; moments != NULL && i < moments->n; i++) {
             moments->moments[i].is_back = true;
         }

@@ -253,10 +253,10 @@ kl_ops_alias(uint32_t n, const char **alias, const KlRow **row)
 }
 
 KlStatus
-kl_ops_reserve_outs(KlInferred *result, uint32_t n, KlError *error)
+kl_ops_reserve_outs(KlInferred *result, uint32_t n)
 {
     void *outs = result->outs;
-    KlStatus status = kl_alloc_reserve(&outs, &result->n_outs_max, n, sizeof(KlMeta), error);
+    KlStatus status = kl_alloc_reserve(&outs, &result->n_outs_max, n, sizeof(KlMeta));
     if (status != KL_OK) {
         return status;
     }

@@ -377,4 +377,4 @@ bool kl_ops_is_detached(const KlRow *row);
 bool kl_ops_alias(uint32_t n, const char **alias, const KlRow **row);
 
 /* Set n_outs to `n` and allocate the outputs, zeroed and WHOLE. */
-KlStatus kl_ops_reserve_outs(KlInferred *result, uint32_t n, KlError *error);
+KlStatus kl_ops_reserve_outs(KlInferred *result, uint32_t n);

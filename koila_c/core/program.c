@@ -9,12 +9,11 @@
 #include "alloc.h"
 #include "segment.h"
 
-/* The state of one build. After a failure `status` keeps the first error, and push() does nothing. */
+/* The state of one build. After a failure `status` keeps the first failure, and push() does nothing. */
 typedef struct Build {
     const KlTape *tape;
     const KlAsked *asked;
     KlProgram *program;
-    KlError *error;
     KlStatus status;
     KlScratch scratch;
     uint32_t *first_reader; /* [n_values + 1] the start of a value's slice of `readers` */
@@ -34,10 +33,10 @@ typedef struct Build {
 } Build;
 
 KlStatus
-kl_program_push(KlIds *ids, uint32_t id, KlError *error)
+kl_program_push(KlIds *ids, uint32_t id)
 {
     KlStatus status =
-        kl_alloc_reserve((void **)&ids->ids, &ids->n_max, ids->n + 1, sizeof(uint32_t), error);
+        kl_alloc_reserve((void **)&ids->ids, &ids->n_max, ids->n + 1, sizeof(uint32_t));
     if (status == KL_OK) {
         ids->ids[ids->n++] = id;
     }
@@ -47,7 +46,7 @@ kl_program_push(KlIds *ids, uint32_t id, KlError *error)
 static void
 push(Build *build, KlIds *ids, uint32_t id)
 {
-    build->status = build->status == KL_OK ? kl_program_push(ids, id, build->error) : build->status;
+    build->status = build->status == KL_OK ? kl_program_push(ids, id) : build->status;
 }
 
 /* -- questions ---------------------------------------------------------------------------------------- */
@@ -394,7 +393,7 @@ finish_run(Build *build, KlRun *run)
     run->shadows = kl_program_since(&program->shadows, before.shadows.n);
     note_deaths(build, run);
     if (build->status == KL_OK) {
-        build->status = KL_RESERVE(program, runs, program->n_runs + 1, build->error);
+        build->status = KL_RESERVE(program, runs, program->n_runs + 1);
     }
     if (build->status == KL_OK) {
         program->runs[program->n_runs++] = *run;
@@ -617,12 +616,10 @@ cut_nodes(Build *build, const KlIds *nodes, size_t n, uint32_t n_segments)
         n_segments = (uint32_t)ceil(n_segments * kept / (double)build->most_kept);
     }
     if (build->program->is_checkpointed) {
-        build->status =
-            kl_segment_regions(build->tape, nodes->ids, n, segment, &n_regions, build->error);
+        build->status = kl_segment_regions(build->tape, nodes->ids, n, segment, &n_regions);
     }
     if (build->status == KL_OK && n_segments > 1 && n_segments > n_regions) {
-        build->status =
-            kl_segment_cut(build->tape, nodes->ids, n, n_segments, segment, build->error);
+        build->status = kl_segment_cut(build->tape, nodes->ids, n, n_segments, segment);
     }
 }
 
@@ -636,8 +633,8 @@ cut_head(Build *build, uint32_t stage, KlAxisId axis, const KlIds *nodes)
         first--;
     }
     uint32_t n_before = build->asked->n_segments > 1 ? build->asked->n_segments : 1;
-    build->status = kl_segment_head(build->tape, nodes->ids, nodes->n, n_before + 1,
-                                    stages->segment, &first, build->error);
+    build->status =
+        kl_segment_head(build->tape, nodes->ids, nodes->n, n_before + 1, stages->segment, &first);
     for (size_t i = 0; i < nodes->n; i++) {
         stages->segment[nodes->ids[i]] = i >= first;
     }
@@ -739,14 +736,13 @@ allocate(Build *build)
     build->program->is_kept = kl_alloc_zeroed(2 * tape->n_values, sizeof(bool));
     build->program->is_unread = build->program->is_kept + tape->n_values;
     if (scratch->is_short || build->program->is_kept == NULL) {
-        build->status = kl_error_set(build->error, KL_ERROR_MEMORY, "no memory to plan %zu calls",
-                                     tape->n_nodes);
+        build->status = KL_ERROR_MEMORY;
     }
 }
 
 /* Take what cuts do not change from the program that is cut anew; it stays the owner (n_max is 0). */
 static KlStatus
-share(const KlProgram *staged, KlProgram *program, KlError *error)
+share(const KlProgram *staged, KlProgram *program)
 {
     KlStages *stages = &program->stages;
     *stages = staged->stages;
@@ -755,19 +751,16 @@ share(const KlProgram *staged, KlProgram *program, KlError *error)
     stages->segment = kl_alloc_scratch(&stages->blocks, stages->n_nodes, sizeof(uint32_t));
     program->reached = (KlIds){.ids = staged->reached.ids, .n = staged->reached.n};
     program->roots = (KlIds){.ids = staged->roots.ids, .n = staged->roots.n};
-    return !stages->blocks.is_short
-               ? KL_OK
-               : kl_error_set(error, KL_ERROR_MEMORY, "no memory to cut a program");
+    return !stages->blocks.is_short ? KL_OK : KL_ERROR_MEMORY;
 }
 
 KlStatus
-kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program, KlError *error)
+kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program)
 {
     memset(program, 0, sizeof(*program));
-    Build build = {.tape = tape, .asked = asked, .program = program, .error = error};
-    build.status = asked->staged != NULL
-                       ? share(asked->staged, program, error)
-                       : kl_stage_build(tape, &asked->goal, &program->stages, error);
+    Build build = {.tape = tape, .asked = asked, .program = program};
+    build.status = asked->staged != NULL ? share(asked->staged, program)
+                                         : kl_stage_build(tape, &asked->goal, &program->stages);
     program->is_checkpointed = tape->has_regions && asked->n_segments > 0;
     if (build.status == KL_OK) {
         allocate(&build);
@@ -840,21 +833,20 @@ add_imports(Build *build, const KlRun *part, const bool *is_inside, bool *is_giv
 
 KlStatus
 kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t run,
-                             const bool *is_made, uint32_t *added, KlError *error)
+                             const bool *is_made, uint32_t *added)
 {
     const KlRun barrier = program->runs[run];
     const KlProgram before = *program;
-    Build build = {.tape = tape, .program = program, .error = error};
+    Build build = {.tape = tape, .program = program};
     KlRun part = run_at(program, barrier.stage, barrier.axis);
     part.shadows.first = (uint32_t)program->shadows.n;
     bool *is_inside = kl_alloc_scratch(&build.scratch, tape->n_values, sizeof(bool));
     bool *is_given = kl_alloc_scratch(&build.scratch, program->stages.n_imports, sizeof(bool));
     if (build.scratch.is_short) {
-        build.status =
-            kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan a call on the whole batch");
+        build.status = KL_ERROR_MEMORY;
         goto done;
     }
-    build.status = KL_RESERVE(program, runs, program->n_runs + 1, error);
+    build.status = KL_RESERVE(program, runs, program->n_runs + 1);
     for (uint32_t i = 0; i < barrier.combined.n; i++) {
         KlNodeId id = program->combined.ids[barrier.combined.first + i];
         const KlNode *node = &tape->nodes[id];

@@ -32,7 +32,7 @@ typedef struct KlIds {
     size_t n, n_max;
 } KlIds;
 
-KlStatus kl_program_push(KlIds *ids, uint32_t id, KlError *error);
+KlStatus kl_program_push(KlIds *ids, uint32_t id);
 
 /* Return the ids from the `first` on. */
 static inline KlSlice
@@ -75,16 +75,14 @@ typedef struct KlAsked {
 } KlAsked;
 
 /* Stage the tape for a goal and build its runs. On success the caller must free `program` with kl_program_fini. */
-KlStatus kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program,
-                          KlError *error);
+KlStatus kl_program_build(const KlTape *tape, const KlAsked *asked, KlProgram *program);
 void kl_program_fini(KlProgram *program);
 
 /* Append a run with the nodes of barrier `run` that have a gradient, and those of its combined reductions whose first
  * result is in `is_made`. No value dies in it. `*added` is its index. On failure the program is unchanged, except
  * that some lists have more capacity. */
 KlStatus kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t run,
-                                      const bool *is_made /* [n_values] */, uint32_t *added,
-                                      KlError *error);
+                                      const bool *is_made /* [n_values] */, uint32_t *added);
 
 /* Return the index after the last run of the unit (a body with all its segments, or a barrier) that run `first` begins. */
 static inline uint32_t

@@ -29,7 +29,7 @@ need(const KlRetained *retained, KlValueId value, KlIds *needs)
     uint8_t *marks = &retained->marks[value];
     bool is_new = cheap_number(retained, value) != 0 && (*marks & IS_NEEDED) == 0;
     *marks |= is_new ? IS_NEEDED : 0;
-    return is_new ? kl_program_push(needs, value, retained->error) : KL_OK;
+    return is_new ? kl_program_push(needs, value) : KL_OK;
 }
 
 /* Sort needs[first:] in the order in which they are made, and clear their bits. Insertion sort: they are few. */
@@ -118,7 +118,7 @@ save(const KlRetained *retained, const KlNode *node, uint32_t k, bool is_output,
         return need(retained, value, needs);
     }
     *marks |= IS_LISTED | IS_WALKED;
-    return kl_program_push(again, value, retained->error);
+    return kl_program_push(again, value);
 }
 
 /* Whether the node overwrites an input that its backward needs, so that autograd saves a copy of that input. */
@@ -207,8 +207,7 @@ walk(const KlRetained *retained, const KlRun *run, KlIds *needs, KlIds *nodes)
             *marks &= (uint8_t)~IS_WALKED;
         }
         if (is_walked && nodes != NULL) {
-            status =
-                kl_program_push(nodes, (KlNodeId)(node - retained->tape->nodes), retained->error);
+            status = kl_program_push(nodes, (KlNodeId)(node - retained->tape->nodes));
         }
         for (uint32_t k = 0; k < node->n_inputs && is_walked && status == KL_OK; k++) {
             KlValueId value = kl_tape_inputs(retained->tape, node)[k].value;
@@ -248,14 +247,14 @@ add_cheap(const KlRetained *retained, uint32_t run, KlValueId value)
     cheap.needs = (KlSlice){.first = (uint32_t)cheap_set->ids.n, .n = (uint32_t)needs.n};
     cheap.nodes = (KlSlice){.first = cheap.needs.first + cheap.needs.n, .n = (uint32_t)nodes.n};
     for (size_t i = 0; i < needs.n && status == KL_OK; i++) {
-        status = kl_program_push(&cheap_set->ids, needs.ids[i], retained->error);
+        status = kl_program_push(&cheap_set->ids, needs.ids[i]);
     }
     for (size_t i = nodes.n; i-- > 0 && status == KL_OK;) {
-        status = kl_program_push(&cheap_set->ids, nodes.ids[i], retained->error);
+        status = kl_program_push(&cheap_set->ids, nodes.ids[i]);
     }
     if (status == KL_OK) {
         status = kl_alloc_reserve((void **)&cheap_set->values, &cheap_set->n_max, cheap_set->n + 1,
-                                  sizeof(KlCheap), retained->error);
+                                  sizeof(KlCheap));
     }
     if (status == KL_OK) {
         cheap_set->values[cheap_set->n++] = cheap;

@@ -45,7 +45,6 @@ typedef struct KlRetained {
     const uint8_t *policies; /* [n_values] KlValuePolicy */
     uint8_t *marks; /* [n_values] scratch, all 0 between calls: bits about values of one run */
     KlCheapSet *cheap_set;
-    KlError *error;
 } KlRetained;
 
 /* Of the results of a run that are to be rematerialized, add those that cheap calls can recompute to the set. Call it for the runs

@@ -16,7 +16,7 @@ KL_SHAPE(gradient_of)
     if (call->args[INPUTS].kind != KL_ARG_VALUES) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_ops_reserve_outs(result, call->args[INPUTS].n, NULL);
+    KlStatus status = kl_ops_reserve_outs(result, call->args[INPUTS].n);
     for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
         result->outs[i] = *input_of(call, i);
         result->outs[i].is_strided = false;

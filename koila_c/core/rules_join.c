@@ -164,7 +164,7 @@ make_parts(const KlCall *call, KlInferred *result, int32_t at, uint32_t n, const
            int64_t size)
 {
     const KlMeta *input = call->inputs[0];
-    KlStatus status = kl_ops_reserve_outs(result, n, NULL);
+    KlStatus status = kl_ops_reserve_outs(result, n);
     for (uint32_t i = 0; status == KL_OK && i < n; i++) {
         KlMeta *out = &result->outs[i];
         *out = *input;
@@ -228,7 +228,7 @@ KL_SHAPE(unbind)
     if (input->n_dims == 0 || input->shape[at] > 4096) {
         return KL_DECLINED;
     }
-    KlStatus status = kl_ops_reserve_outs(result, (uint32_t)input->shape[at], NULL);
+    KlStatus status = kl_ops_reserve_outs(result, (uint32_t)input->shape[at]);
     const KlMeta out = kl_rules_without(call, result, UINT32_C(1) << at, false);
     for (uint32_t i = 0; status == KL_OK && i < result->n_outs; i++) {
         result->outs[i] = out;

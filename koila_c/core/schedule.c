@@ -29,7 +29,7 @@ add(KlBuild *build, KlStepOp op, KlGraph graph, KlSlice runs, KlSlice values)
 {
     KlSchedule *schedule = build->schedule;
     if (build->status == KL_OK) {
-        build->status = KL_RESERVE(schedule, steps, schedule->n_steps + 1, build->error);
+        build->status = KL_RESERVE(schedule, steps, schedule->n_steps + 1);
     }
     bool is_there = build->status == KL_OK;
     KlStep *step = is_there ? &schedule->steps[schedule->n_steps++] : &build->nowhere;
@@ -507,12 +507,11 @@ go_back(KlBuild *build)
 
 KlStatus
 kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlPolicy *policy,
-                  KlSchedule *schedule, KlError *error)
+                  KlSchedule *schedule)
 {
     size_t n_values = program->stages.n_values;
     KlScratch scratch = {0};
-    KlBuild build = {
-        .tape = tape, .program = program, .policy = policy, .schedule = schedule, .error = error};
+    KlBuild build = {.tape = tape, .program = program, .policy = policy, .schedule = schedule};
     memset(schedule, 0, sizeof(*schedule));
     build.units = kl_alloc_scratch(&scratch, program->n_staged, sizeof(KlUnit));
     build.facts = kl_alloc_scratch(&scratch, n_values, sizeof(KlFacts));
@@ -521,8 +520,7 @@ kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlPolicy *
     build.policies = kl_alloc_scratch(&scratch, n_values, sizeof(uint8_t));
     schedule->cheap_set.number = kl_alloc_zeroed(n_values, sizeof(uint32_t));
     if (scratch.is_short || schedule->cheap_set.number == NULL) {
-        build.status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to schedule %zu runs",
-                                    program->n_staged);
+        build.status = KL_ERROR_MEMORY;
         goto done;
     }
     for (size_t v = 0; v < n_values; v++) {

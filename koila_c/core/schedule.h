@@ -59,5 +59,5 @@ typedef struct KlPolicy {
 
 /* Build the schedule of a program. On success the caller must free it with kl_schedule_fini. */
 KlStatus kl_schedule_build(const KlTape *tape, const KlProgram *program, const KlPolicy *policy,
-                           KlSchedule *schedule, KlError *error);
+                           KlSchedule *schedule);
 void kl_schedule_fini(KlSchedule *schedule);

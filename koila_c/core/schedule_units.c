@@ -8,7 +8,7 @@ void
 kl_units_add_value(KlBuild *build, KlValueId value)
 {
     if (build->status == KL_OK) {
-        build->status = kl_program_push(&build->schedule->values, value, build->error);
+        build->status = kl_program_push(&build->schedule->values, value);
     }
 }
 
@@ -220,8 +220,7 @@ choose_retained(KlBuild *build)
                                  .program = build->program,
                                  .policies = build->policies,
                                  .marks = build->marks,
-                                 .cheap_set = &build->schedule->cheap_set,
-                                 .error = build->error};
+                                 .cheap_set = &build->schedule->cheap_set};
     for (uint32_t u = 0; u < build->n_units && build->status == KL_OK; u++) {
         KlUnit *unit = &build->units[u];
         const KlRun *run = kl_units_run(build, unit, 0);

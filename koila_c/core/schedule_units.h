@@ -37,7 +37,6 @@ typedef struct KlBuild {
     const KlProgram *program;
     const KlPolicy *policy;
     KlSchedule *schedule;
-    KlError *error;
     KlStatus status;
     KlStep nowhere; /* add() returns it after a failure */
     KlUnit *units;  /* [n_units] */

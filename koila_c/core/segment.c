@@ -109,15 +109,14 @@ find_cut(const Body *body, size_t first, uint32_t part, uint32_t n_parts)
 /* Fill `body`; the caller frees its scratch. `position` is the caller's array of segments, which holds positions until
  * the segments are known. */
 static KlStatus
-open_body(Body *body, const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t *position,
-          KlError *error)
+open_body(Body *body, const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t *position)
 {
     *body = (Body){.tape = tape, .nodes = nodes, .n = n, .position = position};
     body->last_read = kl_alloc_scratch(&body->scratch, n, sizeof(uint32_t));
     body->kept = kl_alloc_scratch(&body->scratch, n + 1, sizeof(int64_t));
     body->crosses = kl_alloc_scratch(&body->scratch, n + 1, sizeof(int64_t));
     if (body->scratch.is_short) {
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to cut %zu nodes", n);
+        return KL_ERROR_MEMORY;
     }
     for (size_t i = 0; i < n; i++) {
         position[nodes[i]] = (uint32_t)i;
@@ -128,10 +127,10 @@ open_body(Body *body, const KlTape *tape, const KlNodeId *nodes, size_t n, uint3
 
 KlStatus
 kl_segment_cut(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_segments,
-               uint32_t *segment, KlError *error)
+               uint32_t *segment)
 {
     Body body;
-    KlStatus status = open_body(&body, tape, nodes, n, segment, error);
+    KlStatus status = open_body(&body, tape, nodes, n, segment);
     uint32_t part_of = 0;
     size_t next = 0;
     for (uint32_t part = 1; part <= n_segments && status == KL_OK; part++) {
@@ -170,10 +169,10 @@ find_end(const Body *body, size_t first, size_t end)
 
 KlStatus
 kl_segment_regions(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t *segment,
-                   uint32_t *n_segments, KlError *error)
+                   uint32_t *n_segments)
 {
     Body body;
-    KlStatus status = open_body(&body, tape, nodes, n, segment, error);
+    KlStatus status = open_body(&body, tape, nodes, n, segment);
     uint32_t number = 0;
     for (size_t i = 0; i < n && status == KL_OK;) {
         size_t end = i, cut;
@@ -196,10 +195,10 @@ kl_segment_regions(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t
 
 KlStatus
 kl_segment_head(const KlTape *tape, const KlNodeId *nodes, size_t n, uint32_t n_parts,
-                uint32_t *position, size_t *first, KlError *error)
+                uint32_t *position, size_t *first)
 {
     Body body;
-    KlStatus status = open_body(&body, tape, nodes, n, position, error);
+    KlStatus status = open_body(&body, tape, nodes, n, position);
     size_t best = n;
     double most = status == KL_OK ? (double)body.kept[n] * (n_parts - 1) / n_parts : -1;
     for (size_t i = *first > 0 ? *first : 1; most >= 0 && i < n && (double)body.kept[i] <= most;

@@ -294,7 +294,7 @@ judge_tail(const KlTape *tape, KlStages *stages, bool *depends)
 
 static KlStatus
 add_import(KlStages *stages, const KlImport *import, uint32_t *newest_of, uint32_t *next_of,
-           uint32_t *found, KlError *error)
+           uint32_t *found)
 {
     for (uint32_t i = newest_of[import->value]; i != UINT32_MAX; i = next_of[i]) {
         const KlImport *other = &stages->imports[i];
@@ -304,7 +304,7 @@ add_import(KlStages *stages, const KlImport *import, uint32_t *newest_of, uint32
             return KL_OK;
         }
     }
-    KlStatus status = KL_RESERVE(stages, imports, stages->n_imports + 1, error);
+    KlStatus status = KL_RESERVE(stages, imports, stages->n_imports + 1);
     if (status == KL_OK) {
         *found = (uint32_t)stages->n_imports++;
         stages->imports[*found] = *import;
@@ -314,21 +314,15 @@ add_import(KlStages *stages, const KlImport *import, uint32_t *newest_of, uint32
     return status;
 }
 
-static KlStatus
-no_memory(const KlTape *tape, KlError *error)
-{
-    return kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
-}
-
 /* Build one import for each way in which a value is read: whole, or by rows at a certain place. */
 static KlStatus
-build_imports(const KlTape *tape, KlStages *stages, KlScratch *scratch, KlError *error)
+build_imports(const KlTape *tape, KlStages *stages, KlScratch *scratch)
 {
     KlStatus status = KL_OK;
     uint32_t *newest_of = kl_alloc_scratch(scratch, tape->n_values, sizeof(uint32_t));
     uint32_t *next_of = kl_alloc_scratch(scratch, tape->n_inputs, sizeof(uint32_t));
     if (scratch->is_short) {
-        return no_memory(tape, error);
+        return KL_ERROR_MEMORY;
     }
     memset(newest_of, 0xff, tape->n_values * sizeof(uint32_t));
     for (size_t i = 0; i < tape->n_nodes && status == KL_OK; i++) {
@@ -344,7 +338,7 @@ build_imports(const KlTape *tape, KlStages *stages, KlScratch *scratch, KlError 
                                .is_range = !is_once && k < 64 && (node->row_ranges >> k & 1) != 0};
             import.place.axis = kl_tape_axis_find(tape, import.place.axis);
             status = add_import(stages, &import, newest_of, next_of,
-                                &stages->import_of[node->first_input + k], error);
+                                &stages->import_of[node->first_input + k]);
         }
     }
     return status;
@@ -353,7 +347,7 @@ build_imports(const KlTape *tape, KlStages *stages, KlScratch *scratch, KlError 
 /* -- the whole -------------------------------------------------------------------------------------------- */
 
 static KlStatus
-allocate(const KlTape *tape, KlStages *stages, KlError *error)
+allocate(const KlTape *tape, KlStages *stages)
 {
     KlScratch *blocks = &stages->blocks;
     stages->n_nodes = tape->n_nodes;
@@ -367,7 +361,7 @@ allocate(const KlTape *tape, KlStages *stages, KlError *error)
     stages->needs_gradient = kl_alloc_scratch(blocks, tape->n_values, sizeof(bool));
     stages->import_of = kl_alloc_scratch(blocks, tape->n_inputs, sizeof(uint32_t));
     if (blocks->is_short) {
-        return no_memory(tape, error);
+        return KL_ERROR_MEMORY;
     }
     memset(stages->node_stage, 0xff, tape->n_nodes * sizeof(uint32_t));
     memset(stages->late_stage, 0xff, tape->n_nodes * sizeof(uint32_t));
@@ -378,16 +372,16 @@ allocate(const KlTape *tape, KlStages *stages, KlError *error)
 }
 
 KlStatus
-kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error)
+kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages)
 {
     KlScratch scratch = {0};
     bool *is_needed = kl_alloc_scratch(&scratch, tape->n_values, sizeof(bool)); /* [n_values] */
     bool *depends = kl_alloc_scratch(&scratch, tape->n_values, sizeof(bool)); /* on the last body */
     uint32_t *aside = kl_alloc_scratch(&scratch, tape->n_values, sizeof(uint32_t)); /* [n_values] */
     memset(stages, 0, sizeof(*stages));
-    KlStatus status = allocate(tape, stages, error);
+    KlStatus status = allocate(tape, stages);
     if (status == KL_OK && scratch.is_short) {
-        status = no_memory(tape, error);
+        status = KL_ERROR_MEMORY;
     }
     if (status != KL_OK) {
         goto done;
@@ -401,13 +395,13 @@ kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError
             place_node(tape, stages, (KlNodeId)i, aside);
         }
     }
-    status = kl_stage_sink(tape, goal, stages, error);
+    status = kl_stage_sink(tape, goal, stages);
     if (status != KL_OK) {
         goto done;
     }
     find_last_body(tape, stages);
     judge_tail(tape, stages, depends);
-    status = build_imports(tape, stages, &scratch, error);
+    status = build_imports(tape, stages, &scratch);
 done:
     kl_alloc_scratch_free(&scratch);
     if (status != KL_OK) {

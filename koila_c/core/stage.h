@@ -57,15 +57,15 @@ typedef struct KlGoal {
 } KlGoal;
 
 /* Assign a stage to each node that the goal needs. On success the caller must free `stages` with kl_stage_fini. */
-KlStatus kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error);
+KlStatus kl_stage_build(const KlTape *tape, const KlGoal *goal, KlStages *stages);
 void kl_stage_fini(KlStages *stages);
 
 /* stage_sink.c: move cheap calls into the body that reads their results, if fewer bytes are then kept between bodies. */
-KlStatus kl_stage_sink(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error);
+KlStatus kl_stage_sink(const KlTape *tape, const KlGoal *goal, KlStages *stages);
 
 /* stage_tail.c: before staging, set cheap calls on a slice of the rows at the end of a program to run once, if that
  * keeps the tail linear. The nodes stay so for later runs: running once is correct for every call. */
-KlStatus kl_stage_keep_tail(KlTape *tape, KlError *error);
+KlStatus kl_stage_keep_tail(KlTape *tape);
 
 /* Whether stage `stage` runs chunk by chunk. */
 static inline bool

@@ -104,14 +104,14 @@ saves_bytes(const KlTape *tape, const KlStages *stages, KlNodeId id, const Reade
 }
 
 KlStatus
-kl_stage_sink(const KlTape *tape, const KlGoal *goal, KlStages *stages, KlError *error)
+kl_stage_sink(const KlTape *tape, const KlGoal *goal, KlStages *stages)
 {
     if (stages->n_stages <= KL_STAGE_DATA + 4) {
         return KL_OK; /* one body after that of data: no call can run later */
     }
     Readers *readers = kl_alloc_zeroed(tape->n_values, sizeof(Readers)); /* [n_values] */
     if (readers == NULL) {
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
+        return KL_ERROR_MEMORY;
     }
     for (int is_sinking = 0; is_sinking < 2; is_sinking++) {
         for (size_t v = 0; v < tape->n_values; v++) {

@@ -111,7 +111,7 @@ has_rows_again(const KlTape *tape)
 }
 
 KlStatus
-kl_stage_keep_tail(KlTape *tape, KlError *error)
+kl_stage_keep_tail(KlTape *tape)
 {
     KlStatus status = KL_OK;
     Tail tail = {.tape = tape};
@@ -122,7 +122,7 @@ kl_stage_keep_tail(KlTape *tape, KlError *error)
     tail.marks = kl_alloc_scratch(&scratch, tape->n_values, sizeof(uint8_t));
     tail.is_end = kl_alloc_scratch(&scratch, tape->n_nodes, sizeof(bool));
     if (scratch.is_short) {
-        status = kl_error_set(error, KL_ERROR_MEMORY, "no memory to plan %zu calls", tape->n_nodes);
+        status = KL_ERROR_MEMORY;
         goto done;
     }
     for (size_t i = tape->n_done; i < tape->n_nodes; i++) {

@@ -469,14 +469,14 @@ note(KlSweep *sweep, KlNodeId node, KlBytes more, KlMoments *moments)
 }
 
 static KlStatus
-make_room(const KlSweep *sweep, KlMoments *moments, KlError *error)
+make_room(const KlSweep *sweep, KlMoments *moments)
 {
     return moments == NULL
                ? KL_OK
                : kl_alloc_reserve((void **)&moments->moments, &moments->n_max,
                                   moments->n + 2 * (sweep->span.n_nodes + sweep->n_again) +
                                       5 * sweep->n_uneven + 1,
-                                  sizeof(KlMoment), error);
+                                  sizeof(KlMoment));
 }
 
 /* Whether the run only computes a reduction's early part: it counts labels, without the logits. */
@@ -538,9 +538,9 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
 }
 
 KlStatus
-kl_sweep_forward(KlSweep *sweep, KlMoments *moments, KlError *error)
+kl_sweep_forward(KlSweep *sweep, KlMoments *moments)
 {
-    KlStatus status = make_room(sweep, moments, error);
+    KlStatus status = make_room(sweep, moments);
     if (status == KL_OK) {
         enter(sweep);
         for (uint32_t at = 0; at < sweep->span.n_nodes; at++) {
@@ -925,9 +925,9 @@ let_go(KlSweep *sweep)
 }
 
 KlStatus
-kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error)
+kl_sweep_back(KlSweep *sweep, KlMoments *moments)
 {
-    KlStatus status = make_room(sweep, moments, error);
+    KlStatus status = make_room(sweep, moments);
     if (status != KL_OK) {
         return status;
     }
@@ -949,8 +949,7 @@ kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error)
 /* -- the whole ---------------------------------------------------------------------------------------- */
 
 KlStatus
-kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program, const KlFacts *facts,
-              KlError *error)
+kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program, const KlFacts *facts)
 {
     const KlStages *stages = &program->stages;
     *sweep = (KlSweep){.tape = tape, .program = program, .facts = *facts};
@@ -962,8 +961,7 @@ kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program, cons
     sweep->regions = kl_alloc_scratch(&sweep->scratch, facts->n_regions, sizeof(KlRegion));
     if (sweep->scratch.is_short) {
         kl_sweep_fini(sweep);
-        return kl_error_set(error, KL_ERROR_MEMORY, "no memory to measure %zu nodes",
-                            stages->n_nodes);
+        return KL_ERROR_MEMORY;
     }
     kl_sweep_copy_sizes(sweep);
     for (size_t i = 0; i < stages->n_nodes; i++) {

@@ -150,7 +150,7 @@ typedef struct KlSweep {
 
 /* Prepare sweeps of a program. On success the caller must call kl_sweep_fini, and must not change the tape before. */
 KlStatus kl_sweep_init(KlSweep *sweep, const KlTape *tape, const KlProgram *program,
-                       const KlFacts *facts, KlError *error);
+                       const KlFacts *facts);
 void kl_sweep_fini(KlSweep *sweep);
 
 /* sweep_copies.c: set `sizes`; of the open run, cut_in and gathered_in; node by node, `nodes`, `inputs` and, where
@@ -165,10 +165,10 @@ KlSpan kl_sweep_span_cheap(const KlProgram *program, const KlCheapSet *cheap_set
 void kl_sweep_open(KlSweep *sweep, const KlSpan *span);
 
 /* Run the nodes forward and append a moment for each to `moments`, if not NULL. */
-KlStatus kl_sweep_forward(KlSweep *sweep, KlMoments *moments, KlError *error);
+KlStatus kl_sweep_forward(KlSweep *sweep, KlMoments *moments);
 
 /* Return the live bytes without gradients; after the forward these are saved tensors and exports. */
 KlBytes kl_sweep_live(const KlSweep *sweep);
 
 /* Run the backward of the graph that the forward built, and append its moments, if `moments` is not NULL. */
-KlStatus kl_sweep_back(KlSweep *sweep, KlMoments *moments, KlError *error);
+KlStatus kl_sweep_back(KlSweep *sweep, KlMoments *moments);

@@ -52,11 +52,11 @@ kl_tape_clear(KlTape *tape)
 }
 
 KlStatus
-kl_tape_axis(KlTape *tape, int64_t rows, KlAxisId *axis, KlError *error)
+kl_tape_axis(KlTape *tape, int64_t rows, KlAxisId *axis)
 {
-    if (KL_RESERVE(tape, axis_of, tape->n_axes + 1, error) != KL_OK ||
-        KL_RESERVE(tape, axis_rows, tape->n_axes + 1, error) != KL_OK ||
-        KL_RESERVE(tape, orders, tape->n_axes + 1, error) != KL_OK) {
+    if (KL_RESERVE(tape, axis_of, tape->n_axes + 1) != KL_OK ||
+        KL_RESERVE(tape, axis_rows, tape->n_axes + 1) != KL_OK ||
+        KL_RESERVE(tape, orders, tape->n_axes + 1) != KL_OK) {
         return KL_ERROR_MEMORY;
     }
     *axis = (KlAxisId)tape->n_axes++;
@@ -175,11 +175,10 @@ kl_tape_close_orders(KlTape *tape)
 }
 
 static KlStatus
-reserve_values(KlTape *tape, size_t n_values, size_t n_storages, KlError *error)
+reserve_values(KlTape *tape, size_t n_values, size_t n_storages)
 {
-    KlStatus status = KL_RESERVE(tape, values, tape->n_values + n_values, error);
-    return status == KL_OK ? KL_RESERVE(tape, storages, tape->n_storages + n_storages, error)
-                           : status;
+    KlStatus status = KL_RESERVE(tape, values, tape->n_values + n_values);
+    return status == KL_OK ? KL_RESERVE(tape, storages, tape->n_storages + n_storages) : status;
 }
 
 /* Append a value; the caller has reserved the memory. `storage` KL_ID_NONE: it has a storage of its own. */
@@ -206,9 +205,9 @@ new_value(KlTape *tape, const KlMeta *meta, KlNodeId node, KlStorageId storage)
 }
 
 KlStatus
-kl_tape_leaf(KlTape *tape, const KlMeta *meta, KlValueId *value, KlError *error)
+kl_tape_leaf(KlTape *tape, const KlMeta *meta, KlValueId *value)
 {
-    KlStatus status = reserve_values(tape, 1, 1, error);
+    KlStatus status = reserve_values(tape, 1, 1);
     if (status != KL_OK) {
         return status;
     }
@@ -277,15 +276,15 @@ append_written(KlTape *tape, const KlRecord *record, KlNodeId node)
 
 /* Reserve the memory for one more node with its inputs, outputs and rewrites. */
 static KlStatus
-reserve_node(KlTape *tape, const KlRecord *record, KlError *error)
+reserve_node(KlTape *tape, const KlRecord *record)
 {
     const size_t n_outs = record->inferred->n_outs + 1;
     size_t n_inputs = tape->n_inputs + record->node.n_inputs + 1;
     size_t n_rewrites = tape->n_rewrites + record->inferred->split.n_rewrites;
-    KlStatus status = reserve_values(tape, n_outs, n_outs, error);
-    status = status == KL_OK ? KL_RESERVE(tape, inputs, n_inputs, error) : status;
-    status = status == KL_OK ? KL_RESERVE(tape, rewrites, n_rewrites, error) : status;
-    return status == KL_OK ? KL_RESERVE(tape, nodes, tape->n_nodes + 1, error) : status;
+    KlStatus status = reserve_values(tape, n_outs, n_outs);
+    status = status == KL_OK ? KL_RESERVE(tape, inputs, n_inputs) : status;
+    status = status == KL_OK ? KL_RESERVE(tape, rewrites, n_rewrites) : status;
+    return status == KL_OK ? KL_RESERVE(tape, nodes, tape->n_nodes + 1) : status;
 }
 
 static uint32_t
@@ -326,11 +325,11 @@ break_orders(KlTape *tape, const KlRecord *record)
 }
 
 KlStatus
-kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error)
+kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node)
 {
     const KlInferred *inferred = record->inferred;
     const KlSplit *split = &inferred->split;
-    KlStatus status = reserve_node(tape, record, error);
+    KlStatus status = reserve_node(tape, record);
     if (status != KL_OK) {
         return status;
     }

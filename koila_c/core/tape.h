@@ -114,7 +114,7 @@ bool kl_tape_is_roomy(size_t n, size_t n_max);
 void kl_tape_clear(KlTape *tape);
 
 /* Add an axis of `rows` rows. */
-KlStatus kl_tape_axis(KlTape *tape, int64_t rows, KlAxisId *axis, KlError *error);
+KlStatus kl_tape_axis(KlTape *tape, int64_t rows, KlAxisId *axis);
 
 /* Return the axis that `axis` has been merged into, or itself. */
 static inline KlAxisId
@@ -162,7 +162,7 @@ void kl_tape_break_order(KlTape *tape, KlAxisId order);
 void kl_tape_close_orders(KlTape *tape);
 
 /* Add a leaf for a real tensor. Its state is live. */
-KlStatus kl_tape_leaf(KlTape *tape, const KlMeta *meta, KlValueId *value, KlError *error);
+KlStatus kl_tape_leaf(KlTape *tape, const KlMeta *meta, KlValueId *value);
 
 /* A call that kl_tape_append makes a node of. */
 typedef struct KlRecord {
@@ -175,7 +175,7 @@ typedef struct KlRecord {
 /* Append a node. On success `*node` is its id and its outputs are values first_out, first_out + 1, ...
  * If it writes input 0 in place, output 0 is the new version of that input. If the input is a view, the old version of
  * its base becomes one more input, and output 1 is the new version of the base. */
-KlStatus kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node, KlError *error);
+KlStatus kl_tape_append(KlTape *tape, const KlRecord *record, KlNodeId *node);
 
 /* Whether a call would read a leaf that a pending node writes on the side, or write one that a pending node reads. All
  * writes on the side of a leaf go to one copy of it, so a reader could not see the value between two writes. */

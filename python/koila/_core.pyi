@@ -162,7 +162,6 @@ class _Saves(TypedDict):
 @type_check_only
 class _Inferred(TypedDict):
     status: str
-    text: str
     # All that follows is there only if the status is "OK"
     mode: NotRequired[str]
     reason: NotRequired[str | None]

@@ -196,7 +196,6 @@ infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, PyObject *args,
 {
     KlInferred result = {0};
     KlSaves saves = {0};
-    KlError error = {.text = ""};
     int64_t context = kl_context_now(NULL);
     call->args = bound->args;
     call->n_args = bound->n_args;
@@ -204,11 +203,8 @@ infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, PyObject *args,
     call->n_inputs = bound->n_inputs;
     int failed = context < 0 ? -1 : set_context(call);
     if (failed == 0) {
-        KlStatus status = kl_context_infer(call, (uint32_t)context, &result, &saves, &error);
-        failed = kl_py_set_new(dict, "status", PyUnicode_FromString(status_name(status))) < 0 ||
-                         kl_py_set_new(dict, "text", PyUnicode_FromString(error.text)) < 0
-                     ? -1
-                     : 0;
+        KlStatus status = kl_context_infer(call, (uint32_t)context, &result, &saves);
+        failed = kl_py_set_new(dict, "status", PyUnicode_FromString(status_name(status)));
         if (failed == 0 && status == KL_OK) {
             failed = kl_py_describe(dict, &result, &saves, bound, PyTuple_GET_SIZE(args), kwargs);
         }

@@ -16,7 +16,6 @@
 typedef struct Program {
     KlTape tape;
     KlInferred inferred;
-    KlError error;
     KlNodeId node;    /* the last one */
     bool is_grad_off; /* as under torch.no_grad() */
     bool was_refused; /* a request for memory */
@@ -117,8 +116,6 @@ is_refused(Program *program, KlStatus status, const KlTape *before)
         return false;
     }
     CHECK(status == KL_ERROR_MEMORY);
-    CHECK(program->error.status == KL_ERROR_MEMORY);
-    CHECK(strstr(program->error.text, "no memory") != NULL);
     CHECK(tape->n_nodes == before->n_nodes && tape->n_values == before->n_values);
     CHECK(tape->n_inputs == before->n_inputs && tape->n_rewrites == before->n_rewrites);
     CHECK(tape->n_storages == before->n_storages && tape->n_axes == before->n_axes);
@@ -133,10 +130,10 @@ axis(Program *program, int64_t rows)
 {
     const KlTape before = program->tape;
     KlAxisId id = KL_ID_NONE;
-    KlStatus status = kl_tape_axis(&program->tape, rows, &id, &program->error);
+    KlStatus status = kl_tape_axis(&program->tape, rows, &id);
     if (is_refused(program, status, &before)) {
         CHECK(id == KL_ID_NONE);
-        (void)is_refused(program, kl_tape_axis(&program->tape, rows, &id, &program->error), NULL);
+        (void)is_refused(program, kl_tape_axis(&program->tape, rows, &id), NULL);
     }
     return id;
 }
@@ -146,10 +143,10 @@ leaf(Program *program, KlMeta meta)
 {
     const KlTape before = program->tape;
     KlValueId id = KL_ID_NONE;
-    KlStatus status = kl_tape_leaf(&program->tape, &meta, &id, &program->error);
+    KlStatus status = kl_tape_leaf(&program->tape, &meta, &id);
     if (is_refused(program, status, &before)) {
         CHECK(id == KL_ID_NONE);
-        (void)is_refused(program, kl_tape_leaf(&program->tape, &meta, &id, &program->error), NULL);
+        (void)is_refused(program, kl_tape_leaf(&program->tape, &meta, &id), NULL);
     }
     return id;
 }
@@ -158,7 +155,7 @@ leaf(Program *program, KlMeta meta)
 static inline KlStatus
 append_call(Program *program, const KlCall *call, KlRecord *record)
 {
-    KlStatus status = kl_infer_call(call, &program->inferred, &program->error);
+    KlStatus status = kl_infer_call(call, &program->inferred);
     if (status != KL_OK) {
         return status;
     }
@@ -168,7 +165,7 @@ append_call(Program *program, const KlCall *call, KlRecord *record)
     record->node.writes = call->row->kind == KL_ROW_INPLACE ? effects : 0;
     record->node.leaf_writes = call->row->kind == KL_ROW_INPLACE ? 0 : effects;
     kl_infer_saves(call, &program->inferred, &record->node.saves);
-    return kl_tape_append(&program->tape, record, &program->node, &program->error);
+    return kl_tape_append(&program->tape, record, &program->node);
 }
 
 /* Record a call; its first output. */
@@ -232,7 +229,7 @@ unknown(Program *program, KlMeta meta, uint32_t n_inputs, const KlValueId *ids)
     KlRecord wanted = {.node = {.n_inputs = n_inputs, .refresh_of = KL_ID_NONE},
                        .inputs = ids,
                        .inferred = &inferred};
-    CHECK(kl_tape_append(&program->tape, &wanted, &program->node, &program->error) == KL_OK);
+    CHECK(kl_tape_append(&program->tape, &wanted, &program->node) == KL_OK);
     return program->tape.nodes[program->node].first_out;
 }
 
@@ -270,10 +267,10 @@ stage(Program *program, KlValueId wanted, bool is_root, KlStages *stages)
     const KlGoal goal = {
         .wanted = &wanted, .n_wanted = 1, .roots = &wanted, .n_roots = is_root ? 1 : 0};
     const KlTape before = program->tape;
-    KlStatus status = kl_stage_build(&program->tape, &goal, stages, &program->error);
+    KlStatus status = kl_stage_build(&program->tape, &goal, stages);
     if (is_refused(program, status, &before)) {
         CHECK(stages->node_stage == NULL && stages->imports == NULL && stages->n_nodes == 0);
-        status = kl_stage_build(&program->tape, &goal, stages, &program->error);
+        status = kl_stage_build(&program->tape, &goal, stages);
         (void)is_refused(program, status, NULL);
     }
 }

@@ -41,13 +41,13 @@ measure(bool is_held, bool is_graph, size_t n_regions)
     KlSweep sweep;
     double most = 0;
     int64_t n_refused = 0;
-    CHECK(kl_program_build(&p.tape, &asked, &program, &p.error) == KL_OK);
-    CHECK(kl_sweep_init(&sweep, &p.tape, &program, &facts, &p.error) == KL_OK);
+    CHECK(kl_program_build(&p.tape, &asked, &program) == KL_OK);
+    CHECK(kl_sweep_init(&sweep, &p.tape, &program, &facts) == KL_OK);
     KlStatus status = KL_ERROR_MEMORY;
     int64_t n_blocks = kl_alloc_n_blocks();
     while (status != KL_OK) {
         kl_alloc_fail_after(n_refused++);
-        status = kl_measure_whole(&sweep, is_graph, 0, NULL, &most, &p.error);
+        status = kl_measure_whole(&sweep, is_graph, 0, NULL, &most);
         kl_alloc_fail_after(-1);
         CHECK(status == KL_OK || (status == KL_ERROR_MEMORY && kl_alloc_n_blocks() == n_blocks));
     }

@@ -48,14 +48,13 @@ find(Made *made, KlValueId left)
                            .has_number = nothing,
                            .n_handles = nobody};
     CHECK(p->tape.n_values <= MAX_VALUES);
-    CHECK(kl_program_build(&p->tape, &asked, &made->program, &p->error) == KL_OK);
+    CHECK(kl_program_build(&p->tape, &asked, &made->program) == KL_OK);
     made->cheap_set.number = kl_alloc_zeroed(p->tape.n_values, sizeof(uint32_t));
     const KlRetained retained = {.tape = &p->tape,
                                  .program = &made->program,
                                  .policies = made->policies,
                                  .marks = marks,
-                                 .cheap_set = &made->cheap_set,
-                                 .error = &p->error};
+                                 .cheap_set = &made->cheap_set};
     KlStatus status = KL_OK;
     for (uint32_t r = 0; r < made->program.n_staged && status == KL_OK; r++) {
         if (kl_program_is_body(&made->program.runs[r])) {
@@ -348,8 +347,7 @@ test_no_memory(void)
                                      .program = &made.program,
                                      .policies = made.policies,
                                      .marks = marks,
-                                     .cheap_set = &made.cheap_set,
-                                     .error = &made.p.error};
+                                     .cheap_set = &made.cheap_set};
         KlIds again = {0}, needs = {0};
         uint32_t r = 0;
         while (made.program.runs[r].stage !=

@@ -53,14 +53,13 @@ try_to_build(Made *made, KlValueId wanted, uint32_t n_segments, const KlPolicy *
                            .has_number = nothing,
                            .n_handles = nobody};
     CHECK(made->p.tape.n_values <= MAX_VALUES);
-    KlStatus status = kl_program_build(&made->p.tape, &asked, &made->program, &made->p.error);
+    KlStatus status = kl_program_build(&made->p.tape, &asked, &made->program);
     if (status == KL_OK) {
         uint8_t policies[MAX_VALUES + 1] = {0};
         KlPolicy whole = *policy;
         whole.n_values = in_order(made, policies);
         whole.values = policies;
-        status = kl_schedule_build(&made->p.tape, &made->program, &whole, &made->schedule,
-                                   &made->p.error);
+        status = kl_schedule_build(&made->p.tape, &made->program, &whole, &made->schedule);
         if (status != KL_OK) {
             kl_program_fini(&made->program);
         }

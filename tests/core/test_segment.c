@@ -23,7 +23,7 @@ cut(Program *p, uint32_t n_segments, uint32_t *segment)
 {
     KlNodeId nodes[MAX_NODES];
     size_t n = all_nodes(p, nodes);
-    CHECK(kl_segment_cut(&p->tape, nodes, n, n_segments, segment, &p->error) == KL_OK);
+    CHECK(kl_segment_cut(&p->tape, nodes, n, n_segments, segment) == KL_OK);
     uint32_t last = 0;
     for (size_t i = 0; i < n; i++) {
         CHECK(segment[i] == last || segment[i] == last + 1); /* in the order of the calls */
@@ -71,10 +71,10 @@ test_head(void)
     KlNodeId nodes[MAX_NODES];
     uint32_t position[MAX_NODES] = {0};
     size_t n = all_nodes(&p, nodes), first = 0;
-    CHECK(kl_segment_head(&p.tape, nodes, n, 2, position, &first, &p.error) == KL_OK);
+    CHECK(kl_segment_head(&p.tape, nodes, n, 2, position, &first) == KL_OK);
     CHECK(nodes[first] == last + 1);
     first = (size_t)last + 3; /* not before that: less than half is left */
-    CHECK(kl_segment_head(&p.tape, nodes, n, 2, position, &first, &p.error) == KL_OK && first == n);
+    CHECK(kl_segment_head(&p.tape, nodes, n, 2, position, &first) == KL_OK && first == n);
     program_fini(&p);
 }
 
@@ -119,7 +119,7 @@ test_no_memory(void)
     KlStatus status = KL_ERROR_MEMORY;
     while (status != KL_OK) {
         kl_alloc_fail_after(n_refused++);
-        status = kl_segment_cut(&p.tape, nodes, 2, 2, segment, &p.error);
+        status = kl_segment_cut(&p.tape, nodes, 2, 2, segment);
         kl_alloc_fail_after(-1);
         CHECK(kl_alloc_n_blocks() == n_blocks);
     }
@@ -127,7 +127,7 @@ test_no_memory(void)
     size_t first = 0;
     for (n_refused = 0, status = KL_ERROR_MEMORY; status != KL_OK; n_refused++) {
         kl_alloc_fail_after(n_refused);
-        status = kl_segment_head(&p.tape, nodes, 2, 2, segment, &first, &p.error);
+        status = kl_segment_head(&p.tape, nodes, 2, 2, segment, &first);
         kl_alloc_fail_after(-1);
         CHECK(kl_alloc_n_blocks() == n_blocks);
     }

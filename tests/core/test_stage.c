@@ -72,14 +72,14 @@ test_what_is_data(void)
     } expected[] = {{true, 1},  {true, 1}, {false, 3}, {false, 3}, {false, 3},
                     {false, 3}, {true, 1}, {false, 1}, {false, 1}, {false, 3}};
     const KlGoal goal = {.wanted = all, .n_wanted = 10};
-    CHECK(kl_stage_build(&p.tape, &goal, &stages, &p.error) == KL_OK);
+    CHECK(kl_stage_build(&p.tape, &goal, &stages) == KL_OK);
     for (size_t i = 0; i < 10; i++) {
         CHECK(stages.is_data[node_of(&p, all[i])] == expected[i].is_data);
         CHECK(stages.node_stage[node_of(&p, all[i])] == expected[i].stage);
     }
     kl_stage_fini(&stages);
     p.tape.nodes[node_of(&p, cheap)].refresh_of = s.x; /* a view that is taken again */
-    CHECK(kl_stage_build(&p.tape, &goal, &stages, &p.error) == KL_OK);
+    CHECK(kl_stage_build(&p.tape, &goal, &stages) == KL_OK);
     CHECK(stages.is_data[node_of(&p, cheap)] && stages.is_data[node_of(&p, twice)]);
     kl_stage_fini(&stages);
     program_fini(&p);
@@ -112,7 +112,7 @@ test_computed_values(void)
                          .n_roots = 1,
                          .is_unwanted = is_unwanted,
                          .is_end = is_end};
-    CHECK(kl_stage_build(&p.tape, &goal, &stages, &p.error) == KL_OK);
+    CHECK(kl_stage_build(&p.tape, &goal, &stages) == KL_OK);
     CHECK(stages.is_leaf[mean] && stages.needs_gradient[mean] && !stages.needs_gradient[s.w]);
     CHECK(stages.node_stage[node_of(&p, mean)] == KL_STAGE_NONE && is_at(&p, &stages, loss, 0, 0));
     kl_stage_fini(&stages);
@@ -415,7 +415,7 @@ test_one_import_for_each_way_to_read(void)
         p.tape.values[s.x].meta.place;
     const KlValueId wanted[] = {s.h, first, second, sorted, counted, with_none};
     const KlGoal goal = {.wanted = wanted, .n_wanted = 6};
-    CHECK(kl_stage_build(&p.tape, &goal, &stages, &p.error) == KL_OK);
+    CHECK(kl_stage_build(&p.tape, &goal, &stages) == KL_OK);
     const KlImport *rows = import_at(&p, &stages, first, 0);
     CHECK(rows->value == s.x && kl_place_is_rows(&rows->place) && !rows->is_range);
     CHECK(import_at(&p, &stages, s.h, 0) == rows && import_at(&p, &stages, second, 0) == rows);
@@ -443,11 +443,11 @@ test_axes_that_became_one_are_one_import(void)
     KlValueId second = call1(&p, "neg", x);
     const KlValueId wanted[] = {first, second};
     const KlGoal goal = {.wanted = wanted, .n_wanted = 2};
-    CHECK(kl_stage_build(&p.tape, &goal, &stages, &p.error) == KL_OK);
+    CHECK(kl_stage_build(&p.tape, &goal, &stages) == KL_OK);
     CHECK(stages.n_imports == 2 && import_at(&p, &stages, second, 0)->place.axis == right);
     kl_stage_fini(&stages);
     kl_tape_axis_merge(&p.tape, left, right);
-    CHECK(kl_stage_build(&p.tape, &goal, &stages, &p.error) == KL_OK);
+    CHECK(kl_stage_build(&p.tape, &goal, &stages) == KL_OK);
     CHECK(stages.n_imports == 1 && stages.imports[0].place.axis == left);
     kl_stage_fini(&stages);
     program_fini(&p);
@@ -458,7 +458,7 @@ test_nothing_to_stage(void)
 {
     Program p = {0};
     KlStages stages;
-    CHECK(kl_stage_build(&p.tape, &(KlGoal){0}, &stages, &p.error) == KL_OK);
+    CHECK(kl_stage_build(&p.tape, &(KlGoal){0}, &stages) == KL_OK);
     CHECK(stages.n_nodes == 0 && stages.n_stages == 0 && stages.n_imports == 0);
     CHECK(stages.last_body == KL_STAGE_NONE && stages.is_tail_linear);
     kl_stage_fini(&stages);
@@ -493,7 +493,7 @@ test_cheap_calls_run_where_they_are_read(void)
         const KlGoal goal = {
             .wanted = wanted, .n_wanted = which == HELD ? 2 : 1, .roots = &loss, .n_roots = 1};
         KlStages stages;
-        CHECK(kl_stage_build(&p.tape, &goal, &stages, &p.error) == KL_OK);
+        CHECK(kl_stage_build(&p.tape, &goal, &stages) == KL_OK);
         uint32_t at = stages.node_stage[node], last = stages.node_stage[reader];
         CHECK(last > stages.node_stage[node_of(&p, meets)]);
         CHECK(at == (which == LATE || which == NOT_CHEAP ? last : last - 2));
@@ -526,9 +526,9 @@ test_a_linear_end_of_a_part_runs_once(void)
         KlValueId loss = call1(&p, "mean", late);
         CHECK(p.tape.nodes[once].mode == KL_MODE_ONCE && p.tape.nodes[node].mode == KL_MODE_ROWS);
         kl_alloc_fail_after(0);
-        CHECK(kl_stage_keep_tail(&p.tape, &p.error) == KL_ERROR_MEMORY);
+        CHECK(kl_stage_keep_tail(&p.tape) == KL_ERROR_MEMORY);
         kl_alloc_fail_after(-1);
-        CHECK(kl_stage_keep_tail(&p.tape, &p.error) == KL_OK);
+        CHECK(kl_stage_keep_tail(&p.tape) == KL_OK);
         CHECK((p.tape.nodes[node].mode == KL_MODE_ONCE) == (which == ENDS));
         CHECK((p.tape.nodes[node_of(&p, loss)].mode == KL_MODE_ONCE) == (which == ENDS));
         KlStages stages;

@@ -219,7 +219,7 @@ test_a_review_reads_its_earlier_version(void)
         .inferred = &inferred,
     };
     KlNodeId id = KL_ID_NONE;
-    CHECK(kl_tape_append(&p.tape, &review, &id, NULL) == KL_OK && id == 2);
+    CHECK(kl_tape_append(&p.tape, &review, &id) == KL_OK && id == 2);
     CHECK(value(&p, view)->n_pending == 1 && p.tape.nodes[id].refresh_of == view);
     CHECK(!kl_tape_is_stale(&p.tape, p.tape.nodes[id].first_out));
     p.tape.values[p.tape.nodes[id].first_out].is_wanted = true;
@@ -300,7 +300,7 @@ test_failure_spreads_to_readers(void)
     const KlRecord review = {
         .node = {.n_inputs = 1, .refresh_of = both}, .inputs = IDS(neg), .inferred = &inferred};
     KlNodeId id = KL_ID_NONE;
-    CHECK(kl_tape_append(&p.tape, &review, &id, NULL) == KL_OK); /* 5: a review of a failed one */
+    CHECK(kl_tape_append(&p.tape, &review, &id) == KL_OK); /* 5: a review of a failed one */
     kl_tape_set_done(&p.tape, 0);
     kl_tape_set_failed(&p.tape, 1);
     static const bool has_failed[] = {false, true, true, false, true, true};

@@ -19,7 +19,7 @@ record_and_stage(Program *p)
     }
     KlValueId loss = call1(p, "sum", h);
     const KlGoal goal = {.wanted = &h, .n_wanted = 1, .roots = &loss, .n_roots = 1};
-    CHECK(kl_stage_build(&p->tape, &goal, &stages, &p->error) == KL_OK);
+    CHECK(kl_stage_build(&p->tape, &goal, &stages) == KL_OK);
     CHECK(stages.n_stages >= 3);
     kl_stage_fini(&stages);
     (void)kl_tape_find_no_grad(&p->tape);
