@@ -96,7 +96,9 @@ run_object(const KlTape *core, const KlProgram *program, const KlRun *run)
 static int
 add_id(KlIds *ids, KlValueId id)
 {
-    return kl_program_push(ids, id) == KL_OK ? 0 : kl_py_done(PyErr_NoMemory());
+    KlStatus status = KL_OK;
+    kl_program_push(ids, id, &status);
+    return status == KL_OK ? 0 : kl_py_done(PyErr_NoMemory());
 }
 
 /* How many lazies the user holds of each storage; NULL: there is no memory. */

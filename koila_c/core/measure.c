@@ -42,15 +42,9 @@ add_held(KlWalk *walk, size_t first)
 void
 kl_walk_note(KlWalk *walk, KlMoment moment)
 {
-    KlMoments *moments = walk->moments;
-    if (walk->status == KL_OK) {
-        walk->status = kl_alloc_reserve((void **)&moments->moments, &moments->n_max, moments->n + 1,
-                                        sizeof(KlMoment));
-    }
-    if (walk->status == KL_OK) {
-        moments->moments[moments->n++] = moment;
-        add_held(walk, moments->n - 1);
-    }
+    size_t first = walk->moments->n;
+    kl_sweep_add_moment(walk->moments, moment);
+    add_held(walk, first);
 }
 
 void
@@ -58,10 +52,8 @@ kl_walk_sweep_span(KlWalk *walk, KlSpan span, KlMoments *moments)
 {
     size_t first = walk->moments->n;
     kl_sweep_open(&walk->sweep, &span);
-    if (walk->status == KL_OK) {
-        walk->status = kl_sweep_forward(&walk->sweep, moments);
-        add_held(walk, first);
-    }
+    kl_sweep_forward(&walk->sweep, moments);
+    add_held(walk, first);
 }
 
 void
@@ -74,12 +66,10 @@ void
 kl_walk_sweep_back(KlWalk *walk)
 {
     size_t first = walk->moments->n;
-    if (walk->status == KL_OK) {
-        walk->status = kl_sweep_back(&walk->sweep, walk->moments);
-        walk->is_back = true;
-        add_held(walk, first);
-        walk->is_back = false;
-    }
+    kl_sweep_back(&walk->sweep, walk->moments);
+    walk->is_back = true;
+    add_held(walk, first);
+    walk->is_back = false;
 }
 
 /* Hold the states of the random generator: before and after the step, at the start of each random call, and of a call in
@@ -188,18 +178,19 @@ kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *o
     walk.live = kl_alloc_scratch(scratch, program->n_staged, sizeof(double));
     walk.values = kl_alloc_scratch(scratch, program->stages.n_values, sizeof(KlMeasureValue));
     walk.storages = kl_alloc_scratch(scratch, tape->n_storages, sizeof(KlMeasureStorage));
-    walk.status = scratch->is_short ? KL_ERROR_MEMORY
-                                    : kl_sweep_init(&walk.sweep, tape, program, &outside->facts);
-    if (walk.status == KL_OK) {
-        walk.status = kl_schedule_build(tape, program, policy, &walk.schedule);
+    KlStatus status = scratch->is_short
+                          ? KL_ERROR_MEMORY
+                          : kl_sweep_init(&walk.sweep, tape, program, &outside->facts);
+    if (status == KL_OK) {
+        status = kl_schedule_build(tape, program, policy, &walk.schedule);
     }
-    if (walk.status != KL_OK) {
+    if (status != KL_OK) {
         goto done;
     }
     look_up(&walk, measured);
     hold_states(&walk);
     if (!policy->is_live) {
-        for (; walk.at < walk.schedule.n_steps && walk.status == KL_OK; walk.at++) {
+        for (; walk.at < walk.schedule.n_steps; walk.at++) {
             const KlStep *step = &walk.schedule.steps[walk.at];
             EFFECTS[step->op](&walk, step);
         }
@@ -207,19 +198,20 @@ kl_measure_step(const KlTape *tape, const KlProgram *program, const KlOutside *o
             deliver(&walk);
         }
     }
-    if (walk.status == KL_OK && !outside->is_whole_known) {
+    if (!outside->is_whole_known) {
         KlMoments *moments = policy->is_live ? &measured->moments : NULL;
-        walk.status = kl_measure_whole(&walk.sweep, policy->is_graph, outside->bytes_graphs,
-                                       moments, &measured->whole);
+        status = kl_measure_whole(&walk.sweep, policy->is_graph, outside->bytes_graphs, moments,
+                                  &measured->whole);
     }
+    status = measured->moments.is_short ? KL_ERROR_MEMORY : status;
 done:
     kl_sweep_fini(&walk.sweep);
     kl_schedule_fini(&walk.schedule);
     kl_alloc_scratch_free(&walk.scratch);
-    if (walk.status != KL_OK) {
+    if (status != KL_OK) {
         kl_measure_fini(measured);
     }
-    return walk.status;
+    return status;
 }
 
 void

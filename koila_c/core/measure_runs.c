@@ -43,12 +43,12 @@ static double
 sweep_tail(KlWalk *walk)
 {
     double held = 0, worst = 0;
-    for (size_t i = 0; i < walk->program->n_staged && walk->status == KL_OK; i++) {
+    for (size_t i = 0; i < walk->program->n_staged; i++) {
         const KlRun *run = &walk->program->runs[i];
         if (kl_program_is_tail(walk->program, run)) {
             kl_walk_sweep_forward(walk, run, true, NULL);
             double end = kl_sweep_live(&walk->sweep).fixed;
-            walk->status = kl_sweep_back(&walk->sweep, NULL);
+            kl_sweep_back(&walk->sweep, NULL);
             worst = fmax(worst, held + walk->sweep.most);
             held += end;
         }

@@ -38,7 +38,6 @@ typedef struct KlWalk {
     const KlProgram *program;
     const KlOutside *outside;
     const KlPolicy *policy;
-    KlStatus status; /* the first failure stays, and nothing is noted after it */
     KlScratch scratch;
     KlSweep sweep;
     KlMoments *moments;

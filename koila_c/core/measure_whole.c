@@ -60,11 +60,11 @@ kl_measure_whole(KlSweep *sweep, bool is_graph, double bytes_graphs, KlMoments *
     }
     KlSpan span = written(sweep, program, is_graph, lists, is_made);
     kl_sweep_open(sweep, &span);
-    status = kl_sweep_forward(sweep, moments);
+    kl_sweep_forward(sweep, moments);
     double end = 0;
-    if (status == KL_OK && is_graph) {
+    if (is_graph) {
         size_t first = moments != NULL ? moments->n : 0;
-        status = kl_sweep_back(sweep, moments);
+        kl_sweep_back(sweep, moments);
         for (size_t i = first; moments != NULL && i < moments->n; i++) {
             moments->moments[i].is_back = true;
         }

@@ -32,21 +32,21 @@ typedef struct Build {
     int64_t most_kept;    /* for the calls of one body */
 } Build;
 
-KlStatus
-kl_program_push(KlIds *ids, uint32_t id)
+void
+kl_program_push(KlIds *ids, uint32_t id, KlStatus *status)
 {
-    KlStatus status =
-        kl_alloc_reserve((void **)&ids->ids, &ids->n_max, ids->n + 1, sizeof(uint32_t));
-    if (status == KL_OK) {
+    if (*status == KL_OK) {
+        *status = kl_alloc_reserve((void **)&ids->ids, &ids->n_max, ids->n + 1, sizeof(uint32_t));
+    }
+    if (*status == KL_OK) {
         ids->ids[ids->n++] = id;
     }
-    return status;
 }
 
 static void
 push(Build *build, KlIds *ids, uint32_t id)
 {
-    build->status = build->status == KL_OK ? kl_program_push(ids, id) : build->status;
+    kl_program_push(ids, id, &build->status);
 }
 
 /* -- questions ---------------------------------------------------------------------------------------- */

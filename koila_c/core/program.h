@@ -32,7 +32,8 @@ typedef struct KlIds {
     size_t n, n_max;
 } KlIds;
 
-KlStatus kl_program_push(KlIds *ids, uint32_t id);
+/* Append an id, unless `*status` is a failure already; on failure set it. */
+void kl_program_push(KlIds *ids, uint32_t id, KlStatus *status);
 
 /* Return the ids from the `first` on. */
 static inline KlSlice

@@ -23,13 +23,14 @@ cheap_number(const KlRetained *retained, KlValueId value)
 }
 
 /* Add a value to `needs`, once, if it is cheap. */
-static KlStatus
+static void
 need(const KlRetained *retained, KlValueId value, KlIds *needs)
 {
     uint8_t *marks = &retained->marks[value];
-    bool is_new = cheap_number(retained, value) != 0 && (*marks & IS_NEEDED) == 0;
-    *marks |= is_new ? IS_NEEDED : 0;
-    return is_new ? kl_program_push(needs, value) : KL_OK;
+    if (cheap_number(retained, value) != 0 && (*marks & IS_NEEDED) == 0) {
+        *marks |= IS_NEEDED;
+        kl_program_push(needs, value, retained->status);
+    }
 }
 
 /* Sort needs[first:] in the order in which they are made, and clear their bits. Insertion sort: they are few. */
@@ -93,32 +94,34 @@ note_made(const KlRetained *retained, const KlNode *node)
 }
 
 /* Handle one tensor that autograd saves. If the run made it, it must be kept, or is added to `again`. If it is an
- * input of the run, its chunk must be a view: the graphs of all chunks would keep copies. */
-static KlStatus
-save(const KlRetained *retained, const KlNode *node, uint32_t k, bool is_output, bool *retains,
-     KlIds *again, KlIds *needs)
+ * input of the run, its chunk must be a view: the graphs of all chunks would keep copies. Return whether that holds. */
+static bool
+save(const KlRetained *retained, const KlNode *node, uint32_t k, bool is_output, KlIds *again,
+     KlIds *needs)
 {
     KlValueId value =
         is_output ? node->first_out + k : kl_tape_inputs(retained->tape, node)[k].value;
     if (value == KL_ID_NONE) {
-        return KL_OK;
+        return true;
     }
     uint8_t *marks = &retained->marks[value];
     const KlValue *v = &retained->tape->values[value];
     if ((*marks & IS_MADE) == 0) {
         const KlPlace *place = &kl_tape_inputs(retained->tape, node)[k].place;
-        *retains &= !kl_place_is_rows(place) ||
-                    kl_tape_is_place(retained->tape, &v->meta.place, place) ||
-                    kl_meta_is_cut_in_place(&v->meta, place);
-        return need(retained, value, needs);
+        need(retained, value, needs);
+        return !kl_place_is_rows(place) ||
+               kl_tape_is_place(retained->tape, &v->meta.place, place) ||
+               kl_meta_is_cut_in_place(&v->meta, place);
     }
-    *retains &=
+    bool retains =
         is_there(retained, value) && !kl_stage_is_overwritten(retained->tape, node, k, is_output);
-    if ((*marks & (IS_STORED | IS_LISTED)) != 0 || !*retains) {
-        return need(retained, value, needs);
+    if ((*marks & (IS_STORED | IS_LISTED)) != 0 || !retains) {
+        need(retained, value, needs);
+    } else {
+        *marks |= IS_LISTED | IS_WALKED;
+        kl_program_push(again, value, retained->status);
     }
-    *marks |= IS_LISTED | IS_WALKED;
-    return kl_program_push(again, value);
+    return retains;
 }
 
 /* Whether the node overwrites an input that its backward needs, so that autograd saves a copy of that input. */
@@ -136,27 +139,27 @@ saves_what_it_writes(const KlRetained *retained, const KlNode *node)
            node->saves.bytes_extra == kl_meta_n_bytes(&retained->tape->values[written].meta);
 }
 
-static KlStatus
-save_all(const KlRetained *retained, const KlNode *node, bool *retains, KlIds *again, KlIds *needs)
+/* Handle all tensors that autograd saves for a node. Return whether its graph can be retained. */
+static bool
+save_all(const KlRetained *retained, const KlNode *node, KlIds *again, KlIds *needs)
 {
     const KlSaves *saves = &node->saves;
     const KlParts *parts = kl_tape_parts(retained->tape, node);
     bool is_given = is_given_norm(retained, node);
     bool is_copied = saves_what_it_writes(retained, node);
     bool saves_more = (saves->bytes_extra != 0 && !is_copied) || saves->bytes_fixed != 0;
-    KlStatus status = KL_OK;
-    *retains &=
+    bool retains =
         (parts == NULL || parts->keeps == NULL) && (is_given || node->is_for_chunks || !saves_more);
-    for (uint32_t k = 0; k < node->n_inputs && status == KL_OK && *retains; k++) {
+    for (uint32_t k = 0; k < node->n_inputs && retains; k++) {
         bool is_saved = is_given || k >= 64 || (saves->inputs >> k & 1) != 0 ||
                         ((node->is_for_chunks || is_copied) && k == 0);
-        status = is_saved ? save(retained, node, k, false, retains, again, needs) : KL_OK;
+        retains = !is_saved || save(retained, node, k, false, again, needs);
     }
-    for (uint32_t k = 0; k < node->n_outs && status == KL_OK && *retains && parts == NULL; k++) {
+    for (uint32_t k = 0; k < node->n_outs && retains && parts == NULL; k++) {
         bool is_saved = !is_given && (k >= 64 || (saves->outputs >> k & 1) != 0);
-        status = is_saved ? save(retained, node, k, true, retains, again, needs) : KL_OK;
+        retains = !is_saved || save(retained, node, k, true, again, needs);
     }
-    return status;
+    return retains;
 }
 
 static const KlNode *
@@ -194,11 +197,10 @@ note_left(const KlRetained *retained, const KlRun *run)
 
 /* Walk back from the values marked IS_WALKED to values that are kept. Append the cheap values that are read on the way to
  * `needs`, and the calls, in reverse order, to `nodes`, unless that is NULL. */
-static KlStatus
+static void
 walk(const KlRetained *retained, const KlRun *run, KlIds *needs, KlIds *nodes)
 {
-    KlStatus status = KL_OK;
-    for (uint32_t i = run->nodes.n; i-- > 0 && status == KL_OK;) {
+    for (uint32_t i = run->nodes.n; i-- > 0;) {
         const KlNode *node = node_at(retained, run, i);
         bool is_walked = false;
         for (uint32_t k = 0; k < node->n_outs; k++) {
@@ -207,19 +209,18 @@ walk(const KlRetained *retained, const KlRun *run, KlIds *needs, KlIds *nodes)
             *marks &= (uint8_t)~IS_WALKED;
         }
         if (is_walked && nodes != NULL) {
-            status = kl_program_push(nodes, (KlNodeId)(node - retained->tape->nodes));
+            kl_program_push(nodes, (KlNodeId)(node - retained->tape->nodes), retained->status);
         }
-        for (uint32_t k = 0; k < node->n_inputs && is_walked && status == KL_OK; k++) {
+        for (uint32_t k = 0; k < node->n_inputs && is_walked; k++) {
             KlValueId value = kl_tape_inputs(retained->tape, node)[k].value;
             if (value == KL_ID_NONE) {
                 continue;
             }
             bool is_inside = (retained->marks[value] & (IS_MADE | IS_STORED)) == IS_MADE;
             retained->marks[value] |= is_inside ? IS_WALKED : 0;
-            status = need(retained, value, needs);
+            need(retained, value, needs);
         }
     }
-    return status;
 }
 
 /* Whether a result of a run is no view and shares its storage with no other result. */
@@ -235,82 +236,75 @@ is_alone(const KlRetained *retained, const KlRun *run, KlValueId value)
     return is_found;
 }
 
-static KlStatus
+static void
 add_cheap(const KlRetained *retained, uint32_t run, KlValueId value)
 {
     KlCheapSet *cheap_set = retained->cheap_set;
     KlIds needs = {0}, nodes = {0};
     KlCheap cheap = {.value = value, .run = run};
     retained->marks[value] |= IS_WALKED;
-    KlStatus status = walk(retained, &retained->program->runs[run], &needs, &nodes);
+    walk(retained, &retained->program->runs[run], &needs, &nodes);
     settle_needs(retained, &needs, 0);
     cheap.needs = (KlSlice){.first = (uint32_t)cheap_set->ids.n, .n = (uint32_t)needs.n};
     cheap.nodes = (KlSlice){.first = cheap.needs.first + cheap.needs.n, .n = (uint32_t)nodes.n};
-    for (size_t i = 0; i < needs.n && status == KL_OK; i++) {
-        status = kl_program_push(&cheap_set->ids, needs.ids[i]);
+    for (size_t i = 0; i < needs.n; i++) {
+        kl_program_push(&cheap_set->ids, needs.ids[i], retained->status);
     }
-    for (size_t i = nodes.n; i-- > 0 && status == KL_OK;) {
-        status = kl_program_push(&cheap_set->ids, nodes.ids[i]);
+    for (size_t i = nodes.n; i-- > 0;) {
+        kl_program_push(&cheap_set->ids, nodes.ids[i], retained->status);
     }
-    if (status == KL_OK) {
-        status = kl_alloc_reserve((void **)&cheap_set->values, &cheap_set->n_max, cheap_set->n + 1,
-                                  sizeof(KlCheap));
+    if (*retained->status == KL_OK) {
+        *retained->status = kl_alloc_reserve((void **)&cheap_set->values, &cheap_set->n_max,
+                                             cheap_set->n + 1, sizeof(KlCheap));
     }
-    if (status == KL_OK) {
+    if (*retained->status == KL_OK) {
         cheap_set->values[cheap_set->n++] = cheap;
         cheap_set->number[value] = (uint32_t)cheap_set->n;
     }
     kl_alloc_free(nodes.ids);
     kl_alloc_free(needs.ids);
-    return status;
 }
 
-KlStatus
+void
 kl_retained_find_cheap(const KlRetained *retained, uint32_t number)
 {
     const KlRun *run = &retained->program->runs[number];
-    KlStatus status = KL_OK;
     note_left(retained, run);
-    for (uint32_t i = 0; i < run->nodes.n && status == KL_OK; i++) {
+    for (uint32_t i = 0; i < run->nodes.n; i++) {
         const KlNode *node = node_at(retained, run, i);
         bool is_noted = note_made(retained, node);
-        for (uint32_t k = 0; k < node->n_outs && status == KL_OK; k++) {
+        for (uint32_t k = 0; k < node->n_outs; k++) {
             KlValueId value = node->first_out + k;
             retained->marks[value] |= IS_MADE;
-            bool is_cheap = is_noted && retained->policies[value] == KL_POLICY_REMATERIALIZE &&
-                            (retained->marks[value] & IS_CHEAP) != 0 &&
-                            is_alone(retained, run, value) &&
-                            !kl_stage_is_overwritten(retained->tape, node, k, true);
-            status = is_cheap ? add_cheap(retained, number, value) : KL_OK;
+            if (is_noted && retained->policies[value] == KL_POLICY_REMATERIALIZE &&
+                (retained->marks[value] & IS_CHEAP) != 0 && is_alone(retained, run, value) &&
+                !kl_stage_is_overwritten(retained->tape, node, k, true)) {
+                add_cheap(retained, number, value);
+            }
         }
     }
     forget_made(retained, run);
-    return status;
 }
 
-KlStatus
-kl_retained_find(const KlRetained *retained, const KlRun *run, bool *retains, KlIds *again,
-                 KlIds *needs)
+bool
+kl_retained_find(const KlRetained *retained, const KlRun *run, KlIds *again, KlIds *needs)
 {
-    KlStatus status = KL_OK;
-    bool has_heavy = false;
+    bool has_heavy = false, retains = true;
     size_t first = needs->n;
-    *retains = true;
     note_left(retained, run);
-    for (uint32_t i = 0; i < run->nodes.n && *retains; i++) {
+    for (uint32_t i = 0; i < run->nodes.n && retains; i++) {
         const KlNode *node = node_at(retained, run, i);
-        *retains = note_made(retained, node);
+        retains = note_made(retained, node);
         has_heavy |= node->mode == KL_MODE_ROWS && node->row != NULL && node->row->is_heavy;
     }
-    *retains &= has_heavy; /* otherwise running the whole body again is cheap */
-    for (uint32_t i = 0; i < run->nodes.n && *retains && status == KL_OK; i++) {
+    retains &= has_heavy; /* otherwise running the whole body again is cheap */
+    for (uint32_t i = 0; i < run->nodes.n && retains; i++) {
         const KlNode *node = node_at(retained, run, i);
-        if (kl_stage_has_gradient(retained->tape, &retained->program->stages, node)) {
-            status = save_all(retained, node, retains, again, needs);
-        }
+        retains = !kl_stage_has_gradient(retained->tape, &retained->program->stages, node) ||
+                  save_all(retained, node, again, needs);
     }
-    status = status == KL_OK ? walk(retained, run, needs, NULL) : status;
+    walk(retained, run, needs, NULL);
     settle_needs(retained, needs, first);
     forget_made(retained, run);
-    return status;
+    return retains;
 }

@@ -45,15 +45,14 @@ typedef struct KlRetained {
     const uint8_t *policies; /* [n_values] KlValuePolicy */
     uint8_t *marks; /* [n_values] scratch, all 0 between calls: bits about values of one run */
     KlCheapSet *cheap_set;
+    KlStatus *status; /* the first failure stays, and nothing is added after it */
 } KlRetained;
 
 /* Of the results of a run that are to be rematerialized, add those that cheap calls can recompute to the set. Call it for the runs
  * in their order, if all inputs of the run are near. */
-KlStatus kl_retained_find_cheap(const KlRetained *retained, uint32_t run);
+void kl_retained_find_cheap(const KlRetained *retained, uint32_t run);
 
-/* Set `*retains` to whether a run, a body of one segment with near inputs, can retain its chunks' graphs. If so, append to
- * `again` the saved tensors to recompute (of a call that saves what it writes: the value before the write), and to
- * `needs` the cheap values to fill for the graph or for recomputing these. If it fails, which only an allocation can,
- * all results are invalid. */
-KlStatus kl_retained_find(const KlRetained *retained, const KlRun *run, bool *retains, KlIds *again,
-                          KlIds *needs);
+/* Return whether a run, a body of one segment with near inputs, can retain its chunks' graphs. If so, append to `again`
+ * the saved tensors to recompute (of a call that saves what it writes: the value before the write), and to `needs` the
+ * cheap values to fill for the graph or for recomputing these. After a failure all results are invalid. */
+bool kl_retained_find(const KlRetained *retained, const KlRun *run, KlIds *again, KlIds *needs);

@@ -7,9 +7,7 @@
 void
 kl_units_add_value(KlBuild *build, KlValueId value)
 {
-    if (build->status == KL_OK) {
-        build->status = kl_program_push(&build->schedule->values, value);
-    }
+    kl_program_push(&build->schedule->values, value, &build->status);
 }
 
 bool
@@ -220,7 +218,8 @@ choose_retained(KlBuild *build)
                                  .program = build->program,
                                  .policies = build->policies,
                                  .marks = build->marks,
-                                 .cheap_set = &build->schedule->cheap_set};
+                                 .cheap_set = &build->schedule->cheap_set,
+                                 .status = &build->status};
     for (uint32_t u = 0; u < build->n_units && build->status == KL_OK; u++) {
         KlUnit *unit = &build->units[u];
         const KlRun *run = kl_units_run(build, unit, 0);
@@ -229,11 +228,9 @@ choose_retained(KlBuild *build)
         if (!is_near_to_its_backward(build, unit)) {
             continue;
         }
-        build->status = kl_retained_find_cheap(&retained, unit->runs.first);
-        if (build->status == KL_OK) {
-            build->status = kl_retained_find(&retained, run, &unit->is_retained, values, &needs);
-        }
-        unit->is_retained = unit->is_retained && is_worth_it(build, run);
+        kl_retained_find_cheap(&retained, unit->runs.first);
+        unit->is_retained =
+            kl_retained_find(&retained, run, values, &needs) && is_worth_it(build, run);
         values->n = unit->is_retained ? values->n : first;
         unit->to_recompute = kl_program_since(&build->schedule->values, first);
         first = values->n;

@@ -258,14 +258,12 @@ static void
 find_regions(KlSweep *sweep)
 {
     for (uint32_t at = 0; at < sweep->span.n_nodes; at++) {
-        sweep->n_uneven += node_at(sweep, at)->is_uneven;
         for (uint32_t i = region_at(sweep, at); i != KL_ID_NONE; i = sweep->facts.outer[i]) {
             KlRegion *region = &sweep->regions[i];
             *region = region->end > 0 ? *region : (KlRegion){.first = at, .back = KL_ID_NONE};
             region->end = at + 1;
             bool is_back = region->back == KL_ID_NONE && has_gradient(sweep, node_at(sweep, at));
             region->back = is_back ? at : region->back;
-            sweep->n_again++;
         }
     }
 }
@@ -341,7 +339,6 @@ kl_sweep_open(KlSweep *sweep, const KlSpan *span)
     sweep->serial++;
     sweep->made = sweep->further = sweep->gradients = zero;
     sweep->most = 0;
-    sweep->n_uneven = sweep->n_again = 0;
     sweep->region = KL_ID_NONE;
     kl_sweep_copy_cuts(sweep);
     for (uint32_t i = 0; i < span->n_combined; i++) {
@@ -452,31 +449,30 @@ drop_dead(KlSweep *sweep, KlValueId value, uint32_t at)
     }
 }
 
-/* Count a moment. make_room() has reserved the memory for it. */
+void
+kl_sweep_add_moment(KlMoments *moments, KlMoment moment)
+{
+    moments->is_short |= kl_alloc_reserve((void **)&moments->moments, &moments->n_max,
+                                          moments->n + 1, sizeof(KlMoment)) != KL_OK;
+    if (!moments->is_short) {
+        moments->moments[moments->n++] = moment;
+    }
+}
+
+/* Count a moment. */
 static void
 note(KlSweep *sweep, KlNodeId node, KlBytes more, KlMoments *moments)
 {
     KlBytes sum = kl_sweep_plus(kl_sweep_live(sweep), kl_sweep_plus(sweep->gradients, more));
     sweep->most = sum.fixed > sweep->most ? sum.fixed : sweep->most;
     if (moments != NULL) {
-        moments->moments[moments->n++] =
-            (KlMoment){.bytes = sum,
-                       .gradients = kl_sweep_share(sweep->gradients),
-                       .temporary = kl_sweep_share(more),
-                       .node = node,
-                       .rows = sweep->rows < UINT32_MAX ? (uint32_t)sweep->rows : 0};
+        KlMoment moment = {.bytes = sum,
+                           .gradients = kl_sweep_share(sweep->gradients),
+                           .temporary = kl_sweep_share(more),
+                           .node = node,
+                           .rows = sweep->rows < UINT32_MAX ? (uint32_t)sweep->rows : 0};
+        kl_sweep_add_moment(moments, moment);
     }
-}
-
-static KlStatus
-make_room(const KlSweep *sweep, KlMoments *moments)
-{
-    return moments == NULL
-               ? KL_OK
-               : kl_alloc_reserve((void **)&moments->moments, &moments->n_max,
-                                  moments->n + 2 * (sweep->span.n_nodes + sweep->n_again) +
-                                      5 * sweep->n_uneven + 1,
-                                  sizeof(KlMoment));
 }
 
 /* Whether the run only computes a reduction's early part: it counts labels, without the logits. */
@@ -537,18 +533,14 @@ go_through(KlSweep *sweep, uint32_t at, KlMoments *moments)
     }
 }
 
-KlStatus
+void
 kl_sweep_forward(KlSweep *sweep, KlMoments *moments)
 {
-    KlStatus status = make_room(sweep, moments);
-    if (status == KL_OK) {
-        enter(sweep);
-        for (uint32_t at = 0; at < sweep->span.n_nodes; at++) {
-            go_through(sweep, at, moments);
-        }
-        drop_rest(sweep);
+    enter(sweep);
+    for (uint32_t at = 0; at < sweep->span.n_nodes; at++) {
+        go_through(sweep, at, moments);
     }
-    return status;
+    drop_rest(sweep);
 }
 
 KlBytes
@@ -924,13 +916,9 @@ let_go(KlSweep *sweep)
     }
 }
 
-KlStatus
+void
 kl_sweep_back(KlSweep *sweep, KlMoments *moments)
 {
-    KlStatus status = make_room(sweep, moments);
-    if (status != KL_OK) {
-        return status;
-    }
     if (!sweep->span.is_live) {
         let_go(sweep);
     }
@@ -943,7 +931,6 @@ kl_sweep_back(KlSweep *sweep, KlMoments *moments)
     if (sweep->span.n_nodes > 0) {
         note(sweep, sweep->span.nodes[0], zero, moments); /* gathered gradients are cut here */
     }
-    return KL_OK;
 }
 
 /* -- the whole ---------------------------------------------------------------------------------------- */

@@ -45,7 +45,10 @@ typedef struct KlMoment {
 typedef struct KlMoments {
     KlMoment *moments; /* [n] */
     size_t n, n_max;
+    bool is_short; /* an allocation failed, and moments are missing */
 } KlMoments;
+
+void kl_sweep_add_moment(KlMoments *moments, KlMoment moment);
 
 /* The steps and turns (KlUneven) of the longest part of the rows, relative to those of average rows. */
 typedef struct KlSkew {
@@ -143,7 +146,6 @@ typedef struct KlSweep {
     bool is_in_pieces;                /* the open run, the head, runs in pieces of a chunk */
     uint32_t serial;                  /* the number of the open run, from 1 on */
     int64_t rows;                     /* of the body's axis */
-    uint32_t n_uneven, n_again;       /* nodes of the span that are uneven; that run again */
     KlBytes made, further, gradients; /* live now: storages, other saved bytes, gradients */
     double most;                      /* the peak of the fixed bytes so far */
 } KlSweep;
@@ -165,10 +167,10 @@ KlSpan kl_sweep_span_cheap(const KlProgram *program, const KlCheapSet *cheap_set
 void kl_sweep_open(KlSweep *sweep, const KlSpan *span);
 
 /* Run the nodes forward and append a moment for each to `moments`, if not NULL. */
-KlStatus kl_sweep_forward(KlSweep *sweep, KlMoments *moments);
+void kl_sweep_forward(KlSweep *sweep, KlMoments *moments);
 
 /* Return the live bytes without gradients; after the forward these are saved tensors and exports. */
 KlBytes kl_sweep_live(const KlSweep *sweep);
 
 /* Run the backward of the graph that the forward built, and append its moments, if `moments` is not NULL. */
-KlStatus kl_sweep_back(KlSweep *sweep, KlMoments *moments);
+void kl_sweep_back(KlSweep *sweep, KlMoments *moments);

@@ -50,15 +50,16 @@ find(Made *made, KlValueId left)
     CHECK(p->tape.n_values <= MAX_VALUES);
     CHECK(kl_program_build(&p->tape, &asked, &made->program) == KL_OK);
     made->cheap_set.number = kl_alloc_zeroed(p->tape.n_values, sizeof(uint32_t));
+    KlStatus status = KL_OK;
     const KlRetained retained = {.tape = &p->tape,
                                  .program = &made->program,
                                  .policies = made->policies,
                                  .marks = marks,
-                                 .cheap_set = &made->cheap_set};
-    KlStatus status = KL_OK;
+                                 .cheap_set = &made->cheap_set,
+                                 .status = &status};
     for (uint32_t r = 0; r < made->program.n_staged && status == KL_OK; r++) {
         if (kl_program_is_body(&made->program.runs[r])) {
-            status = kl_retained_find_cheap(&retained, r);
+            kl_retained_find_cheap(&retained, r);
         }
     }
     uint32_t stage = made->program.stages.node_stage[node_of(p, made->given)];
@@ -66,7 +67,7 @@ find(Made *made, KlValueId left)
         const KlRun *run = &made->program.runs[r];
         made->again.n = run->stage == stage ? 0 : made->again.n;
         if (run->stage == stage) {
-            status = kl_retained_find(&retained, run, &made->retains, &made->again, &made->needs);
+            made->retains = kl_retained_find(&retained, run, &made->again, &made->needs);
         }
     }
     for (size_t v = 0; v < MAX_VALUES; v++) {
@@ -347,7 +348,9 @@ test_no_memory(void)
                                      .program = &made.program,
                                      .policies = made.policies,
                                      .marks = marks,
-                                     .cheap_set = &made.cheap_set};
+                                     .cheap_set = &made.cheap_set,
+                                     .status = &status};
+        status = KL_OK;
         KlIds again = {0}, needs = {0};
         uint32_t r = 0;
         while (made.program.runs[r].stage !=
@@ -355,7 +358,7 @@ test_no_memory(void)
             r++;
         }
         kl_alloc_fail_after(n);
-        status = kl_retained_find(&retained, &made.program.runs[r], &made.retains, &again, &needs);
+        made.retains = kl_retained_find(&retained, &made.program.runs[r], &again, &needs);
         kl_alloc_fail_after(-1);
         CHECK(status == KL_OK || (status == KL_ERROR_MEMORY && again.ids == NULL && n == 0));
         kl_alloc_free(again.ids);
