@@ -9,15 +9,15 @@ MUTANTS = [
     Mutant(
         "saves: exp keeps nothing",
         "koila_c/core/ops.def",
-        "rowwise, output,       NONE, CAST(NONE, FLOAT))",
-        "rowwise, nothing,      NONE, CAST(NONE, FLOAT))",
+        "rowwise, output,       CAST(NONE, FLOAT))",
+        "rowwise, nothing,      CAST(NONE, FLOAT))",
         "tests/test_ops.py tests/test_infer.py -k exp",
     ),
     Mutant(
         "place: a cumulative sum goes by rows",
         "koila_c/core/ops_move.def",
-        "cumulate(1),       to_sum,       scan,              nothing, ",
-        "cumulate(1),       to_sum,       rowwise,           nothing, ",
+        "cumulate(1), to_sum,      scan,                   nothing, ",
+        "cumulate(1), to_sum,      rowwise,                   nothing, ",
         "tests/test_ops.py tests/test_infer.py -k cumsum",
     ),
     Mutant(
@@ -198,8 +198,8 @@ MUTANTS = [
     Mutant(
         "retained: cheap bodies wait, too",
         "koila_c/core/retained.c",
-        "*retains &= has_heavy; /*",
-        "*retains &= has_heavy || true; /*",
+        "retains &= has_heavy; /*",
+        "retains &= has_heavy || true; /*",
         "tests/test_core_c.py -k test_retained",
     ),
     Mutant(
@@ -227,8 +227,8 @@ MUTANTS = [
     Mutant(
         "retained: tiny chunks wait, too",
         "koila_c/core/schedule_units.c",
-        "unit->is_retained = unit->is_retained && is_worth_it(build, run);",
-        "unit->is_retained = unit->is_retained && (is_worth_it(build, run) || true);",
+        "&& is_worth_it(build, run);",
+        "&& (is_worth_it(build, run) || true);",
         WAITING,
     ),
     Mutant(

@@ -33,7 +33,7 @@ def errors(folder: Path, old: str, new: str) -> str:
 
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="there is no C compiler")
 def test_a_row_says_what_its_op_weighs(tmp_path: Path) -> None:
-    row = 'BOTH   (abs,                 "input",        CHEAP, same, '
+    row = 'BOTH   (abs,              "input",                       CHEAP, same, '
     assert errors(tmp_path / "as it is", row, row) == ""
     assert "WEIGHT_same" in errors(tmp_path / "left out", row, row.replace("CHEAP, ", ""))
     assert "WEIGHT_DENSE" in errors(tmp_path / "unknown", row, row.replace("CHEAP", "DENSE"))

@@ -20,9 +20,6 @@ enum {
     KL_N_OPS
 };
 
-/* Effects: the arguments that the op writes. */
-enum { EFFECTS_NONE = 0, EFFECTS_ARG0 = 1, EFFECTS_STATS = 3 << 3 /* words 3 and 4 */ };
-
 enum { WEIGHT_CHEAP = false, WEIGHT_HEAVY = true };
 
 /* Optional cells. HOLDS takes fields of KlHeld, BACK is the most frequent case. */
@@ -36,6 +33,7 @@ enum { WEIGHT_CHEAP = false, WEIGHT_HEAVY = true };
 #define DRAWS(what_) .draws = #what_
 #define GATHERS(how_, word_) .gathers = #how_, .gathered = word_
 #define TIE(to_) .tie = KL_TIE_##to_
+#define WRITES_STATS .effects = 3 << 3
 
 /* The cells `saves` that list arguments and outputs which torch saves for backward (derivatives.yaml). The other cells
  * are functions. `for_grad`: saved only if the gradient that needs it is required. */
@@ -151,21 +149,18 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8, W4 = 16 };
 #pragma GCC visibility pop
 
 /* The optional cells come last, as fields of KlRow. */
-#define CELLS(weight_cell, shape_cell, dtype_cell, place_cell, saves_cell, effects_cell, ...)      \
+#define CELLS(weight_cell, shape_cell, dtype_cell, place_cell, saves_cell, ...)                    \
     .is_heavy = WEIGHT_##weight_cell, .shape = shape_##shape_cell, .dtype = dtype_##dtype_cell,    \
-    .place = place_##place_cell, .saves = saves_##saves_cell, .effects = EFFECTS_##effects_cell,   \
-    __VA_ARGS__
-#define CELLS_WRITTEN(weight_cell, shape_cell, dtype_cell, place_cell, saves_cell, effects_cell,   \
-                      ...)                                                                         \
-    CELLS(weight_cell, shape_cell, dtype_cell, place_cell, saves_cell, ARG0, __VA_ARGS__)
-#define ROW(name_, call_, kind_, cells_, ...)                                                      \
-    {.name = name_, .call = call_, .kind = KL_ROW_##kind_, cells_(__VA_ARGS__, )},
+    .place = place_##place_cell, .saves = saves_##saves_cell, __VA_ARGS__
+#define ROW(name_, call_, kind_, ...)                                                              \
+    {.name = name_, .call = call_, .kind = KL_ROW_##kind_, CELLS(__VA_ARGS__, )},
 
-#define OP(name_, call_, ...) ROW(#name_, call_, OP, CELLS, __VA_ARGS__)
+#define OP(name_, call_, ...) ROW(#name_, call_, OP, __VA_ARGS__)
 #define BOTH(name_, call_, ...)                                                                    \
-    OP(name_, call_, __VA_ARGS__) ROW(#name_ "_", call_, INPLACE, CELLS_WRITTEN, __VA_ARGS__)
-#define VIEW(name_, call_, ...) ROW(#name_, call_, VIEW, CELLS, __VA_ARGS__)
-#define INPLACE(name_, call_, ...) ROW(#name_, call_, INPLACE, CELLS, __VA_ARGS__)
+    OP(name_, call_, __VA_ARGS__) WRITTEN(#name_ "_", call_, __VA_ARGS__)
+#define VIEW(name_, call_, ...) ROW(#name_, call_, VIEW, __VA_ARGS__)
+#define INPLACE(name_, call_, ...) WRITTEN(#name_, call_, __VA_ARGS__)
+#define WRITTEN(name_, call_, ...) ROW(name_, call_, INPLACE, __VA_ARGS__, .effects = 1)
 #define ALIAS(alias_, name_)
 #define ALIASES(alias_, name_)
 
