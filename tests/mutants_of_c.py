@@ -16,8 +16,8 @@ MUTANTS = [
     Mutant(
         "place: a cumulative sum goes by rows",
         "koila_c/core/ops_move.def",
-        "cumulate(1), to_sum,      scan,                   nothing, ",
-        "cumulate(1), to_sum,      rowwise,                   nothing, ",
+        "cumulate(1), to_sum,      scan,  nothing,",
+        "cumulate(1), to_sum,      rowwise,  nothing,",
         "tests/test_ops.py tests/test_infer.py -k cumsum",
     ),
     Mutant(

@@ -44,20 +44,31 @@ judge_padding(const KlCall *call)
     return is_listed ? KL_CAST_FLOAT : KL_CAST_NONE;
 }
 
-static bool
-is_all_float32(const KlCall *call)
+/* The dtypes of a call's inputs that matter for autocast; `has_other`: a float besides float32 and the lower dtype. */
+typedef struct {
+    bool has_float32, has_lower, has_other, has_float64;
+} Dtypes;
+
+static Dtypes
+find_dtypes(const KlAutocast *autocast, const KlCall *call)
 {
+    Dtypes dtypes = {0};
     for (uint32_t i = 0; i < call->n_inputs; i++) {
-        if (is_eligible(call->inputs[i]) && call->inputs[i]->dtype != KL_DTYPE_FLOAT32) {
-            return false;
-        }
+        const KlMeta *input = call->inputs[i];
+        bool is_float32 = input != NULL && input->dtype == KL_DTYPE_FLOAT32;
+        bool is_lower = input != NULL && input->dtype == autocast->lower;
+        dtypes.has_float32 |= is_float32;
+        dtypes.has_lower |= is_eligible(input) && !is_float32 && is_lower;
+        dtypes.has_other |= is_eligible(input) && !is_float32 && !is_lower;
+        dtypes.has_float64 |= input != NULL && input->dtype == KL_DTYPE_FLOAT64;
     }
-    return true;
+    return dtypes;
 }
 
 static KlCast
-judge(const KlAutocast *autocast, const KlCall *call)
+judge(const KlAutocast *autocast, const KlCall *call, Dtypes dtypes)
 {
+    bool is_all_float32 = !dtypes.has_lower && !dtypes.has_other;
     bool is_inplace = call->row->kind == KL_ROW_INPLACE; /* torch casts none of these */
     KlCast cast = is_inplace ? KL_CAST_NONE : call->row->cast[autocast->is_cuda];
     switch (cast) {
@@ -70,55 +81,28 @@ judge(const KlAutocast *autocast, const KlCall *call)
     case KL_CAST_PADDING:
         return judge_padding(call);
     case KL_CAST_LAYER:
-        return is_all_float32(call) ? KL_CAST_LOWER : KL_CAST_UNKNOWN;
+        return is_all_float32 ? KL_CAST_LOWER : KL_CAST_UNKNOWN;
     case KL_CAST_CELL:
-        return is_all_float32(call) ? KL_CAST_NONE : KL_CAST_UNKNOWN;
+        return is_all_float32 ? KL_CAST_NONE : KL_CAST_UNKNOWN;
     default:
         return cast;
     }
-}
-
-/* Find the widest dtype: float32 if any input has it, else the lower dtype; false: an input has another one. */
-static bool
-find_widest(const KlAutocast *autocast, const KlCall *call, KlDtype *widest)
-{
-    *widest = autocast->lower;
-    for (uint32_t i = 0; i < call->n_inputs; i++) {
-        const KlMeta *input = call->inputs[i];
-        if (input == NULL || (!is_eligible(input) && input->dtype != KL_DTYPE_FLOAT64)) {
-            continue;
-        }
-        if (input->dtype == KL_DTYPE_FLOAT32) {
-            *widest = KL_DTYPE_FLOAT32;
-        } else if (input->dtype != autocast->lower) {
-            return false;
-        }
-    }
-    return true;
-}
-
-/* Whether autocast may cast any input; if not, it does nothing. */
-static bool
-is_any_eligible(const KlCall *call)
-{
-    bool is_found = false;
-    for (uint32_t i = 0; i < call->n_inputs && !is_found; i++) {
-        is_found = is_eligible(call->inputs[i]);
-    }
-    return is_found;
 }
 
 KlStatus
 kl_autocast_inputs(const KlAutocast *autocast, const KlCall *call, KlMeta *cast,
                    const KlMeta **seen)
 {
-    KlCast how = is_any_eligible(call) ? judge(autocast, call) : KL_CAST_NONE;
-    KlDtype to = autocast->lower;
+    const Dtypes dtypes = find_dtypes(autocast, call);
+    bool is_any = dtypes.has_float32 || dtypes.has_lower || dtypes.has_other;
+    KlCast how = is_any ? judge(autocast, call, dtypes) : KL_CAST_NONE;
+    bool is_widest = how == KL_CAST_WIDEST;
     if (how == KL_CAST_ERROR || how == KL_CAST_UNKNOWN ||
-        (how == KL_CAST_WIDEST && !find_widest(autocast, call, &to))) {
+        (is_widest && (dtypes.has_other || dtypes.has_float64))) {
         return KL_DECLINED;
     }
-    to = how == KL_CAST_FLOAT ? KL_DTYPE_FLOAT32 : to;
+    bool is_wide = how == KL_CAST_FLOAT || (is_widest && dtypes.has_float32);
+    KlDtype to = is_wide ? KL_DTYPE_FLOAT32 : autocast->lower;
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         const KlMeta *input = call->inputs[i];
         seen[i] = input;

@@ -39,16 +39,10 @@ find_device(const KlCall *call, KlInferred *result)
 static KlStatus
 prepare(const KlCall *call, KlInferred *result)
 {
-    KlStatus status = KL_OK;
-    void *places = result->split.places;
-    if (result->n_outs_max < KL_OUTS_FEW) {
-        status = kl_ops_reserve_outs(result, KL_OUTS_FEW);
-    }
-    if (status == KL_OK) {
-        status = kl_alloc_reserve(&places, &result->n_places_max, call->n_inputs, sizeof(KlPlace));
-    }
-    if (status != KL_OK) {
-        return status;
+    if (KL_RESERVE(result, outs, KL_OUTS_FEW) != KL_OK ||
+        kl_alloc_reserve((void **)&result->split.places, &result->n_places_max, call->n_inputs,
+                         sizeof(KlPlace)) != KL_OK) {
+        return KL_ERROR_MEMORY;
     }
     *result = (KlInferred){
         .outs = result->outs,
@@ -56,7 +50,7 @@ prepare(const KlCall *call, KlInferred *result)
         .n_places_max = result->n_places_max,
         .is_random = call->row->draws != NULL,
         .effects = call->row->effects,
-        .split = {.mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = places},
+        .split = {.mode = KL_MODE_ONCE, .axis = KL_ID_NONE, .places = result->split.places},
         .breaks = KL_ID_NONE,
     };
     for (uint32_t i = 0; i < call->n_inputs; i++) {

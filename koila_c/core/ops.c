@@ -101,22 +101,13 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8, W4 = 16 };
 #define shape_unsafe_chunk shape_chunk, .is_untracked = true
 #define shape_unsafe_split shape_split, .is_untracked = true
 #define shape_upsample(n_) shape_upsample, .n_spatial = n_
+#define dtype_all_same(kinds_) dtype_all_same, .kinds = KL_KINDS_##kinds_
 #define dtype_all_float dtype_all_same, .kinds = KL_KINDS_FLOAT | KL_KINDS_COMPLEX
-#define dtype_compare_ordered dtype_compare, .kinds = KL_KINDS_ORDERED
-#define dtype_like_float dtype_like, .kinds = KL_KINDS_FLOAT
-#define dtype_like_real dtype_like, .kinds = KL_KINDS_ORDERED
-#define dtype_promote_bits dtype_promote, .kinds = KL_KINDS_BITS
-#define dtype_promote_number dtype_promote, .kinds = KL_KINDS_REAL
-#define dtype_promote_ordered dtype_promote, .kinds = KL_KINDS_ORDERED
-#define dtype_promote_shift dtype_promote, .kinds = KL_KINDS_INT
-#define dtype_same_bits dtype_same, .kinds = KL_KINDS_BITS
-#define dtype_same_float dtype_same, .kinds = KL_KINDS_FLOAT
-#define dtype_same_number dtype_same, .kinds = KL_KINDS_NUMBER
-#define dtype_same_ordered dtype_same, .kinds = KL_KINDS_ORDERED
-#define dtype_same_real dtype_same, .kinds = KL_KINDS_REAL
-#define dtype_to_float_real dtype_to_float, .kinds = KL_KINDS_ORDERED
-#define dtype_uniform dtype_all_same, .kinds = KL_KINDS_NUMBER
-#define dtype_uniform_float dtype_all_same, .kinds = KL_KINDS_FLOAT
+#define dtype_compare(kinds_) dtype_compare, .kinds = KL_KINDS_##kinds_
+#define dtype_like(kinds_) dtype_like, .kinds = KL_KINDS_##kinds_
+#define dtype_promote(kinds_) dtype_promote, .kinds = KL_KINDS_##kinds_
+#define dtype_same(kinds_) dtype_same, .kinds = KL_KINDS_##kinds_
+#define dtype_to_float(kinds_) dtype_to_float, .kinds = KL_KINDS_##kinds_
 #define dtype_with_indices dtype_with_indices, .kinds = KL_KINDS_FLOAT
 #define dtype_cast(to_) dtype_cast, .dtype_to = KL_DTYPE_##to_
 #define place_batch_norm place_batch_norm, .is_batch_norm = true
@@ -250,12 +241,9 @@ kl_ops_alias(uint32_t n, const char **alias, const KlRow **row)
 KlStatus
 kl_ops_reserve_outs(KlInferred *result, uint32_t n)
 {
-    void *outs = result->outs;
-    KlStatus status = kl_alloc_reserve(&outs, &result->n_outs_max, n, sizeof(KlMeta));
-    if (status != KL_OK) {
-        return status;
+    KlStatus status = KL_RESERVE(result, outs, n);
+    if (status == KL_OK) {
+        (void)kl_rules_outs(result, n);
     }
-    result->outs = outs;
-    (void)kl_rules_outs(result, n);
-    return KL_OK;
+    return status;
 }

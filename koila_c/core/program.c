@@ -351,6 +351,15 @@ note_deaths(Build *build, const KlRun *run)
     }
 }
 
+/* Note that this run makes the results of a node, unless they are leaves: those have their numbers already. */
+static void
+note_made(Build *build, const KlNode *node)
+{
+    for (KlValueId out = node->first_out; out < node->first_out + node->n_outs; out++) {
+        build->made_in[out] = build->program->stages.is_leaf[out] ? 0 : serial_of(build);
+    }
+}
+
 /* Complete a run whose nodes are listed: find its imports, exports and deaths, and append it to the program. */
 static void
 finish_run(Build *build, KlRun *run)
@@ -376,10 +385,7 @@ finish_run(Build *build, KlRun *run)
         }
     }
     for (uint32_t i = 0; i < run->combined.n; i++) {
-        const KlNode *node = &tape->nodes[program->combined.ids[run->combined.first + i]];
-        for (KlValueId out = node->first_out; out < node->first_out + node->n_outs; out++) {
-            build->made_in[out] = program->stages.is_leaf[out] ? 0 : serial;
-        }
+        note_made(build, &tape->nodes[program->combined.ids[run->combined.first + i]]);
     }
     for (uint32_t i = 0; i < run->nodes.n; i++) {
         KlNodeId id = program->nodes.ids[run->nodes.first + i];
@@ -798,7 +804,7 @@ done:
 /* -- a part of a barrier -------------------------------------------------------------------------------- */
 
 static void
-add_differentiated(Build *build, KlNodeId id, bool *is_inside)
+add_differentiated(Build *build, KlNodeId id)
 {
     KlProgram *program = build->program;
     const KlNode *node = &build->tape->nodes[id];
@@ -808,27 +814,7 @@ add_differentiated(Build *build, KlNodeId id, bool *is_inside)
     push(build, &program->nodes, id);
     push(build, &program->parts, 0);
     push(build, &program->drops, (uint32_t)program->dropped.n);
-    for (uint32_t k = 0; k < node->n_outs; k++) {
-        is_inside[node->first_out + k] = !program->stages.is_leaf[node->first_out + k];
-    }
-}
-
-/* List what the part reads from outside, each import once. */
-static void
-add_imports(Build *build, const KlRun *part, const bool *is_inside, bool *is_given)
-{
-    KlProgram *program = build->program;
-    for (uint32_t i = 0; i < part->nodes.n; i++) {
-        const KlNode *node = &build->tape->nodes[program->nodes.ids[part->nodes.first + i]];
-        for (uint32_t k = 0; k < node->n_inputs; k++) {
-            KlValueId value = build->tape->inputs[node->first_input + k].value;
-            uint32_t import = program->stages.import_of[node->first_input + k];
-            if (value != KL_ID_NONE && !is_inside[value] && !is_given[import]) {
-                is_given[import] = true;
-                push(build, &program->imports, import);
-            }
-        }
-    }
+    note_made(build, node);
 }
 
 KlStatus
@@ -840,8 +826,9 @@ kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t ru
     Build build = {.tape = tape, .program = program};
     KlRun part = run_at(program, barrier.stage, barrier.axis);
     part.shadows.first = (uint32_t)program->shadows.n;
-    bool *is_inside = kl_alloc_scratch(&build.scratch, tape->n_values, sizeof(bool));
-    bool *is_given = kl_alloc_scratch(&build.scratch, program->stages.n_imports, sizeof(bool));
+    build.made_in = kl_alloc_scratch(&build.scratch, tape->n_values, sizeof(uint32_t));
+    build.last_use = kl_alloc_scratch(&build.scratch, tape->n_values, sizeof(uint32_t));
+    build.given_in = kl_alloc_scratch(&build.scratch, program->stages.n_imports, sizeof(uint32_t));
     if (build.scratch.is_short) {
         build.status = KL_ERROR_MEMORY;
         goto done;
@@ -851,7 +838,7 @@ kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t ru
         KlNodeId id = program->combined.ids[barrier.combined.first + i];
         const KlNode *node = &tape->nodes[id];
         for (uint32_t k = 0; is_made[node->first_out] && k < node->n_outs; k++) {
-            is_inside[node->first_out + k] = true;
+            build.made_in[node->first_out + k] = serial_of(&build);
         }
         if (is_made[node->first_out]) {
             push(&build, &program->combined, id);
@@ -859,18 +846,19 @@ kl_program_add_gradient_part(const KlTape *tape, KlProgram *program, uint32_t ru
     }
     part.combined = kl_program_since(&program->combined, part.combined.first);
     for (uint32_t i = 0; i < barrier.nodes.n; i++) {
-        KlNodeId id = program->nodes.ids[barrier.nodes.first + i];
-        add_differentiated(&build, id, is_inside);
+        add_differentiated(&build, program->nodes.ids[barrier.nodes.first + i]);
     }
     part.nodes = kl_program_since(&program->nodes, part.nodes.first);
     for (uint32_t i = 0; i < barrier.exports.n; i++) {
         KlValueId value = kl_program_export(program, &barrier, i);
-        if (is_inside[value]) {
+        if (build.made_in[value] == serial_of(&build)) {
             push(&build, &program->exports, value);
         }
     }
     part.exports = kl_program_since(&program->exports, before.exports.n);
-    add_imports(&build, &part, is_inside, is_given);
+    for (uint32_t i = 0; i < part.nodes.n; i++) {
+        note_reads(&build, &part, program->nodes.ids[part.nodes.first + i], i);
+    }
     part.imports = kl_program_since(&program->imports, before.imports.n);
     if (build.status == KL_OK) {
         *added = (uint32_t)program->n_runs;

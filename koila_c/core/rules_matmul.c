@@ -13,12 +13,6 @@ expect_dims(const KlCall *call, uint32_t arg, int32_t n_dims)
     return meta;
 }
 
-static void
-expect_size(const KlCall *call, int64_t left, int64_t right)
-{
-    kl_rules_check(call, left == right);
-}
-
 /* Read the equation of a product, as "rs,sc->rc", and check the dims of its two operands: equal letters have one size.
  * `terms` gets the letters of the operands and of the result, whose shape is `out`. */
 static void
@@ -39,7 +33,7 @@ read_product(const KlCall *call, KlLabels *terms, KlMeta *out)
         const KlMeta *operand = expect_dims(call, call->row->has_addend + i, n_dims[i]);
         for (int32_t dim = 0; dim < operand->n_dims; dim++) {
             int64_t *size = &sizes[terms[i].of[dim]], own = operand->shape[dim];
-            expect_size(call, *size < 0 ? own : *size, own);
+            kl_rules_check(call, *size < 0 || *size == own);
             *size = own;
         }
     }
@@ -112,9 +106,9 @@ KL_SHAPE(linear)
 {
     const KlMeta *input = kl_rules_tensor(call, 0, 1, KL_DIMS_MAX);
     const KlMeta *weight = kl_rules_tensor(call, 1, 2, 2), *bias = kl_rules_optional(call, 2, 1, 1);
-    expect_size(call, input->shape[input->n_dims - 1], weight->shape[1]);
+    kl_rules_check(call, input->shape[input->n_dims - 1] == weight->shape[1]);
     if (bias != NULL && bias->shape[0] != 1) {
-        expect_size(call, bias->shape[0], weight->shape[0]);
+        kl_rules_check(call, bias->shape[0] == weight->shape[0]);
     }
     KlMeta out = *input;
     out.shape[input->n_dims - 1] = weight->shape[0];
@@ -129,10 +123,10 @@ KL_SHAPE(bilinear)
     kl_rules_require(call, bias == NULL || bias->shape[0] == weight->shape[0]);
     int32_t last = left->n_dims - 1;
     for (int32_t dim = 0; dim < last; dim++) {
-        expect_size(call, left->shape[dim], right->shape[dim]);
+        kl_rules_check(call, left->shape[dim] == right->shape[dim]);
     }
-    expect_size(call, left->shape[last], weight->shape[1]);
-    expect_size(call, right->shape[last], weight->shape[2]);
+    kl_rules_check(call, left->shape[last] == weight->shape[1]);
+    kl_rules_check(call, right->shape[last] == weight->shape[2]);
     KlMeta out = *left;
     out.shape[last] = weight->shape[0];
     return kl_rules_out_plain(call, result, &out);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_pool.c - pooling by windows and to a given size. Each channel is pooled on its own, so rows may be in any
- * dim that is not spatial. */
+/* rules_pool.c - pooling by windows and to a given size, and patches as columns (im2col, col2im). Each channel is pooled
+ * on its own, so rows may be in any dim that is not spatial. */
 #include "rules.h"
 
 enum { SPATIAL_MAX = 3 };
@@ -16,6 +16,17 @@ typedef struct {
     bool is_ceil;
 } Pool;
 
+static bool
+are_windows(const Pool *pool)
+{
+    bool is_legal = true;
+    for (int32_t i = 0; i < pool->n; i++) {
+        is_legal &= pool->kernel[i] > 0 && pool->stride[i] > 0 && pool->dilation[i] > 0 &&
+                    pool->padding[i] >= 0;
+    }
+    return is_legal;
+}
+
 /* Read the windows. Return whether they are legal. */
 static bool
 read_pool(const KlCall *call, Pool *pool)
@@ -28,12 +39,23 @@ read_pool(const KlCall *call, Pool *pool)
     kl_rules_spatial(call, 3, n, zeros, pool->padding);
     kl_rules_spatial(call, pool->has_dilation ? 4 : KL_ID_NONE, n, ones, pool->dilation);
     pool->is_ceil = kl_rules_bool(call, pool->has_dilation ? 5 : 4, false);
-    bool is_legal = true;
+    bool is_legal = are_windows(pool);
     for (int32_t i = 0; i < n; i++) {
-        is_legal &= pool->kernel[i] > 0 && pool->stride[i] > 0 && pool->dilation[i] > 0 &&
-                    pool->padding[i] >= 0 && pool->padding[i] <= pool->kernel[i] / 2;
+        is_legal &= pool->padding[i] <= pool->kernel[i] / 2;
     }
     return is_legal;
+}
+
+/* Likewise of patches of two dims: kernel_size, dilation, padding, stride, from args[arg] on. */
+static bool
+read_patches(const KlCall *call, uint32_t arg, Pool *pool)
+{
+    int64_t *parts[] = {pool->kernel, pool->dilation, pool->padding, pool->stride};
+    *pool = (Pool){.n = 2};
+    for (uint32_t i = 0; i < 4; i++) {
+        kl_rules_spatial_each(call, arg + i, 2, parts[i]);
+    }
+    return are_windows(pool);
 }
 
 static int64_t
@@ -140,4 +162,52 @@ KL_SAVES(adaptive_avg_pool)
             kl_rules_save(call, saves, 0);
         }
     }
+}
+
+/* --- patches ---------------------------------------------------------------------------------- */
+
+/* Return the number of patches that fit into (height, width). */
+static int64_t
+count_windows(const Pool *window, const int64_t *size)
+{
+    return size_out(window, 0, size[0]) * size_out(window, 1, size[1]);
+}
+
+/* (n, c, h, w) -> (n, c * kernel, windows), or both without n */
+KL_SHAPE(im2col)
+{
+    const KlMeta *input = kl_rules_tensor(call, 0, 3, 4);
+    Pool window;
+    if (!read_patches(call, 1, &window) || kl_meta_n_elements(input) == 0) {
+        return KL_DECLINED;
+    }
+    int32_t channel = input->n_dims - 3;
+    KlMeta out = *input;
+    out.n_dims = input->n_dims - 1;
+    out.shape[channel] *= window.kernel[0] * window.kernel[1];
+    out.shape[channel + 1] = count_windows(&window, &input->shape[channel + 1]);
+    kl_rules_check(call, out.shape[channel + 1] > 0);
+    return kl_rules_out_plain(call, result, &out);
+}
+
+/* (n, c * kernel, windows) -> (n, c, h, w), or both without n */
+KL_SHAPE(col2im)
+{
+    const KlMeta *input = kl_rules_tensor(call, 0, 2, 3);
+    Pool window;
+    int64_t size[2] = {0};
+    kl_rules_spatial_each(call, 1, 2, size);
+    if (!read_patches(call, 2, &window) || kl_meta_n_elements(input) == 0) {
+        return KL_DECLINED;
+    }
+    int32_t channel = input->n_dims - 2;
+    int64_t kernel = window.kernel[0] * window.kernel[1];
+    kl_rules_check(call, input->shape[channel] % kernel == 0 &&
+                             input->shape[channel + 1] == count_windows(&window, size));
+    KlMeta out = *input;
+    out.n_dims = input->n_dims + 1;
+    out.shape[channel] /= kernel;
+    out.shape[channel + 1] = size[0];
+    out.shape[channel + 2] = size[1];
+    return kl_rules_out_plain(call, result, &out);
 }

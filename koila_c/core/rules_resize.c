@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_resize.c - ops that move or interpolate pixels: upsampling, padding, shuffles, patches, grids. */
+/* rules_resize.c - ops that move or interpolate pixels: upsampling, padding, shuffles, sampling by a grid. */
 #include "rules.h"
 
 #include <string.h>
@@ -213,4 +213,64 @@ KL_PLACE(channel_shuffle)
     KlLabels labels = kl_rules_letters(call->inputs[0]->n_dims);
     labels.of[1] = 0;
     return kl_rules_wire_alike(call, result, labels, "the samples are shuffled");
+}
+
+/* --- grids ------------------------------------------------------------------------------------ */
+
+/* input (n, c, [d,] h, w), grid (n, [d',] h', w', 2 or 3) -> (n, c, [d',] h', w') */
+KL_SHAPE(grid_sampler)
+{
+    const KlMeta *input = kl_rules_tensor(call, 0, 4, 5), *grid = kl_rules_tensor(call, 1, 4, 5);
+    enum { BICUBIC = 2 };
+    const bool is_bicubic = kl_rules_int(call, 2, 0) == BICUBIC;
+    int32_t last = grid->n_dims - 1;
+    kl_rules_require(call, input->n_dims == grid->n_dims && kl_meta_n_elements(input) > 0 &&
+                               !(is_bicubic && input->n_dims == 5));
+    kl_rules_check(call, input->shape[0] == grid->shape[0] && grid->shape[last] == last - 1);
+    KlMeta out = *input;
+    for (int32_t dim = 2; dim <= last; dim++) {
+        out.shape[dim] = grid->shape[dim - 1];
+    }
+    return kl_rules_out_plain(call, result, &out);
+}
+
+KL_PLACE(grid_sampler)
+{
+    const KlWiring wiring = {.inputs = {{{1}}, {{1}}},
+                             .outs = {{{1}}},
+                             .reason = "the batch is in channels or positions"};
+    return kl_rules_wire(call, result, &wiring);
+}
+
+/* theta (n, 2, 3) and size (n, c, h, w) -> (n, h, w, 2); with depth (n, 3, 4) -> (n, d, h, w, 3) */
+KL_SHAPE(affine_grid)
+{
+    const KlMeta *theta = kl_rules_tensor(call, 0, 0, KL_DIMS_MAX);
+    uint32_t n = 0;
+    const int64_t *size = kl_rules_ints(call, 1, &n);
+    if (n != 4 && n != 5) {
+        return KL_DECLINED;
+    }
+    int64_t n_spatial = (int64_t)n - 2;
+    kl_rules_check(call, theta->n_dims == 3 && theta->shape[0] == size[0] &&
+                             theta->shape[1] == n_spatial && theta->shape[2] == n_spatial + 1);
+    KlMeta out = {.n_dims = (int32_t)n, .shape = {size[0]}};
+    for (uint32_t i = 2; i < n; i++) {
+        kl_rules_require(call, size[i] >= 1);
+        out.shape[i - 1] = size[i];
+    }
+    out.shape[n - 1] = n_spatial;
+    return kl_rules_out_contiguous(result, &out);
+}
+
+KL_PLACE(affine_grid)
+{
+    KlStatus status =
+        kl_rules_wire_alike(call, result, kl_rules_letters(1), "the batch is in theta");
+    const KlPlace *place = &result->outs[0].place;
+    if (status == KL_OK && result->split.mode == KL_MODE_ROWS &&
+        !kl_rules_rewrite(result, 1, 0, 0, place->outer * place->inner)) {
+        return KL_DECLINED;
+    }
+    return status;
 }

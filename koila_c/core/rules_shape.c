@@ -116,22 +116,29 @@ kl_rules_fits(const KlMeta *meta, const KlMeta *to)
 
 /* As TensorIterator lays out the result. Return KL_OK. */
 static KlStatus
-iterate_all(const KlCall *call, KlInferred *result, bool has_number)
+iterate_all(const KlCall *call, KlInferred *result, bool is_mixed)
 {
     KlMeta *out = kl_rules_outs(result, 1);
     kl_rules_broadcast_all(call, out);
-    kl_rules_iterate(out, call->inputs, call->n_inputs, has_number);
+    kl_rules_iterate(out, call->inputs, call->n_inputs, is_mixed);
     return KL_OK;
 }
 
-/* Numbers count as 0-dim tensors, so TensorIterator does not use its fast path. */
+/* Whether one of the first `n` words is a number. It counts as a 0-dim tensor, so TensorIterator does not use its fast
+ * path. */
+static bool
+has_number(const KlCall *call, uint32_t n)
+{
+    bool is_found = false;
+    for (uint32_t i = 0; i < n && i < call->n_args; i++) {
+        is_found = is_found || kl_rules_is_number(&call->args[i]);
+    }
+    return is_found;
+}
+
 KL_SHAPE(broadcast)
 {
-    bool has_number = false;
-    for (uint32_t i = 0; i < 2 && i < call->n_args; i++) {
-        has_number = has_number || kl_rules_is_number(&call->args[i]);
-    }
-    return iterate_all(call, result, has_number);
+    return iterate_all(call, result, has_number(call, 2));
 }
 
 KL_SHAPE(tensor_pair)
@@ -165,11 +172,7 @@ KL_SHAPE(swapped)
     for (uint32_t i = 0; i < call->n_inputs; i++) {
         operands[i] = call->inputs[i < 2 && call->n_inputs > 1 ? 1 - i : i];
     }
-    bool has_number = false;
-    for (uint32_t i = 0; i < 3 && i < call->n_args; i++) {
-        has_number = has_number || kl_rules_is_number(&call->args[i]);
-    }
-    kl_rules_iterate(out, operands, call->n_inputs, has_number);
+    kl_rules_iterate(out, operands, call->n_inputs, has_number(call, 3));
     return KL_OK;
 }
 
@@ -177,8 +180,7 @@ KL_SHAPE(where)
 {
     /* where(condition) is nonzero */
     kl_rules_require(call, kl_rules_is_given(call, 1) && kl_rules_is_given(call, 2));
-    bool has_number = kl_rules_is_number(&call->args[1]) || kl_rules_is_number(&call->args[2]);
-    return iterate_all(call, result, has_number);
+    return iterate_all(call, result, has_number(call, 3));
 }
 
 static bool

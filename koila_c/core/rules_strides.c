@@ -12,6 +12,9 @@ typedef struct {
 
 enum { OPERANDS_MAX = 16 };
 
+/* The dims of channels last, the fastest first. */
+static const int32_t NHWC[] = {1, 3, 2, 0}, NDHWC[] = {1, 4, 3, 2, 0};
+
 bool
 kl_rules_are_alike(const KlMeta *left, const KlMeta *right, int32_t n_dims)
 {
@@ -47,12 +50,11 @@ kl_rules_is_dense(const KlMeta *meta)
 bool
 kl_rules_is_channels_last(const KlMeta *meta)
 {
-    static const int32_t order[] = {1, 3, 2, 0};
     int64_t stride = 1;
     bool is_last = meta->n_dims == 4 && meta->is_strided;
     for (int i = 0; i < 4 && is_last; i++) {
-        is_last = meta->shape[order[i]] == 1 || meta->strides[order[i]] == stride;
-        stride *= meta->shape[order[i]];
+        is_last = meta->shape[NHWC[i]] == 1 || meta->strides[NHWC[i]] == stride;
+        stride *= meta->shape[NHWC[i]];
     }
     return is_last;
 }
@@ -72,8 +74,7 @@ set_dense(KlMeta *meta, const int32_t *order)
 void
 kl_rules_set_channels_last(KlMeta *meta)
 {
-    static const int32_t order[] = {1, 3, 2, 0};
-    set_dense(meta, order);
+    set_dense(meta, NHWC);
 }
 
 /* TensorIterator::fast_set_up: all operands have one shape and one layout. */
@@ -257,15 +258,13 @@ kl_rules_view_strides(const KlMeta *meta, KlMeta *out)
 bool
 kl_rules_is_like_channels_last(const KlMeta *meta)
 {
-    static const int32_t order4[] = {1, 3, 2, 0};
-    static const int32_t order5[] = {1, 4, 3, 2, 0};
     if ((meta->n_dims != 4 && meta->n_dims != 5) || (meta->is_strided && meta->strides[1] == 0)) {
         return false;
     }
     if (!meta->is_strided) {
         return true; /* not known to be another way */
     }
-    const int32_t *order = meta->n_dims == 4 ? order4 : order5;
+    const int32_t *order = meta->n_dims == 4 ? NHWC : NDHWC;
     int64_t least = 0;
     for (int32_t i = 0; i < meta->n_dims; i++) {
         int32_t dim = order[i];

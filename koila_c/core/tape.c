@@ -444,11 +444,8 @@ reads_failed(const KlTape *tape, const KlNode *node)
 void
 kl_tape_set_failed(KlTape *tape, KlNodeId id)
 {
-    tape->nodes[id].is_failed = true;
-    tape->nodes[id].failed_by = id;
-    kl_tape_set_done(tape, id);
-    for (size_t i = id + 1; i < tape->n_nodes; i++) {
-        if (!tape->nodes[i].is_done && reads_failed(tape, &tape->nodes[i])) {
+    for (size_t i = id; i < tape->n_nodes; i++) {
+        if (i == id || (!tape->nodes[i].is_done && reads_failed(tape, &tape->nodes[i]))) {
             tape->nodes[i].is_failed = true;
             tape->nodes[i].failed_by = id;
             kl_tape_set_done(tape, (KlNodeId)i);
