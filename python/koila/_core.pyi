@@ -162,6 +162,7 @@ class _Saves(TypedDict):
 @type_check_only
 class _Inferred(TypedDict):
     status: str
+    text: NotRequired[str]  # why no rule is asked
     # All that follows is there only if the status is "OK"
     mode: NotRequired[str]
     reason: NotRequired[str | None]
