@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import koila
 from koila import _core
 from koila.staged import cache, program
+from koila.staged.schedule import Strategy
 
 Step = Callable[[nn.Module, Tensor, Tensor], object]
 N_ROWS = 12
@@ -45,13 +46,13 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[cache.ProgramCache]]:
         finally:
             is_compared = False
 
-    def note(self: cache.ProgramCache, printed: Any) -> None:
+    def note(self: cache.ProgramCache, *args: Any) -> None:
         if not is_compared:
             found.append(self)
-        begin(self, printed)
+        begin(self, *args)
 
-    def compared(handle: object) -> cache.ProgramCache:
-        one = of(handle)
+    def compared(handle: object, *args: Any) -> cache.ProgramCache:
+        one = of(handle, *args)
         assert told(one, handle) == told(asked_anew(handle), handle)
         return one
 
@@ -163,6 +164,22 @@ def test_what_differs_is_asked_anew(other: Step, made: list[cache.ProgramCache])
             torch.testing.assert_close(one, two, rtol=near, atol=0.1 * near)
         counts.append(len(made))
     assert counts[0] == counts[1] < counts[2] == counts[3] == counts[4]
+
+
+def test_a_program_is_kept_for_each_of_its_cuts(
+    made: list[cache.ProgramCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "_N_KEPT", 4)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Tanh())))
+    for _ in range(2):
+        loss = model(koila.lazy(torch.randn(N_ROWS, 4), batch=0)).square().mean()
+        staged, runs = program.Program([loss]), set()
+        for strategy in (Strategy(), Strategy(2), Strategy(3), Strategy(n_pieces=2)):
+            cut = staged.cut_for(strategy)
+            cut.schedule(True, strategy)
+            runs.add(tuple(tuple(run.nodes) for run in cut.runs))
+        assert len(runs) == len(made) == 4
+        del loss
 
 
 def test_the_oldest_are_dropped(

@@ -56,9 +56,16 @@ items(PyObject *bytes, const KlStages *stages, size_t size)
     return n_bytes > 0 ? PyBytes_AS_STRING(bytes) : NULL;
 }
 
+static PyObject *
+moments_object(const KlMoments *moments)
+{
+    const char *bytes = moments->n > 0 ? (const char *)moments->moments : "";
+    return PyBytes_FromStringAndSize(bytes, (Py_ssize_t)(moments->n * sizeof(KlMoment)));
+}
+
 /* measure(program, policy, (is_cloned, bytes_noise, region_of, outer: arrays of KlOutside as bytes), (bytes of a generator's
  * state, of those kept), peak_of, (steps and turns of KlFacts's chunks, of its pieces; are the bytes of a live run
- * a known whole)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run) */
+ * a known whole)) -> (moments: KlMoment[] as bytes, rows, bytes of a live run, the moments that peaks need) */
 KL_DEFINE_ON(measure, tape, args)
 {
     const KlProgram *program = NULL;
@@ -99,12 +106,12 @@ KL_DEFINE_ON(measure, tape, args)
         kl_measure_step(&tape->core, program, &outside, &policy, &measured) != KL_OK) {
         (void)PyErr_NoMemory();
     }
-    const KlMoments *moments = &measured.moments;
-    const char *bytes = moments->n > 0 ? (const char *)moments->moments : "";
-    result = PyErr_Occurred()
-                 ? NULL
-                 : Py_BuildValue("(y#Ld)", bytes, (Py_ssize_t)(moments->n * sizeof(KlMoment)),
-                                 (long long)measured.rows, measured.whole);
+    if (!PyErr_Occurred()) {
+        PyObject *moments = moments_object(&measured.moments);
+        kl_measure_front(&measured);
+        result = Py_BuildValue("(NLdN)", moments, (long long)measured.rows, measured.whole,
+                               moments_object(&measured.moments));
+    }
 error:
     kl_measure_fini(&measured);
     KL_DROP(graphs, peak);

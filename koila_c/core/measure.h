@@ -43,3 +43,6 @@ double kl_measure_at(const KlMeasured *measured, const KlMoment *moment, int64_t
 
 /* Return the peak with chunks of `rows` rows and store its first moment in `worst`; 0 if there are no moments. */
 double kl_measure_peak(const KlMeasured *measured, int64_t rows, KlMoment *worst);
+
+/* Remove most of the moments that are the worst for no number of rows: the peaks stay the same, and take less time. */
+void kl_measure_front(KlMeasured *measured);

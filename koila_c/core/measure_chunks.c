@@ -40,17 +40,66 @@ kl_measure_at(const KlMeasured *measured, const KlMoment *moment, int64_t rows, 
     return moment->bytes.fixed + moment->bytes.per_row * own + moment->per_chunk * n_chunks;
 }
 
-double
-kl_measure_peak(const KlMeasured *measured, int64_t rows, KlMoment *worst)
+/* Return the index of the first moment with the most bytes, which are stored in `most`. */
+static size_t
+find_worst(const KlMeasured *measured, int64_t rows, double *most)
 {
-    double most = 0, gradients, temporary;
+    size_t worst = 0;
+    double gradients, temporary;
+    *most = 0;
     for (size_t i = 0; i < measured->moments.n; i++) {
         const KlMoment *moment = &measured->moments.moments[i];
         double bytes = kl_measure_at(measured, moment, rows, &gradients, &temporary);
-        if (i == 0 || bytes > most) {
-            most = bytes;
-            *worst = *moment;
+        if (i == 0 || bytes > *most) {
+            *most = bytes;
+            worst = i;
         }
     }
+    return worst;
+}
+
+double
+kl_measure_peak(const KlMeasured *measured, int64_t rows, KlMoment *worst)
+{
+    double most;
+    size_t at = find_worst(measured, rows, &most);
+    if (measured->moments.n > 0) {
+        *worst = measured->moments.moments[at];
+    }
     return most;
+}
+
+/* Whether a moment never has more bytes than another one. A later one must have a byte more, since sums are rounded, and of
+ * equal ones the first is the worst. */
+static bool
+is_below(const KlMoment *moment, const KlMoment *other, bool is_later)
+{
+    double fixed = other->bytes.fixed - moment->bytes.fixed;
+    double per_row = other->bytes.per_row - moment->bytes.per_row;
+    return moment->rows == other->rows && fixed >= 0 && per_row >= 0 &&
+           other->per_chunk >= moment->per_chunk && fixed + per_row >= is_later;
+}
+
+void
+kl_measure_front(KlMeasured *measured)
+{
+    enum { N = 3 };
+    int64_t sizes[N] = {1, (int64_t)sqrt((double)measured->rows), measured->rows};
+    size_t at[N], n = 0;
+    KlMoment worst[N] = {0};
+    for (int k = 0; k < N && measured->moments.n > 0; k++) {
+        double most;
+        at[k] = find_worst(measured, sizes[k], &most);
+        worst[k] = measured->moments.moments[at[k]];
+    }
+    for (size_t i = 0; i < measured->moments.n; i++) {
+        const KlMoment moment = measured->moments.moments[i];
+        bool is_needed = true;
+        for (int k = 0; k < N && is_needed; k++) {
+            is_needed = at[k] == i || !is_below(&moment, &worst[k], at[k] > i);
+        }
+        measured->moments.moments[n] = moment;
+        n += is_needed;
+    }
+    measured->moments.n = n;
 }

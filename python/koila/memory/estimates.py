@@ -42,20 +42,22 @@ class Estimate:
     moments: bytes  # KlMoment[] of measure.h
     rows: int  # of the batch
     whole: float = math.inf  # the peak bytes of a live run of the whole batch
+    front: bytes | None = None  # the moments without most that are no peaks; None: all
     #: For rows of many lengths: returns the moments for chunks of this many rows.
     again: Callable[[int], bytes] | None = None
 
-    def _at(self, rows: int) -> tuple[bytes, int, int]:
-        return (self.moments if self.again is None else self.again(rows)), self.rows, rows
+    def _at(self, rows: int, moments: bytes | None = None) -> tuple[bytes, int, int]:
+        moments = self.again(rows) if self.again is not None else moments or self.moments
+        return moments, self.rows, rows
 
     def peak(self, rows: int) -> tuple[float, int]:
         """Return the peak bytes with chunks of `rows` rows, and the call that needs them."""
-        n_bytes, _, node = _core.peak(*self._at(rows))
+        n_bytes, _, node = _core.peak(*self._at(rows, self.front))
         return n_bytes, node
 
     def fixed(self, rows: int) -> float:
         """Return the part of these peak bytes that does not shrink with the chunks."""
-        return _core.peak(*self._at(rows))[1]
+        return _core.peak(*self._at(rows, self.front))[1]
 
     @functools.cached_property
     def least(self) -> tuple[int, float, int]:
@@ -144,11 +146,11 @@ def estimate(
     arguments = program.handle, policy, of_nodes(program), states, peak_of
     is_known = whole is not None
     with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
-        moments, rows, found = _core.measure(*arguments, (1, 1, 1, 1, is_known))
+        moments, rows, found, front = _core.measure(*arguments, (1, 1, 1, 1, is_known))
     whole = found if whole is None else whole
     lengths = list(_core.notes().get("lengths", {}).values())
     if not lengths or is_live:
-        return Estimate(moments, rows, whole)
+        return Estimate(moments, rows, whole, front)
 
     n_pieces = 1 if strategy.second_size else strategy.n_pieces
 
@@ -157,7 +159,7 @@ def estimate(
         shares = uneven.parts(lengths, rows, of_chunk, n_pieces)
         return _core.measure(*arguments, (*shares, True))[0]
 
-    return Estimate(moments, rows, whole, again)
+    return Estimate(moments, rows, whole, again=again)
 
 
 def bytes_shared(program: Program) -> int:

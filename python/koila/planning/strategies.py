@@ -119,10 +119,10 @@ def _results_of(program: Program, is_graph: bool) -> _Results:
     estimate = estimates.estimate(program, is_graph)
     traits = program.last_body, program.is_tail_linear, program.has_checkpoints, *program.devices
     key = *program.sizes, is_graph, *traits, *hooks.hooked(), estimate.moments, estimate.whole
-    results = _seen.pop(key, None) or _Results(
-        {AS_IT_IS: Option(AS_IT_IS, estimate, program.n_nodes)}
-    )
-    if estimate.again is None and len(estimate.moments) <= _MOST_MOMENTS:
+    is_kept = estimate.again is None and len(estimate.moments) <= _MOST_MOMENTS
+    results = _seen.pop(key, None) if is_kept else None  # hashing many moments takes long
+    results = results or _Results({AS_IT_IS: Option(AS_IT_IS, estimate, program.n_nodes)})
+    if is_kept:
         remember(_seen, key, results, _N_SEEN)  # the newest is the last
     program.measured[is_graph] = results
     return results

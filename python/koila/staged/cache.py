@@ -21,6 +21,8 @@ _N_KEPT = 3
 #: other limits look at others.
 _N_SCHEDULES = 128
 
+_UNCUT = Strategy().cuts
+
 _Key = TypeVar("_Key")
 _T = TypeVar("_T")
 
@@ -40,8 +42,9 @@ class ProgramCache:
     measured, and a large one takes long to describe.
     """
 
-    def __init__(self, printed: tuple[Any, ...]) -> None:
-        self.printed = printed  # what `_core.print_of` returns
+    def __init__(self, printed: tuple[Any, ...], cuts: tuple[int, bool] = _UNCUT) -> None:
+        self.printed = printed  # what `_core.print_of` returned before the program was cut
+        self.cuts = cuts  # `Strategy.cuts`
         self.arrays: list[bytes] = printed[-1]
         self.n_bytes = sum(map(len, filter(None, self.arrays)))
         self._facts: dict[str, Any] = {}  # by name of an attribute of a program
@@ -140,19 +143,22 @@ FACTS: dict[str, Callable[[ProgramCache, object], dict[str, Any]]] = {
 _caches: list[ProgramCache] = []
 
 
-def cache_of(handle: object) -> ProgramCache:
+def cache_of(
+    handle: object, cut_from: ProgramCache | None = None, cuts: tuple[int, bool] = _UNCUT
+) -> ProgramCache:
     """Return what the core tells of the program behind a handle, kept since an earlier step staged
     the same one, or asked for now.
 
     Programs are the same if all is equal that the core stages, cuts and schedules them by: calls,
-    shapes, dtypes, devices, gradients, hooks, what the user holds.
+    shapes, dtypes, devices, gradients, hooks, what the user holds. Of a program that is cut from
+    another one, the print of that and the cuts tell as much.
     """
-    printed = _core.print_of(handle)
+    printed = _core.print_of(handle) if cut_from is None else cut_from.printed
     for cache in _caches:
-        if cache.printed == printed:
+        if cache.cuts == cuts and cache.printed == printed:
             break
     else:
-        cache = ProgramCache(printed)
+        cache = ProgramCache(printed, cuts)
     keep(cache)
     return cache
 

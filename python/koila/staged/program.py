@@ -116,6 +116,7 @@ class Program:
         self.is_derived = "recipes" in _core.notes()
         self.is_no_grad_only = is_no_grad_only
         self._cuts = _UNCUT
+        self._cut_from: ProgramCache | None = None  # of the program that this one is cut from
         self._cloned: set[int] = set()
         self.infos = Infos()
         #: A cached function of the number of a value.
@@ -137,7 +138,7 @@ class Program:
     @functools.cached_property
     def cache(self) -> ProgramCache:
         """What is kept of the program for the next steps."""
-        return cache_of(self.handle)
+        return cache_of(self.handle, self._cut_from, self._cuts)
 
     @functools.cached_property
     def regions(self) -> tuple[bytes, bytes]:
@@ -315,7 +316,8 @@ class Program:
             cut = copy.copy(self)
             cut.handle, axes = _core.cut_program(self.handle, *strategy.cuts)
             cut.n_cut = len(axes)
-            cut._cuts, cut._cloned, cut._cut_before = strategy.cuts, set(), {}
+            cut._cuts, cut._cut_from = strategy.cuts, self.cache
+            cut._cloned, cut._cut_before = set(), {}
             for depends_on_cuts in _OF_CUTS:
                 cut.__dict__.pop(depends_on_cuts, None)
             self._cut_before[strategy.cuts] = cut
