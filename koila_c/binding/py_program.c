@@ -63,9 +63,13 @@ values_object(const KlTape *core, const KlProgram *program)
 PyObject *
 kl_program_ids(const KlIds *ids, KlSlice slice)
 {
-    PyObject *list = PyList_New(0);
+    PyObject *list = PyList_New(slice.n);
     for (uint32_t i = 0; list != NULL && i < slice.n; i++) {
-        kl_py_add(&list, PyLong_FromUnsignedLong(ids->ids[slice.first + i]));
+        PyObject *id = PyLong_FromUnsignedLong(ids->ids[slice.first + i]);
+        PyList_SET_ITEM(list, i, id);
+        if (id == NULL) {
+            Py_CLEAR(list);
+        }
     }
     return list;
 }

@@ -513,7 +513,11 @@ build_segment(Build *build, uint32_t stage, KlAxisId axis, uint32_t segment)
             take(build, id, stage, &taken);
         }
     }
-    if (taken.n > 0) {
+    size_t n_sorted = taken.n > 0; /* most often all are: only cheap work on data is taken late */
+    while (n_sorted < taken.n && taken.ids[n_sorted - 1] < taken.ids[n_sorted]) {
+        n_sorted++;
+    }
+    if (n_sorted < taken.n) {
         qsort(taken.ids, taken.n, sizeof(uint32_t), compare_ids);
     }
     for (size_t i = 0; i < taken.n; i++) {
