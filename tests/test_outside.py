@@ -15,6 +15,8 @@ import koila
 from allocations import Allocations
 from chunked import split
 from koila.memory import outside
+from koila.planning import left_plain
+from limits import there
 from oracle import eager
 from test_memory_limit import Prediction
 
@@ -163,3 +165,54 @@ def test_weights_with_a_plain_graph_too_have_one_gradient(is_plain_first: bool) 
     most = peak(eager)
     with split(4):
         assert peak(koila.lazy) <= 1.02 * most
+
+
+def nested_of(h: Tensor, layout: torch.layout) -> Tensor:
+    """Two sequences of 512 steps."""
+    if layout == torch.strided:
+        return torch.nested.as_nested_tensor([h[:300], h[300:]])
+    return torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 300, 512]))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_graph_of_a_nested_tensor_under_a_limit(layout: torch.layout) -> None:
+    """torch's nodes do not know how large a nested tensor is."""
+
+    def gradient(lazy: Any) -> Tensor:
+        weight = torch.linspace(-1, 1, 64, dtype=torch.float64).requires_grad_()
+        h = lazy(torch.linspace(-1, 1, 2**15, dtype=torch.float64).view(512, 64)) * weight
+        out = (nested_of(h, layout) * 2).to_padded_tensor(0.0)
+        (out.sin().sum() + h.sin().sum()).backward()
+        assert weight.grad is not None
+        return weight.grad
+
+    with koila.config(memory_limit=there() + 2**22):
+        made = gradient(koila.lazy)
+    torch.testing.assert_close(made, gradient(eager), rtol=1e-10, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensor_that_takes_most_of_a_limit(layout: torch.layout) -> None:
+    parts = [torch.ones(2**16, 8), torch.ones(2**17, 8)]
+    held = torch.nested.as_nested_tensor(parts, layout=layout)
+    x, weight = torch.ones(512, 8), torch.ones(8, requires_grad=True)
+    with koila.config(memory_limit=2**20), pytest.raises(koila.MemoryLimitError):
+        (koila.lazy(x) * weight).sin().sum().backward()
+    assert held.is_nested
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_plain_backward_of_a_nested_tensor_beside_a_batch(
+    layout: torch.layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch with as many samples as the nested tensor has."""
+    monkeypatch.setattr(left_plain, "_by_line", {})
+    h, x = torch.ones(512, 64).requires_grad_(), koila.lazy(torch.ones(2, 64))
+    with koila.config(chunks=2):
+        assert x.mean().item() == 1.0
+        out = (nested_of(h, layout) * 2).to_padded_tensor(0.0)
+        out.sum().backward()
+    assert h.grad is not None and torch.equal(h.grad, torch.full_like(h, 2.0))

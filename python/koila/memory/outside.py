@@ -51,8 +51,8 @@ def results(node: Any) -> list[int]:
 def _bytes(node: Any, output: int) -> int:
     """Return the bytes of a result of a node's call.
 
-    A node does not know the size of a nested tensor with strides: it is taken to be as large as
-    what its graph made it of.
+    A node does not know the size of a nested tensor: it is taken to be as large as what its graph
+    made it of.
     """
     found = 0
     seen: set[tuple[Any, int]] = {(node, output)}
@@ -63,7 +63,7 @@ def _bytes(node: Any, output: int) -> int:
             found += node.variable.nbytes  # type: ignore[attr-defined]
             continue
         made = node._input_metadata[output]
-        if not getattr(made, "is_cpp_nested_tensor", False):
+        if not getattr(made, "is_nested_tensor", False):
             found += torch.Size(made.shape).numel() * made.dtype.itemsize
             continue
         following = {step for step in node.next_functions if step[0] is not None} - seen

@@ -174,9 +174,8 @@ def _bytes_of(roots: Iterable[Any], n_rows: int) -> int:
     while waiting and len(seen) < _MOST_NODES:
         node = waiting.pop()
         for made in node._input_metadata:
-            if getattr(made, "is_cpp_nested_tensor", False):
-                continue  # it has no shape
-            shape = torch.Size(made.shape)
+            # The shape of a nested tensor is no row of numbers.
+            shape = torch.Size(() if getattr(made, "is_nested_tensor", False) else made.shape)
             if len(shape) > 0 and shape[0] == n_rows:
                 n_bytes += shape.numel() * made.dtype.itemsize
         for following, _ in node.next_functions:

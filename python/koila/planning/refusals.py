@@ -250,7 +250,8 @@ def others(program: Program) -> str:
     largest, name = limits.largest_outside(program), ""
     if largest is not None and largest.nbytes >= _CONSIDERABLE * outside:
         dtype = str(largest.dtype).removeprefix("torch.")
-        name = f" (the largest is {list(largest.shape)} {dtype})"
+        shape = "nested" if largest.is_nested else list(largest.shape)
+        name = f" (the largest is {shape} {dtype})"
     held = f"other tensors hold {size(outside)}{name}"
     return f"{held}, which count too: free those that you do not need{before}"
 
