@@ -105,8 +105,7 @@ forget_dead(void)
     return counted == NULL ? -1 : 0;
 }
 
-/* Remember a storage that somebody holds. From time to time forget those that are dead: nobody may ask for bytes. 0 or
- * -1. */
+/* Remember a storage that somebody holds. At times, forget those that are dead: nobody may ask for bytes. 0 or -1. */
 static int
 keep(const Storage *storage)
 {
@@ -145,8 +144,7 @@ note_tensor(PyObject *tensor)
     if (impl == NULL) {
         return 0; /* it is being created */
     }
-    const Impl *grad = *state.grad(impl);
-    const Impl *both[] = {impl, grad};
+    const Impl *both[] = {impl, *state.grad(impl)};
     bool is_made_up = false;
     for (int i = 0; i < 2; i++) {
         const Storage *storage = both[i]->storage;
@@ -199,7 +197,7 @@ KL_DEFINE(note_storages, objects)
     return note_all(objects) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* In C, since an exception of Ctrl-C in a Python callback of the collector would be lost. */
+/* The collector loses what its callbacks raise. Ctrl-C in Python code that this calls is raised again after it. */
 KL_DEFINE(collecting_garbage, args)
 {
     const char *phase = NULL;
@@ -207,19 +205,21 @@ KL_DEFINE(collecting_garbage, args)
     if (!PyArg_ParseTuple(args, "sO:collecting", &phase, &info)) {
         return NULL;
     }
-    if (!state.is_following || phase[0] != 's' || phase[2] != 'a') { /* "start", not "stop" */
-        return Py_NewRef(Py_None);
-    }
-    state.is_following = ++state.n_idle <= KL_IDLE_MAX;
-    if (!state.is_following) {
+    bool is_start = state.is_following && phase[0] == 's' && phase[2] == 'a'; /* and not "stop" */
+    if (is_start && ++state.n_idle > KL_IDLE_MAX) {
+        state.is_following = false;
         forget_all();
-        return Py_NewRef(Py_None);
+    } else if (is_start) {
+        PyObject *young = PyObject_CallFunction(state.get_objects, "i", 0);
+        /* If one was missed, the next query walks over all objects. */
+        state.is_following = young != NULL && note_all(young) == 0;
+        Py_XDECREF(young);
     }
-    PyObject *young = PyObject_CallFunction(state.get_objects, "i", 0);
-    /* If one was missed, the next query walks over all objects. */
-    state.is_following = young != NULL && note_all(young) == 0;
-    Py_XDECREF(young);
-    return state.is_following ? Py_NewRef(Py_None) : NULL;
+    if (PyErr_ExceptionMatches(PyExc_KeyboardInterrupt)) {
+        PyErr_Clear();
+        PyErr_SetInterrupt();
+    }
+    return PyErr_Occurred() == NULL ? Py_NewRef(Py_None) : NULL;
 }
 
 KL_DEFINE(follow_storages, parts)

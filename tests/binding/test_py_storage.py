@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -92,6 +93,32 @@ def test_before_a_collection_the_young_are_noted() -> None:
     _core.collecting_garbage("start", {})
     assert _core.storage_bytes() >= 400
     assert x.nbytes == 400
+
+
+def test_ctrl_c_is_not_lost_in_a_collection() -> None:
+    """Python loses what a callback of the collector raises."""
+
+    def interrupted(others: list[Any]) -> list[Any]:
+        signal.raise_signal(signal.SIGINT)
+        return others
+
+    gc.collect()
+    x = torch.ones(3, 3).to_sparse()  # of other tensors
+    _core.follow_storages(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _core.collecting_garbage("start", {})
+        for _ in range(100):
+            pass
+    _core.follow_storages(interrupted)
+    gc.callbacks.append(_core.collecting_garbage)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            gc.collect()
+            for _ in range(100):
+                pass
+    finally:
+        gc.callbacks.remove(_core.collecting_garbage)
+    assert x.is_sparse
 
 
 def test_what_is_made_up_of_others() -> None:
