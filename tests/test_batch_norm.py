@@ -675,3 +675,17 @@ def test_kernels_of_cuda_are_given_tensors(monkeypatch: pytest.MonkeyPatch) -> N
         model(koila.lazy(torch.randn(6, 4))).square().sum().backward()
     assert given
     assert all(isinstance(each, Tensor) for args in given for each in args[3:7])
+
+
+def test_chunks_that_share_statistics_give_them_gradients() -> None:
+    """What the gradients of the statistics have in common is computed for the first chunk alone."""
+    x, y = (torch.randn(n, 5, dtype=torch.float64, requires_grad=True) for n in (6, 3))
+    words = [torch.rand(5, dtype=torch.float64).add(0.5).requires_grad_() for _ in range(4)]
+
+    def normalize(*given: Tensor) -> list[Tensor]:
+        *chunks, weight, bias, var, mean = given
+        call = norms.with_statistics()
+        others = weight, bias, None, None, True, 0.1, 1e-5, False, var, mean
+        return [call(chunk, *others) for chunk in chunks]
+
+    assert torch.autograd.gradcheck(normalize, (x, y, *words))

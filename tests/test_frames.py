@@ -22,7 +22,7 @@ from koila.basics import engine
 
 #: By model and number of chunks. A machine with other limits of memory takes a few more: `SPARE`.
 SPARE = 1.05
-MOST = {"small-1": 66, "small-4": 403, "normalized-1": 233, "normalized-4": 2710}
+MOST = {"small-1": 66, "small-4": 388, "normalized-1": 233, "normalized-4": 2291}
 
 
 @pytest.fixture(scope="module")

@@ -211,7 +211,7 @@ def test_a_step_that_is_tried_again_calls_no_hook_twice(monkeypatch: pytest.Monk
     calls: list[tuple[int, ...]] = []
     failed: list[int] = []
     layers = model()
-    original = koila.basics.engine.backward
+    original = koila.basics.engine.run_backward
 
     def fail_once(*args: Any, **kwargs: Any) -> None:
         if calls and not failed:
@@ -219,7 +219,7 @@ def test_a_step_that_is_tried_again_calls_no_hook_twice(monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("injected")
         original(*args, **kwargs)
 
-    monkeypatch.setattr(koila.basics.engine, "backward", fail_once)
+    monkeypatch.setattr(koila.basics.engine, "run_backward", fail_once)
     monkeypatch.setattr(koila.planning.planner, "why_whole", lambda: None)
     planned = koila.planning.planner.plan
 

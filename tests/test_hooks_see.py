@@ -313,7 +313,7 @@ def test_a_step_that_is_tried_again_after_a_hook(
     want = step(program, eager)
     failed: list[int] = []
     calls: list[int] = []
-    original, called = koila.basics.engine.backward, koila.staged.hooks.apply
+    original, called = koila.basics.engine.run_backward, koila.staged.hooks.apply
 
     def apply(value: int, gradient: Tensor, seen: Any) -> Tensor:
         made = called(value, gradient, seen)
@@ -327,7 +327,7 @@ def test_a_step_that_is_tried_again_after_a_hook(
         original(*args, **kwargs)
 
     monkeypatch.setattr(koila.staged.hooks, "apply", apply)
-    monkeypatch.setattr(koila.basics.engine, "backward", fail_once)
+    monkeypatch.setattr(koila.basics.engine, "run_backward", fail_once)
     monkeypatch.setattr(koila.planning.planner, "why_whole", lambda: None)
     planned = koila.planning.planner.plan
 

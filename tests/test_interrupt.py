@@ -139,13 +139,13 @@ def test_an_interrupt_in_a_backward_is_heard_after_its_chunk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The backward of a chunk is one call of torch, of two products for each of the forward's."""
-    goes_back, backward = threading.Event(), engine.backward
+    goes_back, backward = threading.Event(), engine.run_backward
 
     def noted(*args: Any, **kwargs: Any) -> None:
         goes_back.set()
         backward(*args, **kwargs)
 
-    monkeypatch.setattr(engine, "backward", noted)
+    monkeypatch.setattr(engine, "run_backward", noted)
     with split(7):
         program = Program()
         n_calls = count_calls(lambda: interrupt(program.loss.backward, goes_back))

@@ -5,6 +5,7 @@ many chunks take no more than few."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 import koila
 from chunked import split
-from koila.running import boundary
+from koila.running import boundary, store
 from oracle import Lazy, eager, plain
 from profiled import bytes_over_time
 
@@ -108,9 +109,11 @@ def test_many_chunks_take_no_more_than_few(loss: Any) -> None:
 def test_a_partial_is_not_written_where_another_tensor_has_its_memory() -> None:
     """The sum over one row can be a view of that row, and a chunk that runs again adds nothing."""
     added = boundary.BoundaryValue(cast(Any, None), True, {}, added=frozenset({0}))
+    of: Any = SimpleNamespace(boundary={0: added}, grid_by_run={0: []}, is_forward=False)
+    run: Any = SimpleNamespace(index=0, exported={0}, parts={0: (0,)})
     seen = torch.ones(3)
     for chunk in (0, 1, 2, 1):
-        added.add_parts(chunk, (0,), (seen.view(3),))
+        store.Store.collect(of, run, {0: (seen.view(3),)}, chunk, [0])
     assert torch.equal(seen, torch.ones(3))
     ((total,),) = added.read_parts(False)
     assert torch.equal(total, torch.full((3,), 3.0))

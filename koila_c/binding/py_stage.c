@@ -15,6 +15,7 @@ typedef struct Run {
     PyObject *imports;        /* list [n_imports] */
     PyObject *run_other; /* callable(node, function, args, kwargs) for nodes that call_node() cannot
                             run itself: reductions, random draws, views of written memory, ... */
+    PyObject *functions; /* dict: by such a node, what is called in its place; or NULL */
     PyObject *cut;  /* callable(tensor, import): the chunk's rows of a whole value of this run */
     long long rows; /* of the chunk; -1: whole */
     const KlNode *node; /* the node that runs now */
@@ -179,6 +180,22 @@ is_for_other(const Run *run)
            kl_tape_reads_for_chunks(core, node);
 }
 
+/* New reference: the result of such a node, of its function `part[0]`, arguments and keyword arguments. */
+static PyObject *
+call_other(const Run *run, KlNodeId id, PyObject **part)
+{
+    PyObject *key = PyLong_FromUnsignedLong(id), *result = NULL;
+    bool is_known = key != NULL && run->functions != NULL;
+    PyObject *function = is_known ? Py_XNewRef(PyDict_GetItemWithError(run->functions, key)) : NULL;
+    if (function != NULL) {
+        result = PyObject_Call(function, part[1], part[2]);
+    } else if (!PyErr_Occurred()) {
+        result = PyObject_CallFunction(run->run_other, "OOOO", key, part[0], part[1], part[2]);
+    }
+    KL_DROP(function, key);
+    return result;
+}
+
 static PyObject *
 call_node(Run *run, KlNodeId id)
 {
@@ -191,8 +208,7 @@ call_node(Run *run, KlNodeId id)
     if (is_for_other(run)) {
         PyObject *parts = kl_call_split(call, args);
         if (parts != NULL) {
-            PyObject **part = PySequence_Fast_ITEMS(parts);
-            result = PyObject_CallFunction(run->run_other, "IOOO", id, part[0], part[1], part[2]);
+            result = call_other(run, id, PySequence_Fast_ITEMS(parts));
             Py_DECREF(parts);
         }
         goto error;
@@ -502,9 +518,9 @@ KL_DEFINE(run, args)
         !PyArg_ParseTuple(args, "O&O&O!O!LO!:run", kl_program_of, &run.program, kl_py_id, &integer,
                           &PyList_Type, &run.env, &PyList_Type, &run.imports, &run.rows,
                           &PyTuple_Type, &job) ||
-        !PyArg_ParseTuple(job, "pOOO!OOOOO:run", &is_grad_off, &run.run_other, &run.cut,
-                          &PySet_Type, &run.cloned, &run.clone, &saved, &run.settle, &again,
-                          &aside)) {
+        !PyArg_ParseTuple(job, "pOOO!OOOOOO!:run", &is_grad_off, &run.run_other, &run.cut,
+                          &PySet_Type, &run.cloned, &run.clone, &saved, &run.settle, &again, &aside,
+                          &PyDict_Type, &run.functions)) {
         return NULL;
     }
     if ((saved != Py_None && !PyList_Check(saved)) || (again != Py_None && !PyTuple_Check(again))) {

@@ -5,7 +5,7 @@ A value or a node is an int: its id on the tape of the thread.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NotRequired, TypedDict, TypeVar, type_check_only
 
 import torch
@@ -50,7 +50,7 @@ class _Notes(TypedDict, total=False):
     read: dict[int, float]  # steps.py: by number of calls, the bytes they need whole
     cut_off: tuple[int, float]  # the calls before, on other tapes, and their bytes
 
-# facts.Job: (is_grad_off, run_other, cut, cloned, clone, saved, settle, again, aside)
+# facts.Job: (is_grad_off, run_other, cut, cloned, clone, saved, settle, again, aside, functions)
 _Job = tuple[
     bool,
     Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
@@ -61,6 +61,7 @@ _Job = tuple[
     Callable[[int], None] | None,
     tuple[int, ...] | None,
     object,
+    Mapping[int, Callable[..., Any]],
 ]
 # An instruction of a schedule: (op, graph, first run, runs, values, others), see schedule.def
 _Step = tuple[int, int, int, int, _Ids, _Ids]

@@ -8,6 +8,7 @@ takes half a second and some 40 MiB, which a first step under a limit may not ha
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -163,6 +164,17 @@ def getters(inputs: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
     return gets
 
 
+#: Runs a backward pass for a tuple of outputs and one of their gradients, without a frame here.
+run_backward: Callable[..., Any] = functools.partial(
+    _run,
+    keep_graph=False,
+    create_graph=False,
+    inputs=(),
+    allow_unreachable=True,
+    accumulate_grad=True,
+)
+
+
 def backward(
     outputs: Sequence[torch.Tensor | GradientEdge],
     gradients: Sequence[torch.Tensor],
@@ -178,15 +190,7 @@ def backward(
         is_retained: keep the graphs for another backward pass.
         inputs: the only tensors that get gradients; empty: all leaves do.
     """
-    _run(
-        tuple(outputs),
-        tuple(gradients),
-        is_retained,
-        False,
-        tuple(inputs),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
+    run_backward(tuple(outputs), tuple(gradients), keep_graph=is_retained, inputs=tuple(inputs))
 
 
 def gradients_of(

@@ -15,6 +15,7 @@ backward gives (Ioffe and Szegedy, 2015, section 3).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,20 +82,17 @@ class Moments(engine.Function):
 
 
 class _Normalized(engine.Function):
-    """batch_norm with the statistics as arguments, which get gradients."""
+    """batch_norm with the statistics as arguments, which get gradients.
+
+    `factors` keeps, for all chunks, by what the gradients of bias and weight are multiplied to give
+    those of mean and variance. The other arguments are those of `batch_norm`.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        eps: float,
-    ) -> Tensor:
+    def forward(ctx: Any, factors: list[Tensor], x: Tensor, *words: Any) -> Tensor:
+        weight, bias, *_, eps, _, var, mean = words
         ctx.save_for_backward(x, weight, mean, var)
-        ctx.eps = eps
+        ctx.eps, ctx.factors = eps, factors
         weight = None if weight is None else weight.to(mean.dtype)
         bias = None if bias is None else bias.to(mean.dtype)
         return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
@@ -103,25 +101,31 @@ class _Normalized(engine.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-        needs = ctx.needs_input_grad
+        needs, eps, factors = ctx.needs_input_grad, ctx.eps, ctx.factors
         if gradient.stride() != x.stride():  # torch's CPU kernels assume equal strides
             gradient = torch.empty_like(x).copy_(gradient)
         # What training would have saved is not read in evaluation; CUDA kernels require a tensor.
         of_x, of_weight, of_bias = _backward(
-            gradient, x, scale, mean, var, mean, mean, False, ctx.eps, [needs[0], True, True]
+            gradient, x, scale, mean, var, mean, mean, False, eps, [needs[1], True, True]
         )
-        inverse = torch.rsqrt(var + ctx.eps)
-        factor = scale * inverse
-        of_mean = (factor * of_bias).neg_()
-        of_var = (factor * of_weight).mul_(inverse).mul_(-0.5)
+        if not factors and needs[-1]:
+            inverse = torch.rsqrt(var + eps)
+            factor = scale * inverse
+            factors += -factor, factor * inverse * -0.5
         return (
-            of_x if needs[0] else None,
-            of_weight if needs[1] else None,
-            of_bias if needs[2] else None,
-            of_mean,
-            of_var,
             None,
+            of_x if needs[1] else None,
+            of_weight if needs[2] else None,
+            of_bias if needs[3] else None,
+            *[None] * 6,
+            of_weight * factors[1] if needs[-1] else None,
+            of_bias * factors[0] if needs[-1] else None,
         )
+
+
+def with_statistics() -> Callable[..., Tensor]:
+    """Return `batch_norm`, to be called with the same statistics on the chunks of one loop."""
+    return functools.partial(_Normalized.apply, [])
 
 
 def batch_moments(
@@ -149,12 +153,11 @@ def batch_norm(
 ) -> Tensor:
     """Normalize with the results of `batch_moments`; without them, in a whole run, call torch's own
     function."""
+    words = weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
     if var is None or mean is None:
-        words = weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
-        made: Tensor = _batch_norm(x, *words)
-        return made
-    normalized: Tensor = _Normalized.apply(x, weight, bias, mean, var, eps)
-    return normalized
+        return _batch_norm(x, *words)
+    made: Tensor = with_statistics()(x, *words, var, mean)
+    return made
 
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

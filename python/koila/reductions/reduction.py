@@ -25,8 +25,6 @@ import torch
 from koila.basics.rows import WIDENED
 from koila.basics.table import names_of, parse
 
-_full = torch.full  # taken at import: koila's patch of it looks for lazies
-
 
 class Call:
     """One call of a torch function: a recorded one, or the same on a chunk.
@@ -92,10 +90,11 @@ def total(parts: Iterable[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, parts)
 
 
-def count(n: int) -> torch.Tensor:
-    """Return a number of terms as a part: without dims and on the CPU, it combines with tensors of
-    any device."""
-    return _full((), n, dtype=torch.float64, device="cpu")
+#: Returns a number of terms as a part: without dims and on the CPU, it combines with tensors of any
+#: device. torch's own function is taken at import: koila's patch of it looks for lazies.
+count: Callable[[int], torch.Tensor] = functools.partial(
+    torch.full, (), dtype=torch.float64, device="cpu"
+)
 
 
 class _Counted(threading.local):

@@ -11,12 +11,11 @@ of torch's backwards (batch_norm's on the CPU) are wrong where gradient and inpu
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from koila.basics import rows
-from koila.basics.holders import owned
 from koila.basics.rows import CONTINUOUS, OWN_WIDTH, Bounds, Place, widen_gradient
 from koila.memory import offload
 from koila.running.sparse_gradients import is_sparse
@@ -88,51 +87,21 @@ class BoundaryValue:
         """Whether all rows are available on its device, where no chunk of it is being made."""
         return self.is_there and not self.is_offloaded and not self.freed
 
-    # -- outputs of the stage that makes it -------------------------------------------------------
-
-    def add_chunk(self, chunk: int, tensor: torch.Tensor, grid: Sequence[Bounds]) -> None:
-        """Keep what a body computed for a chunk, where this value's chunks are kept: a copy, if it
-        is part of a larger storage. Even a result can be one: torch's mse_loss returns one number
-        in the storage of all its terms."""
-        place, self.is_inference = self.info.place, tensor.is_inference()
-        if place is not None and self.is_offloaded:
+    def put_chunk(self, chunk: int, tensor: torch.Tensor, grid: Sequence[Bounds]) -> None:
+        """Keep a chunk off its device, or copy it to its rows of `gathered`."""
+        place = self.info.place
+        assert place is not None
+        if self.is_offloaded:
             self.chunks[chunk] = offload.put(tensor)
-        elif place is not None and self.is_put_together and len(grid) > 1:
-            if self.gathered is None:
-                info = self.info
-                strides = info.strides or rows.strides_of_chunk(tensor, place)
-                self.gathered = rows.empty(info.shape, strides, info.dtype, info.device)
-            n_rows = grid[-1][1]
-            rows.put(self.gathered, place, n_rows, grid[chunk], tensor.detach(), False)
-            if rows.is_cut_in_place(self.gathered, place):
-                self.chunks[chunk] = rows.cut(self.gathered, place, n_rows, grid[chunk])
-        else:
-            kept = tensor.detach()
-            if kept.untyped_storage().nbytes() > kept.nbytes:
-                kept = kept.clone()
-            if place is None:
-                self.whole = kept  # without rows: every chunk computes the same
-            else:
-                self.chunks[chunk] = kept
-
-    def add_parts(
-        self, chunk: int, part_ids: Sequence[int], tensors: Sequence[torch.Tensor]
-    ) -> None:
-        """Keep the partials of a reduction on a chunk, as `add_chunk` does, or add them up, chunk
-        after chunk."""
-        sums = self.parts.setdefault(0, {})
-        parts = self.parts.setdefault(chunk, {})
-        for part, tensor in zip(part_ids, tensors, strict=True):
-            kept, of = tensor.detach(), parts
-            if part in self.added:
-                if self.n_added.get(part, 0) != chunk:
-                    continue  # the chunk runs again
-                self.n_added[part], of = chunk + 1, sums
-                if part in sums:  # in place, if nothing else has the memory of the sum
-                    sums[part] = owned((sums[part],))[0].add_(kept)
-                    continue
-            is_part = kept.untyped_storage().nbytes() > kept.nbytes
-            of[part] = kept.clone() if is_part else kept
+            return
+        if self.gathered is None:
+            info = self.info
+            strides = info.strides or rows.strides_of_chunk(tensor, place)
+            self.gathered = rows.empty(info.shape, strides, info.dtype, info.device)
+        n_rows = grid[-1][1]
+        rows.put(self.gathered, place, n_rows, grid[chunk], tensor.detach(), False)
+        if rows.is_cut_in_place(self.gathered, place):
+            self.chunks[chunk] = rows.cut(self.gathered, place, n_rows, grid[chunk])
 
     # -- recomputing chunks -----------------------------------------------------------------------
 
@@ -192,7 +161,7 @@ class BoundaryValue:
         if whole is not None:
             tensor = rows.cut(whole.detach(), place, *self._within(grid, chunk))
         else:
-            tensor = self.chunks[chunk] if chunk in self.chunks else self.of_rows(grid, chunk)
+            tensor = self.of_rows(grid, chunk)
             if self.is_offloaded:
                 tensor = offload.get(tensor, self.info.device)
         return aliases_of([(self, key, tensor)])[0] if is_graph else tensor
@@ -254,27 +223,19 @@ class BoundaryValue:
 
     # -- gradients --------------------------------------------------------------------------------
 
-    def _gradient_at(self, key: Key) -> torch.Tensor | None:
-        """Return the gradient that graphs sent to what they read under `key`."""
-        alias, seed = self.aliases.get(key), self.seeds.get(key)
-        grad = None if alias is None else alias.grad
-        if seed is None or grad is None:
-            return grad if seed is None else seed
-        return add(seed, grad)
-
     def seed(
         self, grid: Sequence[Bounds], chunk: int, is_over: bool = False
     ) -> torch.Tensor | None:
         """Return the gradient of one chunk of a body's output: the sum over all that read it. If
         nothing reads the gradient any more (`is_over`), drop it; with the last chunk also that of
         all rows. So it takes no memory while an earlier stage runs backward."""
-        gathered, key = None, ("chunk", chunk)
-        grad, alias = self.seeds.get(key), self.aliases.get(key)
+        aliases, seeds, key = self.aliases, self.seeds, ("chunk", chunk)
+        grad, alias, gathered = seeds.get(key), aliases.get(key), seeds.get(GATHERED)
         if alias is not None and alias.grad is not None:
             grad = alias.grad if grad is None else add(grad, alias.grad)
-        if GATHERED in self.aliases or GATHERED in self.seeds:
-            gathered = self._gradient_at(GATHERED)
-        for whole in (self.seeds.get(("whole",)), gathered, self.total):
+        if GATHERED in aliases:
+            gathered = add(gathered, aliases[GATHERED].grad)
+        for whole in (seeds.get(("whole",)), gathered, self.total):
             if whole is not None and self.info.place is not None:
                 part = rows.cut(whole, self.info.place, grid[-1][1], grid[chunk])
                 grad = add(grad, part)
@@ -361,19 +322,6 @@ class BoundaryValue:
             for chunk, grad in enumerate(grads)
         ]
         return rows.gather(filled, self.info.place, self._strides())
-
-    def part_seeds(
-        self, chunk: int, part_ids: Sequence[int], left: Sequence[Any]
-    ) -> list[tuple[Any, torch.Tensor]]:
-        """Return pairs of a partial of a reduction on a chunk (`left`) and its gradient, of those
-        that have both."""
-        pairs = []
-        for part, of_part in zip(part_ids, left, strict=True):
-            key = "part", 0 if part in self.added else chunk, part
-            seed = self._gradient_at(key) if key in self.aliases else self.seeds.get(key)
-            if of_part is not None and seed is not None:
-                pairs.append((of_part, seed))
-        return pairs
 
     def _strides(self) -> Sequence[int] | None:
         """Return the strides of the whole value; None if they are not known."""

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge
 from koila.planning import second_axis
 from koila.running import cheap, retained, tail, visible, watched
 from koila.running.boundary import Awaiting, BoundaryValue, add, take_total_gradients
-from koila.running.sending import edges_of, own, send_back
+from koila.running.sending import edges_of, send_back
 from koila.staged import hooks
 from koila.staged.facts import Run
 from koila.staged.schedule import Graph, Op, Policy, Schedule, Step
@@ -184,7 +184,7 @@ class Interpreter:
             second_axis.send_back(
                 [(out, seed) for out, seed in pairs if out.requires_grad], n_pieces
             )
-            own(stages.awaiting)
+            send_back((), stages.awaiting)
             stages.collect(run, recorded.numbers(), chunk, run.exports)
         else:
             env = self.open.pop(run.index)

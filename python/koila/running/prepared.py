@@ -19,8 +19,9 @@ from koila.basics.rows import Bounds, Place, chunk_shape, cut, without_memory
 from koila.messages.errors import NotInChunksError
 from koila.reductions import batch_softmax, calls, norms
 from koila.running import accrue, views
-from koila.running.boundary import Awaiting, BoundaryValue, read_whole
+from koila.running.boundary import Awaiting, BoundaryValue, aliases_of, read_whole
 from koila.running.store import Reads, Rows, Store
+from koila.running.watched import Key
 from koila.staged import leaves
 from koila.staged.facts import ROWS, Node, Run
 
@@ -51,7 +52,8 @@ class Prepared:
         #: Inputs that are read for each chunk: import, value, and where the rows are (None: none).
         self.others: list[tuple[int, int, Rows | None]] = []
         self.ranges: list[tuple[int, int, Place]] = []  # those of which it reads first entries
-        self.runners: dict[int, tuple[_Runner | None, Node]] = {}  # by call; None: as it is
+        self.runners: dict[int, tuple[_Runner | None, Node]] = {}  # by call; None: `functions`
+        self.functions: dict[int, Callable[..., Any]] = {}  # `Job.functions`
         if run.is_body:
             self._prepare_inputs(store.reads[run.index])
         else:
@@ -100,16 +102,26 @@ class Prepared:
     def inputs(self, chunk: int, stand_ins: Mapping[int, BoundaryValue]) -> list[Any]:
         """Return the inputs on one chunk, by import number; `stand_ins` replace values."""
         imports, boundaries, is_graph = self.common.copy(), self.store.boundary, self.is_graph
+        numbers: list[int] = []  # of the imports that are chunks
+        read: list[tuple[BoundaryValue, Key, torch.Tensor]] = []
         for import_id, pieces in self.pieces:
             imports[import_id] = pieces[chunk]
         for import_id, value, rows in self.others:
             boundary = (
                 stand_ins.get(value) or boundaries.get(value) or self.store.boundary_of(value)
             )
+            is_far = boundary.is_offloaded or boundary.watch is not None
             if rows is None:
                 (imports[import_id],) = read_whole((boundary,), is_graph)
+            elif boundary.whole is None and not is_far and chunk in boundary.chunks:
+                imports[import_id] = tensor = boundary.chunks[chunk]
+                if is_graph:
+                    numbers.append(import_id)
+                    read.append((boundary, ("chunk", chunk), tensor))
             else:
                 imports[import_id] = boundary.read_rows(*rows, chunk, is_graph)
+        for import_id, alias in zip(numbers, aliases_of(read) if read else (), strict=True):
+            imports[import_id] = alias
         for import_id, value, place in self.ranges:
             boundary = stand_ins.get(value) or self.store.boundary_of(value)
             (_, _, outer, inner), (start, stop) = place, self.grid[chunk]
@@ -169,7 +181,7 @@ class Prepared:
             found = self.runners[i] = self._runner_of(node, func, args), node
         runner, node = found
         if runner is None:
-            return func(*args, **kwargs)
+            return self.functions[i](*args, **kwargs)
         return runner(self, node, chunk, func, args, kwargs)
 
     def _runner_of(self, node: Node, func: Callable[..., Any], args: _Args) -> _Runner | None:
@@ -178,7 +190,8 @@ class Prepared:
             return Prepared._begin
         if node.is_random:
             return Prepared._draw
-        if node.mode == ROWS and accrue.is_for(self.program, node):
+        is_own = func in batch_softmax.N_OWN
+        if node.mode == ROWS and not is_own and accrue.is_for(self.program, node):
             return Prepared._accrue
         value = node.first_out
         if self.is_alone and value in self.run_.parts and self.store.is_plain(value, self.run_):
@@ -196,6 +209,7 @@ class Prepared:
                 return Prepared._normalize_alone
             if node.id not in self.store.tracked.moves:
                 self.store.tracked.note(node, func, args)
+            self.functions[node.id] = norms.with_statistics() if func is norms.batch_norm else func
             return None
         return self._reducer(node) if node.first_out in self.run_.parts else Prepared._take
 
@@ -230,7 +244,7 @@ class Prepared:
         args = self.store.tracked.note_again(node, args)
         runner = self._tracked(node, func, args)
         if runner is None:
-            return func(*args, **kwargs)
+            return self.functions[node.id](*args, **kwargs)
         return runner(self, node, chunk, func, args, kwargs)
 
     def _run_waiting(

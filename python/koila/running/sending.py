@@ -65,41 +65,32 @@ def edges_of(env: Sequence[Any], values: Iterable[int]) -> dict[int, Edges]:
 def send_back(
     pairs: Sequence[tuple[GradientEdge, torch.Tensor]], awaiting: Awaiting, given: Awaiting = _NONE
 ) -> None:
-    """Run the engine from edges, each with its gradient, then call `own` for `awaiting`.
-
-    Args:
-        pairs: the edges and their gradients.
-        awaiting: the aliases that await a first gradient.
-        given: those that a retained graph read, before other graphs ran. They await a gradient
-            again; the stages that read them may have dropped them since.
-    """
-    if not pairs:
-        return
-    for i, (boundary, key, alias) in given.items():
-        assert boundary.aliases.setdefault(key, alias) is alias, f"{key} has two aliases"
-        if alias.grad is None:
-            awaiting[i] = boundary, key, alias
-    edges, seeds = zip(*pairs, strict=True)
-    sparse = []  # `own` left them
-    for _, _, alias in awaiting.values():
-        if alias.grad is not None:
-            sparse.append(alias)
-    if sparse:
-        with sparse_gradients.set_aside(sparse):
-            engine.backward(edges, seeds)
-    else:
-        engine.backward(edges, seeds)
-    if awaiting:
-        own(awaiting)
-
-
-def own(awaiting: Awaiting) -> None:
-    """Make sure that each alias in `awaiting` that got its first gradient owns the memory of it.
+    """Run the engine from edges, each with its gradient. Then make sure that each alias in
+    `awaiting` that got its first gradient owns the memory of it.
 
     torch may let a leaf keep a view of a gradient that others still read (a seed, another leaf's
     gradient), and then adds the next chunk's gradient to it in place. A view of a larger storage
     would keep all of it alive. An alias with a sparse gradient stays in `awaiting`.
+
+    Args:
+        pairs: the edges and their gradients; none if the engine has run already.
+        awaiting: the aliases that await a first gradient.
+        given: those that a retained graph read, before other graphs ran. They await a gradient
+            again; the stages that read them may have dropped them since.
     """
+    if pairs:
+        for i, (boundary, key, alias) in given.items():
+            assert boundary.aliases.setdefault(key, alias) is alias, f"{key} has two aliases"
+            if alias.grad is None:
+                awaiting[i] = boundary, key, alias
+        edges, seeds = zip(*pairs, strict=True)
+        sparse = []
+        for _, _, alias in awaiting.values():
+            if alias.grad is not None:
+                sparse.append(alias)
+        with sparse_gradients.set_aside(sparse) if sparse else engine.AS_IT_IS:
+            engine.run_backward(edges, seeds)
+        del edges, seeds
     aliases, gradients = [], []
     for i, (_, _, alias) in list(awaiting.items()):
         gradient = alias.grad
@@ -113,6 +104,6 @@ def own(awaiting: Awaiting) -> None:
             aliases.append(alias)
             gradients.append(gradient)
             del awaiting[i]
-    for i, own in enumerate(owned(gradients)):
+    for i, own in enumerate(owned(gradients) if gradients else ()):
         if own is not gradients[i]:
             aliases[i].grad = own

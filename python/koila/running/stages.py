@@ -160,6 +160,7 @@ class Stages(Store):
                 None if look is None else functools.partial(look.settle, env),
                 None if again is None else tuple(again),
                 None,
+                prepared.functions,
             )
         )
         arguments = self.program.handle, run.index, env, imports, rows, job

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from koila.basics.holders import owned
 from koila.basics.rows import Bounds, Place, grid
 from koila.planning import plans
 from koila.random import draws
 from koila.reductions import calls
 from koila.reporting import progress
-from koila.running.boundary import Awaiting, BoundaryValue
+from koila.running.boundary import Awaiting, BoundaryValue, add
 from koila.running.tracked import Tracked
 from koila.staged import aliases, hooks
 from koila.staged.cache import ProgramCache
@@ -236,19 +237,46 @@ class Store:
     def collect(
         self, run: Run, env: Mapping[int, Any] | Sequence[Any], chunk: int, values: Iterable[int]
     ) -> None:
-        """Keep the outputs `values` of a run on a chunk, taken from `env`, for other stages. They
-        are detached from its graph."""
+        """Keep the outputs `values` of a run on a chunk, taken from `env`, for other stages.
+
+        They are detached from its graph, and copied if they are part of a larger storage. Even a
+        result can be that: torch's mse_loss returns one number in the storage of all its terms.
+        Partials in `added` are added up, chunk after chunk.
+        """
         if not self.boundary.keys() >= run.exported:
             self.begin_outputs(run.exports)  # `seeds` looks there, also for what no stage reads
         grid = self.grid_by_run[run.index]
         for value in values:
-            boundary, parts = self.boundary[value], run.parts.get(value)
+            boundary, parts, made = self.boundary[value], run.parts.get(value), env[value]
             if parts is None:
-                boundary.add_chunk(chunk, env[value], grid)
+                place, boundary.is_inference = boundary.info.place, made.is_inference()
+                is_gathered = boundary.is_put_together and len(grid) > 1
+                if place is not None and (boundary.is_offloaded or is_gathered):
+                    boundary.put_chunk(chunk, made, grid)
+                    continue
             elif self.is_forward and self.is_plain(value, run):
-                boundary.results = env[value]
+                boundary.results = made
+                continue
+            kept = []
+            for tensor in (made,) if parts is None else made:
+                one = tensor.detach()
+                is_part = one.untyped_storage().nbytes() > one.nbytes
+                kept.append(one.clone() if is_part else one)
+            if parts is None and place is None:
+                (boundary.whole,) = kept  # without rows: every chunk computes the same
+            elif parts is None:
+                (boundary.chunks[chunk],) = kept
             else:
-                boundary.add_parts(chunk, parts, env[value])
+                sums = boundary.parts.setdefault(0, {})
+                of_chunk, n_added = boundary.parts.setdefault(chunk, {}), boundary.n_added
+                for part, tensor in zip(parts, kept, strict=True):
+                    if part not in boundary.added:
+                        of_chunk[part] = tensor
+                    elif n_added.get(part, 0) == chunk:  # else the chunk runs again
+                        n_added[part] = chunk + 1
+                        if part in sums:  # in place, if nothing else has the memory of the sum
+                            tensor = owned((sums[part],))[0].add_(tensor)
+                        sums[part] = tensor
 
     # -- gradients --------------------------------------------------------------------------------
 
@@ -265,12 +293,19 @@ class Store:
         grid = self.grid_by_run[run.index]
         for value in run.exports:
             boundary, parts, made = self.boundary[value], run.parts.get(value), left[value]
-            if parts is not None:
-                pairs += boundary.part_seeds(chunk, parts, made)
+            if parts is None:
+                seed = boundary.seed(grid, chunk, True)
+                if made is not None and seed is not None:
+                    pairs.append((made, seed))
                 continue
-            seed = boundary.seed(grid, chunk, True)
-            if made is not None and seed is not None:
-                pairs.append((made, seed))
+            added, aliases, seeds = boundary.added, boundary.aliases, boundary.seeds
+            for part, of_part in zip(parts, made, strict=True):
+                key = "part", 0 if part in added else chunk, part
+                alias, seed = aliases.get(key), seeds.get(key)
+                if alias is not None and alias.grad is not None:
+                    seed = alias.grad if seed is None else add(seed, alias.grad)
+                if of_part is not None and seed is not None:
+                    pairs.append((of_part, seed))
         return pairs
 
     def rows_read_by(self, run: Run) -> list[tuple[int, Place, Sequence[Bounds]]]:
@@ -279,7 +314,9 @@ class Store:
         if run.index not in self.taken:
             taken = self.taken[run.index] = []
             for import_id, value in self.reads[run.index].taken:
-                if (rows := self.rows_of(import_id, run)) is not None:
+                of, rows = self.boundary.get(value), self.rows_of(import_id, run)
+                has_own = of is not None and of.whole is None and not of.is_one_gradient
+                if rows is not None and not (has_own and self.planned.strategy.n_pieces == 1):
                     taken.append((value, *rows))
         return self.taken[run.index]
 

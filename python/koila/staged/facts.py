@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -179,6 +179,8 @@ class Job(NamedTuple):
     settle: Callable[[int], None] | None = None
     again: tuple[int, ...] | None = None  # only these values are computed again
     aside: object = None  # the tape on which the calls are recorded instead of run
+    #: By call that `run_other` would run: what is called in place of its function.
+    functions: Mapping[int, Callable[..., Any]] = {}
 
 
 #: Makes a job from all its fields, as a tuple, without the frame that `Job(...)` enters.
