@@ -259,11 +259,7 @@ def _plain_rows(objs: tuple[Any, ...], batch: Any) -> list[tuple[int, int]] | No
 
 def _as_asked(lazy_tensor: Any, batch: Any, dim: int, path: str) -> torch.Tensor:
     """Return a lazy as it is, if its rows are in dim `dim` already; else its real tensor, which is
-    then made lazy anew.
-
-    Raises:
-        ValueError: it is still to be computed.
-    """
+    then made lazy anew. Raise a ValueError if it is still to be computed."""
     dim_before = _core.rows_dim(lazy_tensor)
     if isinstance(batch, _Default) or dim_before == dim:
         same: torch.Tensor = lazy_tensor
@@ -426,14 +422,9 @@ def _can_be_lazy(tensor: torch.Tensor) -> bool:
 
 
 def of_loader(data: Any, n_rows: int | None, batch: Any = DIM_0) -> Any:
-    """Make a batch of a loader lazy.
-
-    Args:
-        data: tensors in containers. Those that cannot be lazy (sparse ones, packed sequences, ...)
-            stay as they are; so does all of `data` if no tensor has rows.
-        n_rows: the number of rows of a full batch, if known.
-        batch: as for `lazy`.
-    """
+    """Make a batch of a loader lazy, as `lazy` does. Tensors that cannot be lazy (sparse ones,
+    packed sequences, ...) stay as they are; so does all of `data` if no tensor has rows. `n_rows`:
+    the rows of a full batch, if known."""
     if _is_off.get():
         return data
     if not isinstance(batch, _Default):

@@ -163,12 +163,8 @@ def _own_class(kind: type, make: Make) -> type:
 
 
 def lazy_loader(loader: Any, make: Make) -> Any:
-    """Return a loader with the same batches, made lazy.
-
-    Args:
-        loader: a DataLoader, which is copied, or another iterable, which is wrapped.
-        make: makes a batch lazy.
-    """
+    """Return a loader with the same batches, which `make` makes lazy. A DataLoader is copied,
+    another iterable is wrapped."""
     if isinstance(loader, Iterator):
         return iter(_Lazily(loader, make))
     if not isinstance(loader, DataLoader):

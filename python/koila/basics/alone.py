@@ -10,16 +10,8 @@ _OF_THE_OTHER = "prepasses.py"
 
 
 def check(file: str) -> None:
-    """Refuse to be imported from a folder that holds files of both packages.
-
-    Files that both packages have would be those of the one that was installed last.
-
-    Args:
-        file: a file of this package.
-
-    Raises:
-        ImportError: the other package is there too.
-    """
+    """Raise an ImportError if the folder of `file`, one of this package, holds files of both
+    packages: those that both have would be of the one installed last."""
     folder = Path(file).parent
     if (folder / _OF_THE_OTHER).exists():
         raise ImportError(

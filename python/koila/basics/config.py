@@ -259,12 +259,8 @@ def config(
 
 
 def set_limit(text: str, option: str) -> None:
-    """Set the memory_limit of the process from a text that the user gave as an option, which
-    messages then name.
-
-    Raises:
-        ValueError: the text is no size; the error names the option.
-    """
+    """Set the memory_limit of the process from a text that the user gave as an option. Messages,
+    such as the ValueError for a text that is no size, then name the option."""
     global _process
     try:
         n_bytes = parse_bytes(text)
@@ -282,12 +278,8 @@ def restore(before: Settings) -> None:
 
 
 def read_environment() -> None:
-    """Set the memory_limit of the process from KOILA_MEMORY_LIMIT.
-
-    Raises:
-        ValueError: KOILA_MEMORY_LIMIT is no size.
-        SystemExit: the same, under `python -m koila`: a command prints no traceback.
-    """
+    """Set the memory_limit of the process from KOILA_MEMORY_LIMIT. Raise a ValueError if that is no
+    size; under `python -m koila` a SystemExit, since a command prints no traceback."""
     text = os.environ.get("KOILA_MEMORY_LIMIT", "").strip()
     if not text:
         return

@@ -18,11 +18,7 @@ from koila.basics.modes import Mode
 
 class Counter(Mode):
     """Counts, in a `with` block, the bytes of the tensors made in it: `now`, and `most` at any
-    time.
-
-    Args:
-        allowed: raise a TooMuchError when the bytes exceed this.
-    """
+    time. It raises a TooMuchError when they exceed `allowed`."""
 
     sees_koila = True  # it changes no number
 
@@ -96,16 +92,9 @@ class Held(NamedTuple):
 
 
 def held(call: Callable[[], Any], operands: Sequence[Tensor]) -> tuple[Any, Held]:
-    """Run a call on meta tensors, and its backward.
-
-    Args:
-        call: makes the call.
-        operands: the tensors that it reads.
-
-    Returns:
-        The result of the call, and the bytes that it holds. Its backward counts 0 if torch cannot
-        run that on meta tensors.
-    """
+    """Run a call on meta tensors, which reads `operands`, and its backward. Return the result of
+    the call, and the bytes that it holds. Its backward counts 0 if torch cannot run that on meta
+    tensors."""
     with Counter() as forward:
         made = call()
     results = made if isinstance(made, tuple | list) else (made,)

@@ -9,11 +9,8 @@ import torch
 
 
 def meant(name: torch.device | str) -> torch.device | None:
-    """Return the device that an argument names; "cuda" names the current GPU.
-
-    Returns:
-        None if there is no such device: torch then raises its own error.
-    """
+    """Return the device that an argument names; "cuda" names the current GPU. None: there is no
+    such device, for which torch raises its own error."""
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -182,14 +182,9 @@ def backward(
     is_retained: bool = False,
     inputs: Sequence[torch.Tensor] = (),
 ) -> None:
-    """Run a backward pass, which accumulates gradients in leaves.
-
-    Args:
-        outputs: the tensors that it starts from.
-        gradients: their gradients, of their sizes.
-        is_retained: keep the graphs for another backward pass.
-        inputs: the only tensors that get gradients; empty: all leaves do.
-    """
+    """Run a backward pass from outputs with these gradients, and accumulate the gradients of
+    leaves: of all, or of `inputs` alone if there are any. `is_retained`: keep the graphs for
+    another pass."""
     run_backward(tuple(outputs), tuple(gradients), keep_graph=is_retained, inputs=tuple(inputs))
 
 
@@ -199,14 +194,9 @@ def gradients_of(
     gradients: Sequence[torch.Tensor],
     is_graph: bool = False,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Run a backward pass, and return the gradients of `inputs`; None for those it does not reach.
-
-    Args:
-        outputs: the tensors that it starts from.
-        inputs: the tensors to differentiate with respect to.
-        gradients: the gradients of the outputs.
-        is_graph: the results have a graph themselves (create_graph), and the graphs are kept.
-    """
+    """Run a backward pass from outputs with these gradients. Return the gradients of `inputs`; None
+    for those it does not reach. If `is_graph` (create_graph), they have a graph themselves, and the
+    graphs are kept."""
     found: tuple[torch.Tensor | None, ...] = _run(
         tuple(outputs),
         tuple(gradients),

@@ -94,14 +94,9 @@ def left_in_groups() -> Iterator[int]:
 
 
 def total() -> int:
-    """Return the bytes of "all memory", of which a memory_limit can be a share.
-
-    That is the memory of the current GPU, if there is a GPU; else that of the machine, or what the
-    control groups of this process allow, if that is less.
-
-    Raises:
-        RuntimeError: the kernel does not say how much memory there is.
-    """
+    """Return the bytes of "all memory", of which a memory_limit can be a share: the memory of the
+    current GPU, if there is one; else that of the machine, or what the control groups of this
+    process allow, if that is less. Raise a RuntimeError if the kernel does not say."""
     if torch.cuda.is_available():
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     found = [_read_int(group / files.limit) for group, files in _groups()]

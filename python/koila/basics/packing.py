@@ -28,12 +28,8 @@ def keys_of(lengths: Tensor, order: Tensor | None) -> Tensor:
 
 
 def of_keys(keys: Tensor, n_all: int) -> tuple[Tensor, Tensor | None]:
-    """Return the lengths of rows, and their order as in `keys_of`.
-
-    Args:
-        keys: the keys of these rows.
-        n_all: the number of rows that keys were made for.
-    """
+    """Return the lengths of rows, and their order as in `keys_of`, from their keys, which were made
+    for `n_all` rows."""
     order = keys.argsort(descending=True) if bool((keys.diff() > 0).any()) else None
     return keys // n_all, order
 

@@ -78,12 +78,8 @@ class _Blocks:
     is_waited_for = False  # it has ended, and torch keeps its casts for calls that have to run
 
     def begin(self, is_pending: bool) -> None:
-        """Begin a block.
-
-        Args:
-            is_pending: calls with a gradient wait. If not, the block is number 0, so that the steps
-                of a loop are alike.
-        """
+        """Begin a block. Unless calls with a gradient wait (`is_pending`), its number is 0, so that
+        the steps of a loop are alike."""
         self.drop()
         self.last = self.last % _N_BLOCKS + 1 if is_pending else 0
         self.cached = self.last

@@ -228,16 +228,9 @@ GRADIENTS = "gradients"
 def counted(
     device: torch.device, parameters: Sequence[torch.Tensor], entered: Iterable[torch.Tensor]
 ) -> list[tuple[str, int]]:
-    """Return what counts against `config(memory_limit=)`: kinds of tensors with their bytes.
-
-    A storage counts for the first of its kinds. Torch functions of tensor subclasses are disabled,
-    since they could run the pending program.
-
-    Args:
-        device: the device.
-        parameters: the leaves that a program reads.
-        entered: the tensors that it reads.
-    """
+    """Return what counts against `config(memory_limit=)` on a device: kinds of tensors with their
+    bytes. A storage counts for the first of its kinds. `parameters` are the leaves that a program
+    reads, `entered` all tensors that it reads."""
     with torch._C.DisableTorchFunctionSubclass():
         return _counted(device, parameters, entered)
 

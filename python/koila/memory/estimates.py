@@ -124,11 +124,12 @@ def estimate(
     graphs: Callable[[Iterable[torch.Tensor]], float] = outside.peak,
     whole: float | None = None,
 ) -> Estimate:
-    """Predict the bytes that a program needs, beside what exists already.
+    """Predict the bytes that a program needs, beside what exists already; with its backward if
+    `is_graph`.
 
     Args:
         program: the program.
-        is_graph: whether it is differentiated; then its backward is included.
+        is_graph: whether it is differentiated.
         strategy: how it is scheduled.
         is_live: return the moments of a live run, of the whole batch in the order of the calls.
         graphs: returns the bytes of a backward through graphs that exist already.

@@ -40,11 +40,8 @@ _least_left = math.inf  # the least that a limit left when the threshold was set
 
 
 def fix_malloc(left: float) -> None:
-    """Make malloc return large freed blocks to the system at once.
-
-    Args:
-        left: the bytes that a limit leaves; the more, the larger the blocks that malloc may keep.
-    """
+    """Make malloc return large freed blocks to the system at once. The more bytes a limit leaves
+    (`left`), the larger the blocks that malloc may keep."""
     global _least_left
     _least_left = min(_least_left, left)
     _fix_threshold(int(min(max(_BLOCK_SHARE * left, _LEAST_BLOCK), _MOST_BLOCK)))

@@ -193,14 +193,8 @@ def _leaves_again(held: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def look_again(is_final: bool) -> bool:
-    """Collect garbage and walk over all objects, before a program is refused for lack of memory.
-
-    Args:
-        is_final: the refusal is final; if not, this is done only once in a while.
-
-    Returns:
-        Whether it was done.
-    """
+    """Collect garbage and walk over all objects, before a program is refused for lack of memory; if
+    that is not final, only once in a while. Return whether it was done."""
     if not is_final and not _collected.is_due():
         return False
     with _collected:

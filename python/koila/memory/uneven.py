@@ -47,19 +47,9 @@ def needs(
     a recurrent layer have, two totals, and the bytes that it needs for each step and turn.
 
     They follow torch's loop over the steps (RNN.cpp). packed.py gathers the steps from padded rows
-    and scatters the results back by indices. If rows are sorted by length and batch_first, the
-    result is a transposed view; if they are not sorted, the states are copied.
-
-    Args:
-        x: the padded input.
-        states: the initial states.
-        lengths: the length of each row.
-        n_gates: the gates of a cell.
-        n_layers: the number of layers.
-        is_both: the layer is bidirectional.
-        is_first: the batch dim of `x` is its first.
-        is_sorted: rows are sorted by length.
-        drops: there is dropout between its layers.
+    and scatters the results back by indices. If rows are sorted by length and the batch is the
+    first dim of `x` (`is_first`), the result is a transposed view; if they are not sorted, the
+    states are copied. `drops`: there is dropout between its layers.
     """
     size, n_both, n_steps = x.element_size(), 1 + is_both, int(lengths.sum())
     is_transposed = is_first and is_sorted
@@ -127,14 +117,9 @@ def parts(
     all_lengths: Sequence[Tensor], n_rows: int, rows: int, n_pieces: int = 1
 ) -> tuple[float, float, float, float]:
     """Return how many times the average steps, and turns, the worst chunk of `rows` rows has; then
-    the same of the worst piece of these chunks.
-
-    Args:
-        all_lengths: for each axis, the lengths of its rows (int64).
-        n_rows: the rows of the longest axis.
-        rows: the rows of a chunk.
-        n_pieces: the pieces of a chunk that its last layers run in.
-    """
+    the same of the worst of the `n_pieces` pieces of a chunk that its last layers run in.
+    `all_lengths` are, for each axis, the lengths of its rows (int64); `n_rows`: of the longest
+    axis."""
     n_chunks = -(-n_rows // max(rows, 1))
     if n_chunks == n_pieces == 1:
         return 1.0, 1.0, 1.0, 1.0

@@ -136,12 +136,8 @@ def kept(
     error: BaseException, where: str | None
 ) -> tuple[type[Exception], tuple[Any, ...], list[str] | None] | None:
     """Return what `again` takes to make an exception again, without its frames, which hold tensors.
-    None: it is an interrupt, which says nothing about the call that raised it.
-
-    Args:
-        error: the exception.
-        where: where its call was recorded; None adds no note of that.
-    """
+    None: it is an interrupt, which says nothing about the call that raised it. `where`: where the
+    call was recorded, which a note says."""
     if where is not None:
         error.add_note(f"koila: recorded at {where}")
     if not isinstance(error, Exception):

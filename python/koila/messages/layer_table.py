@@ -38,16 +38,9 @@ class Layer:
 
 
 def cells(layers: Iterable[Layer], most: int) -> tuple[list[tuple[Layer, tuple[str, ...]]], str]:
-    """Return the table of the layers that keep most for backward, the largest first.
-
-    Args:
-        layers: the layers of a program.
-        most: the most rows that the table may have.
-
-    Returns:
-        Each layer with the texts of its row, in the order of `HEADS`; and a text about the layers
-        left out, such as "3 more layers with 1.0 MiB", empty if there are none.
-    """
+    """Return the table of the layers that keep most for backward, the largest first, in `most` rows
+    at most: each layer with the texts of its row, in the order of `HEADS`; and a text about the
+    layers left out, such as "3 more layers with 1.0 MiB", empty if there are none."""
     kept = sorted((one for one in layers if one.n_bytes), key=lambda one: -one.n_bytes)
     total = sum(one.n_bytes for one in kept)
     rows: list[tuple[Layer, tuple[str, ...]]] = [

@@ -53,11 +53,8 @@ class MemoryPlan:
     summary: tuple[str, ...] = ()
 
     def categories(self) -> dict[str, int]:
-        """Return the bytes at the worst moment by category, including what existed before the step.
-
-        Returns:
-            Bytes by name, the largest first, without empty categories.
-        """
+        """Return the bytes at the worst moment by category, including what existed before the step:
+        the largest first, without empty categories."""
         own = {
             "activations": self.worst.activations,
             "results that your script holds": self.worst.outputs,

@@ -156,10 +156,7 @@ def html(plan: Plan) -> str:
 
 def trace(plan: Plan) -> dict[str, Any]:
     """Return a trace for Chrome's viewer and Perfetto: a slice for each call, a counter of memory.
-
-    Returns:
-        Events of the trace event format. Each call takes the same time, since nothing has run.
-    """
+    Each call takes the same time, since nothing has run."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "koila.plan"}},
         {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "calls"}},
@@ -253,11 +250,8 @@ def snapshot(plan: Plan) -> dict[str, Any]:
 
 
 def save(plan: Plan, path: Path) -> None:
-    """Write a plan to a file, in the format of its suffix.
-
-    Raises:
-        ValueError: the suffix is of no format.
-    """
+    """Write a plan to a file, in the format of its suffix. Raise a ValueError for other
+    suffixes."""
     if path.name.endswith(".pickle"):
         path.write_bytes(pickle.dumps(snapshot(plan)))
         return

@@ -136,16 +136,8 @@ def report_of(
     measured: int | None,
     scheduled: Scheduled,
 ) -> ProgramReport:
-    """Return the report of a program that ran in stages.
-
-    Args:
-        program: the program.
-        planned: its plan.
-        grids: the chunks of each axis.
-        n_tries: how often it was run until memory sufficed.
-        measured: its peak bytes, if they were measured.
-        scheduled: the description made before the run.
-    """
+    """Return the report of a program that ran in stages, at the last of `n_tries`. `scheduled` was
+    made before the run; `measured` are its peak bytes, if they were measured."""
     used = list(map(grids.__getitem__, program.axes))
     n_chunks = max(map(len, used), default=1)
     is_whole = n_chunks == 1 and not scheduled.strategy
@@ -307,11 +299,8 @@ ALL_HAS_RUN = "nothing is pending: all has run"
 
 
 def roots_of(function: str, losses: Sequence[Any]) -> list[_core.LazyTensor]:
-    """Return the lazy tensors among losses and lists of losses.
-
-    Raises:
-        TypeError: there are none, or one of them is no tensor; it names the `function` called.
-    """
+    """Return the lazy tensors among losses and lists of losses. Raise a TypeError, which names the
+    `function` called, if there are none, or one of them is no tensor."""
     listed = (loss if isinstance(loss, tuple | list) else (loss,) for loss in losses)
     found = [loss for some in listed for loss in some]
     for loss in found or [None]:

@@ -111,15 +111,9 @@ def _fits_whole(needed: float, rows: int, allowed: float) -> bool:
 def fit(
     program: Program, estimate: estimates.Estimate, is_graph: bool, asked: float = 0.0
 ) -> Plan | Needs:
-    """Return the plan for a program; or what it needs, if that does not fit.
-
-    Args:
-        program: what is to run.
-        estimate: the bytes that it needs as it is.
-        is_graph: whether it is differentiated.
-        asked: bytes that it may use even if they are kept back for libraries. No more than that,
-            since some libraries end the process if they get no memory.
-    """
+    """Return the plan for a program that needs `estimate` as it is; or what it needs, if that does
+    not fit. It may use `asked` bytes even if they are kept back for libraries. No more than that,
+    since some libraries end the process if they get no memory."""
     left, slack = limits.allowed_for(program, needed=estimate.whole), budget.slack()
     allowed = max(left, min(left + slack, asked))
     shape, pinned = _shape_of(program, is_graph, estimate), pinned_grids(program)
@@ -168,11 +162,7 @@ def fit(
 
 def _in_chunks(case: _Case, found: Fitting) -> Plan | Needs:
     """Return the plan for a program that does not fit whole; or what it needs, if it does not fit.
-
-    Args:
-        case: the program.
-        found: the strategy to begin with; if its chunks have no rows, it does not fit.
-    """
+    `found` is the strategy to begin with; if its chunks have no rows, it does not fit."""
     (strategy, estimate, _), rows = found
     if rows == 0:
         fitting = _find_strategy(case)
@@ -294,12 +284,8 @@ class Trial:
         return self._estimate.rows if isinstance(made, Needs) else made.n_chunks
 
     def least_for(self, most_chunks: int, before: float) -> float:
-        """Return about the least bytes with which it runs in at most `most_chunks` chunks.
-
-        Args:
-            most_chunks: the number of chunks.
-            before: what a memory_limit, in tenths of a MiB, is for beside these bytes.
-        """
+        """Return about the least bytes with which it runs in at most `most_chunks` chunks. A
+        memory_limit, in tenths of a MiB, is for `before` beside these bytes."""
         rows = -(-self._estimate.rows // most_chunks)
         low, high = self.least, self._estimate.peak(rows)[0] / strategies.CHUNK_SHARE
         for _ in range(_N_HALVED if low < high else 0):

@@ -33,11 +33,8 @@ class _Asking:
 
 
 class Needed:
-    """The least bytes in which programs of one kind run, found when they are asked for first.
-
-    Args:
-        find: given a program and whether it is differentiated, finds them.
-    """
+    """The least bytes in which programs of one kind run. When they are asked for first, `find`,
+    given a program and whether it is differentiated, finds them."""
 
     def __init__(self, find: Callable[[Program, bool], float]) -> None:
         self._find = find

@@ -68,15 +68,11 @@ def note_read(what: str, lazy: _core.LazyTensor, number: torch.Tensor) -> None:
 
 
 def note_left(func: Callable[..., Any], tensor: torch.Tensor, is_written: bool | None) -> None:
-    """Note a large plain tensor that a call made of lazy tensors, wrote from them, or read.
+    """Note a large plain tensor that a call made of lazy tensors, wrote from them (`is_written`),
+    or read (None). Calls on it are not recorded.
 
-    Calls on it are not recorded. report() lists what was made or written. It is also logged, once
-    for each line, unless all that is pending fits whole.
-
-    Args:
-        func: the call.
-        tensor: the plain tensor.
-        is_written: the tensor existed before, and the call wrote it; None: the call read it.
+    report() lists what was made or written. It is also logged, once for each line, unless all that
+    is pending fits whole.
     """
     name, line = reports.name_of(func), lines.user_line()
     _note_exit(name if is_written else reports.call_of(func), line)
@@ -145,11 +141,8 @@ def _report(roots: Iterable[Any], line: str, n_rows: int, what: str) -> None:
 
 
 def _advice(drawn: str) -> str:
-    """Return what to do about a backward of plain tensors.
-
-    Args:
-        drawn: where noise may be drawn, as text.
-    """
+    """Return what to do about a backward of plain tensors; `drawn` says where noise may be
+    drawn."""
     found, left = [], _calls()
     if not (left or reports.is_batch_used() or _core.pending_bytes(True)):
         found.append("koila.lazy() changes nothing in place: pass what it returns to the model")

@@ -38,13 +38,8 @@ def _tensors_of_step(program: Program) -> list[torch.Tensor]:
 
 def allowed_for(program: Program, is_alone: bool = False, needed: float = math.inf) -> float:
     """Return the bytes that a program may use: the least of its devices, since the bytes that it
-    needs are summed over all of them.
-
-    Args:
-        program: what is to run.
-        is_alone: ignore tensors that do not belong to the step.
-        needed: the most that it needs, if known; see `budget.free_bytes`.
-    """
+    needs are summed over all of them. `is_alone`: ignore tensors that do not belong to the step.
+    `needed`: the most that it needs, if known; see `budget.free_bytes`."""
     held = _tensors_of_step(program)
     devices = devices_of(program)
     return float(min(budget.free_bytes(device, held, is_alone, needed) for device in devices))

@@ -135,13 +135,8 @@ class _Choice:
 
 
 class Missing:
-    """Chooses, for one program, the values to free at moments at which memory is missing.
-
-    Args:
-        program: the program, with its bodies cut as for the policies.
-        policies: its policies.
-        can_offload: values may be offloaded.
-    """
+    """Chooses, for a program whose bodies are cut as for its policies, the values to free at
+    moments at which memory is missing."""
 
     def __init__(self, program: Program, policies: Policies, can_offload: bool) -> None:
         self._program, self.policies = program, policies
@@ -193,13 +188,9 @@ class Missing:
         return set().union(*(self._by_run[run] for run in runs))
 
     def choose(self, n_bytes: Mapping[int, float], allowed: float) -> tuple[bytes, float] | None:
-        """Return policies with which a step fits, and the bytes that they free beyond that; None if
-        there are none.
-
-        Args:
-            n_bytes: by instruction, the bytes that the step needs if all values are kept.
-            allowed: the bytes that it may take.
-        """
+        """Return policies with which a step fits into `allowed` bytes, and the bytes that they free
+        beyond that; None if there are none. The step needs `n_bytes`, by instruction, if all values
+        are kept."""
         banned: set[int] = set()  # values that cheap calls cannot recompute beside the others
         while True:
             over = {at: need - allowed for at, need in n_bytes.items() if need > allowed}

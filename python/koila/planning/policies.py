@@ -35,13 +35,8 @@ class Families(NamedTuple):
 
 
 class Policies:
-    """The policies that are tried for a program.
-
-    Args:
-        program: the program.
-        is_graph: whether it is differentiated.
-        base: how its bodies are cut: as it is, or without the script's checkpoints.
-    """
+    """The policies that are tried for a program, whose bodies are cut as for `base`: as it is, or
+    without the script's checkpoints."""
 
     def __init__(self, program: Program, is_graph: bool, base: Strategy = AS_IT_IS) -> None:
         self._program, self._is_graph, self._base = program.cut_for(base), is_graph, base

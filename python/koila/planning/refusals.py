@@ -77,12 +77,7 @@ def before(program: Program) -> Before:
 
 
 def limits_of(program: Program, is_graph: bool) -> Limits:
-    """Return the values of memory_limit under which a program runs, also in the next steps.
-
-    Args:
-        program: what is to run.
-        is_graph: whether it is differentiated.
-    """
+    """Return the values of memory_limit under which a program runs, also in the next steps."""
     beside, key = before(program), seen.key_of(program, is_graph)
     found: Limits | None = program.cache.limits.get((key, beside)) if key is not None else None
     if found is None:
@@ -104,13 +99,8 @@ def _find_limits(program: Program, is_graph: bool, beside: Before) -> Limits:
 
 
 def refusal(needs: Needs, program: Program, said: str = "") -> MemoryLimitError:
-    """Return the error: it names a limit that works, then what takes the memory, and where.
-
-    Args:
-        needs: the bytes that the program needs in the chunks that need least.
-        program: the program that does not fit.
-        said: the message of an allocator that failed although the program was to fit.
-    """
+    """Return the error: it names a limit that works, then what takes the memory, and where. `said`:
+    the message of an allocator that failed although the program was to fit."""
     left = max(needs.allowed, 0.0)
     names = layers.Names(program)
     layer = names.of_call(needs.node)
@@ -159,13 +149,8 @@ def refusal(needs: Needs, program: Program, said: str = "") -> MemoryLimitError:
 
 
 def note_backward(error: MemoryLimitError, program: Program) -> None:
-    """Add to the error of a read the memory_limit under which a backward after it runs too, if that
-    is higher.
-
-    Args:
-        error: the error.
-        program: what was to be read.
-    """
+    """Add to the error of a read of a program the memory_limit under which a backward after it runs
+    too, if that is higher."""
     ends, least = program.ends(), error.least_limit
     if not ends or least is None:
         return
@@ -202,15 +187,9 @@ _AFTER_STOP = 1.5
 def answer(
     found: Limits, needed: str, has: str, is_enough: bool, *, is_stopped: bool = False
 ) -> str:
-    """Return the first line of an error: the bytes needed, the bytes left, and what to do.
-
-    Args:
-        found: the limits that work.
-        needed: the bytes needed, in words.
-        has: the bytes left, in words.
-        is_enough: the bytes left were to suffice, but an allocator failed.
-        is_stopped: a call was stopped when it needed so much, and would have needed more.
-    """
+    """Return the first line of an error: the bytes needed, the bytes left (both in words), and what
+    to do. `is_enough`: the bytes left were to suffice, but an allocator failed. `is_stopped`: a
+    call was stopped when it needed so much, and would have needed more."""
     least = "more than" if is_stopped else "at least"
     smaller = "make the model, the sequence or the batch smaller"
     if is_enough:
@@ -257,12 +236,8 @@ def others(program: Program) -> str:
 
 
 def ran_out(program: Program, said: str) -> MemoryLimitError:
-    """Return the error for a program that ran out of memory in its smallest chunks.
-
-    Args:
-        program: the program.
-        said: the message of the allocator.
-    """
+    """Return the error for a program that ran out of memory in its smallest chunks. `said`: the
+    message of the allocator."""
     allowed = limits.allowed_for(program)
     option = Strategies(program, bool(program.roots)).least()
     return refusal(limits.least(option.estimate, allowed), program, said)

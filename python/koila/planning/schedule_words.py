@@ -136,13 +136,8 @@ def checkpoints_in_words(program: Program, strategy: Strategy) -> str:
 
 
 def strategy_in_words(program: Program, strategy: Strategy, schedule: Schedule) -> str:
-    """Describe what saves memory beside chunks, and what it costs; empty if nothing does.
-
-    Args:
-        program: the program, with its bodies cut into the segments of the strategy.
-        strategy: how it is scheduled.
-        schedule: its schedule.
-    """
+    """Describe what saves memory beside chunks, and what it costs; empty if nothing does. The
+    program's bodies are cut into the segments of the strategy."""
     checkpoints = checkpoints_in_words(program, strategy)
     words = [checkpoints] if checkpoints else []
     if strategy.n_segments > 1:

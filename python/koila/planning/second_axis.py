@@ -89,16 +89,9 @@ def activations_of(program: Program, run: Run) -> Iterator[int]:
 def record(
     program: Program, run: Run, imports: Sequence[Any], rows: int, start: int, dim: int
 ) -> Recorded:
-    """Record the calls of a segment on one chunk, along a second axis.
-
-    Args:
-        program: the program that the segment belongs to.
-        run: the segment.
-        imports: by number of the import, its tensor.
-        rows: the rows of the chunk.
-        start: its first row.
-        dim: the dim of the second axis, in the largest activation that the segment reads.
-    """
+    """Record the calls of a segment on the chunk of `rows` rows from `start` on, along a second
+    axis: dim `dim` in the largest activation that the segment reads. `imports` are tensors, by
+    number of the import."""
     tape = _core.new_tape()
     given = list(imports)
     axis, along = _core.new_axis(), set(_along(program, run, imports, dim))
@@ -132,12 +125,8 @@ def record(
 
 
 def send_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], n_pieces: int) -> None:
-    """Run a recorded segment forward and backward in pieces, to the leaves that it reads.
-
-    Args:
-        pairs: its results, each with its gradient.
-        n_pieces: the number of pieces.
-    """
+    """Run a recorded segment forward and backward in pieces, to the leaves that it reads. `pairs`
+    are its results, each with its gradient."""
     if pairs:
         outputs, seeds = zip(*pairs, strict=True)
         with reports.aside(), config.config(chunks=n_pieces, memory_limit=None):

@@ -27,15 +27,9 @@ def _cut_off() -> tuple[int, float]:
 
 
 def whole(program: Program, so_far: float) -> float | None:
-    """Predict the bytes that a step needs whole, without the calls on earlier tapes.
-
-    Args:
-        program: the calls of the step on this tape so far.
-        so_far: the bytes that these need, with their graph.
-
-    Returns:
-        None: not known, since no such step has been seen to its end.
-    """
+    """Predict the bytes that a step needs whole, without the calls on earlier tapes, from those
+    that its calls on this tape so far need, with their graph. None: no such step has been seen to
+    its end."""
     n_before, before = _cut_off()
     more = _shares.get(n_before + program.n_nodes)
     return None if more is None else more * (before + so_far) - before
@@ -59,12 +53,8 @@ def cutting() -> Iterator[None]:
 
 
 def note_end(n_bytes: float | None) -> None:
-    """Note the end of a step: its backward.
-
-    Args:
-        n_bytes: the bytes that its calls on this tape need whole; None: it runs whole in any case,
-            so a graph kept at a read costs nothing.
-    """
+    """Note the end of a step: its backward. `n_bytes`: what its calls on this tape need whole;
+    None: it runs whole in any case, so a graph kept at a read costs nothing."""
     _, before = _cut_off()
     for n_calls, so_far in _core.notes().pop("read", {}).items():
         _shares.pop(n_calls, None)

@@ -153,15 +153,8 @@ class Strategies:
         return options[strategy]
 
     def cost(self, option: Option, rows: int) -> float:
-        """Estimate the time of a step that is run in a strategy, to choose among strategies.
-
-        Args:
-            option: the strategy.
-            rows: the rows of a chunk.
-
-        Returns:
-            The time as a multiple of that of the calls alone, each made once.
-        """
+        """Estimate the time of a step that is run in a strategy, in chunks of `rows` rows: as a
+        multiple of that of the calls alone, each made once."""
         return self._price(option.strategy, option.n_calls, -(-option.estimate.rows // rows))
 
     def _price(self, strategy: Strategy, n_calls: int, n_chunks: int) -> float:

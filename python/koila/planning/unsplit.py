@@ -60,7 +60,6 @@ class Left(NamedTuple):
 
 def check(func: Callable[..., Any], why: str, of: Derivative | None = None) -> Left | None:
     """Check that all pending calls fit whole, with their backward, and log why they run whole.
-
     Called before they run for a call that needs their real graph.
 
     Args:
@@ -100,19 +99,8 @@ def check(func: Callable[..., Any], why: str, of: Derivative | None = None) -> L
 
 
 def check_whole(program: Program, decision: reports.Decision, needed: float) -> float:
-    """Check that a program fits whole.
-
-    Args:
-        program: what is to run whole.
-        decision: why it does, and the calls that make most of its bytes.
-        needed: the bytes that it needs.
-
-    Returns:
-        The bytes that are left for it.
-
-    Raises:
-        MemoryLimitError: it does not fit.
-    """
+    """Return the bytes that are left for a program that needs `needed` bytes and is to run whole,
+    for the reasons of `decision`. Raise a MemoryLimitError if it does not fit."""
     has, is_enough = _left(program, needed)
     if is_enough:
         return has
@@ -171,14 +159,9 @@ def _graphs(program: Program, of: Derivative | None) -> list[Tensor]:
 
 
 def _of_derivative(program: Program, of: Derivative) -> float | None:
-    """Predict the peak bytes of a derivative on meta tensors.
-
-    They include the pending calls and, if the derivative is deep, the backward through its own
-    graph to all leaves.
-
-    Returns:
-        None: the calls cannot be run on meta tensors.
-    """
+    """Predict the peak bytes of a derivative on meta tensors; None: the calls cannot be run on
+    these. They include the pending calls and, if the derivative is deep, the backward through its
+    own graph to all leaves."""
     try:
         with surroundings.making_calls(), Counter() as counter:
             _differentiate(_Trace(program), of)
@@ -232,14 +215,11 @@ def reached_by_gradients(
 
 
 def leaves_behind(program: Program, values: Collection[int]) -> dict[int, set[int]] | None:
-    """Find the leaves that torch's graphs of values lead to.
+    """Find the leaves that torch's graphs of values lead to: by value, the ids of their real
+    tensors. None: the calls cannot be run on meta tensors.
 
     Those of the recorded calls would be too many: a recorded derivative may read values and weights
     to which it sends no gradient.
-
-    Returns:
-        By value: the ids of the leaves' real tensors. None: the calls cannot be run on meta
-        tensors.
     """
     trace = _traced(program, values)
     if trace is None or any(trace.env[value] is None for value in values):
@@ -280,14 +260,9 @@ def _of_layers(i: int) -> int:
 
 
 class _Trace:
-    """The calls of a program, run on meta tensors in their order, as a live run does.
-
-    Args:
-        program: the calls.
-        wanted: values to keep beside the program's wanted values and roots.
-        calls_of: receives, by the autograd node of each result, the id of its call. It keeps all
-            graphs alive.
-    """
+    """The calls of a program, run on meta tensors in their order, as a live run does. Values that
+    are `wanted` are kept, beside those of the program and its roots. `calls_of` receives, by the
+    autograd node of each result, the id of its call, and keeps all graphs alive."""
 
     def __init__(
         self,
@@ -345,13 +320,9 @@ class _Trace:
         return next(found, None)
 
     def of(self, given: Any, is_input: bool) -> Tensor | None:
-        """Return the meta tensor of a tensor of the user; None: it has none.
-
-        Args:
-            given: the user's tensor.
-            is_input: it is differentiated with respect to, so of a leaf the leaf itself is returned
-                and not the clone that calls read.
-        """
+        """Return the meta tensor of a tensor of the user; None: it has none. Of a leaf that is
+        differentiated with respect to (`is_input`), return the leaf itself and not the clone that
+        calls read."""
         value = self.value_of(given)
         if value is None:
             return None
@@ -394,11 +365,8 @@ def _ones(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def counting(left: Left) -> Iterator[Counter]:
-    """Wrap a call on the whole batch, and stop it when it allocates more bytes than are `left`.
-
-    Raises:
-        MemoryLimitError: the call was stopped.
-    """
+    """Wrap a call on the whole batch, and stop it with a MemoryLimitError when it allocates more
+    bytes than are `left`."""
     counter = Counter(left.n_bytes)
     try:
         with counter:
@@ -412,18 +380,9 @@ def counting(left: Left) -> Iterator[Counter]:
 def run(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], left: Left | None
 ) -> Any:
-    """Run a call on real tensors of the whole batch.
-
-    Args:
-        func: the call.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        left: as in `counting`; the backward through the graph of the result must fit too. None:
-            it is known that all fits.
-
-    Raises:
-        MemoryLimitError: the call, or that backward, needs more bytes than are left.
-    """
+    """Run a call on real tensors of the whole batch. Unless it is known that all fits (None), raise
+    a MemoryLimitError if the call, or the backward through the graph of its result, needs more
+    bytes than are `left`."""
     with counting(left) if left is not None else contextlib.nullcontext():
         made = _core.live(func, args, kwargs, True)
     outside.note_kept(_tensors(made))

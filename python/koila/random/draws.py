@@ -76,15 +76,8 @@ def why_others(i: int, first_out: int) -> str:
 
 
 def start_of(i: int, out: int) -> tuple[torch.Generator, torch.Tensor | None]:
-    """Return the generator that a call draws from, and the state at which its draws start.
-
-    Args:
-        i: the call.
-        out: its first output.
-
-    Returns:
-        None for the state if the call drew from seeds (on CUDA).
-    """
+    """Return the generator that a call draws from, and the state at which its draws start; None for
+    the state if it drew from seeds (on CUDA). `out` is its first output."""
     generator = generators.generator_of(_core.value(out)[10])
     notes = _core.notes()
     cells: dict[Cell, torch.Tensor | int] = notes.get("cells", {})
@@ -103,9 +96,8 @@ def run_again(
     is_written: bool,
     n_values: int,
 ) -> Any:
-    """Run a call live that drew random numbers in an earlier run, with the same numbers.
-
-    Running statistics that it wrote then are not written again.
+    """Run a call live that drew random numbers in an earlier run, with the same numbers. Running
+    statistics that it wrote then are not written again.
 
     Args:
         i: the call.
@@ -115,9 +107,6 @@ def run_again(
         n_outs: the number of its outputs.
         is_written: it writes its first input in place.
         n_values: the number of values on the tape.
-
-    Returns:
-        What the call returns.
     """
     notes = _core.notes()
     outs = range(first_out, first_out + n_outs)
@@ -177,13 +166,8 @@ def _gather(parts: list[torch.Tensor], value: int) -> torch.Tensor:
 
 
 class Draws:
-    """The random draws of one run of a program.
-
-    Args:
-        program: the program.
-        grids: by axis, its chunks.
-        hooked: the states of generators after hooks that drew during the program.
-    """
+    """The random draws of one run of a program in chunks, `grids`, by axis. `hooked` are the states
+    of generators after hooks that drew during the program."""
 
     def __init__(
         self,
@@ -363,14 +347,9 @@ class Draws:
         return result
 
     def _check_alone(self, i: int, bounds: Bounds | None, generator: torch.Generator) -> None:
-        """Check that a draw left the generator in the same state as the first draw of these rows.
-
-        torch releases Python's lock before it draws, so another thread may draw after the state was
-        set and before this call draws from it.
-
-        Raises:
-            KoilaError: the call drew other numbers than before.
-        """
+        """Raise a KoilaError unless a draw left the generator in the same state as the first draw
+        of these rows. torch releases Python's lock before it draws, so another thread may draw
+        after the state was set and before this call draws from it."""
         if generator.device.type != "cpu":
             return
         state = generator_state.get(generator)

@@ -81,11 +81,8 @@ def _disturb_others() -> None:
 
 
 def check_undisturbed() -> None:
-    """Check, before waiting calls draw, that the generators are where they were at recording.
-
-    Raises:
-        KoilaError: something that koila cannot see has drawn since.
-    """
+    """Raise a KoilaError unless the generators are where they were at recording, before waiting
+    calls draw: something that koila cannot see has drawn since."""
     states, recorded = _expected.get(this_thread(), ({}, ""))
     if not _core.has_draw(False) or all(
         torch.equal(state, generator_state.get(generator_of(d))) for d, state in states.items()
@@ -152,11 +149,7 @@ def move_on() -> None:
 
 def let_go() -> bool:
     """Let all waiting calls draw if the result of one is dead: it would keep its inputs alive until
-    something makes it draw.
-
-    Returns:
-        Whether there was one.
-    """
+    something makes it draw. Return whether there was one."""
     is_dead = _core.has_draw(False) and _core.has_draw(True)
     if is_dead:
         move_on()

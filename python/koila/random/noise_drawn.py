@@ -68,11 +68,8 @@ def _fill_all(noise: Noise, n_elements: int, generator: torch.Generator) -> None
 
 
 def _skip_most(noise: Noise, n_elements: int, generator: torch.Generator) -> int:
-    """Advance the generator past most of a number of elements without drawing, if possible.
-
-    Returns:
-        How many elements are left to draw: normal_() fills its last block in another way.
-    """
+    """Advance the generator past most of a number of elements without drawing, if possible. Return
+    how many are left to draw: normal_() fills its last block in another way."""
     is_plain = not noise.words and all(isinstance(value, int | float) for value in noise.values)
     if n_elements < _MANY or not is_plain:
         return n_elements
@@ -139,18 +136,11 @@ def by_layers(
     p: float,
     noises: Iterable[torch.Tensor],
 ) -> tuple[torch.Tensor, ...]:
-    """Run a recurrent net layer by layer, with dropout masks drawn before.
+    """Run a recurrent net layer by layer, with dropout masks drawn before: `noises`, one for the
+    output of each layer but the last. `run` runs one layer, given its input, states and weights;
+    `hx` are the states of all layers, a pair for an LSTM.
 
     `Given` could do it in one call, but would intercept each of the thousands of ops of that call.
-
-    Args:
-        run: a function of input, states and weights that runs one layer.
-        x: the input of the first layer.
-        hx: the states of all layers; a pair for an LSTM.
-        params: the weights of all layers.
-        n_layers: the number of layers.
-        p: the probability of dropout.
-        noises: the masks, one for the output of each layer but the last.
     """
     is_lstm = not isinstance(hx, torch.Tensor)
     states = [state.chunk(n_layers) for state in (hx if is_lstm else (hx,))]

@@ -39,13 +39,8 @@ def words_of(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _backward_in_chunks(words: dict[str, Any], roots: list[Any], gradients: list[Any]) -> Any:
-    """Run backward() in chunks; return NotImplemented if the program has to run whole.
-
-    Args:
-        words: the arguments of the call, by name.
-        roots: the tensors that it starts from.
-        gradients: their gradients; None stands for ones.
-    """
+    """Run backward(), whose arguments are `words`, in chunks; return NotImplemented if the program
+    has to run whole. A gradient that is None stands for ones."""
     inputs = words.get("inputs")
     if inputs is not None:
         handed_out.refuse_inner(_listed(inputs), "backward")
@@ -164,17 +159,9 @@ def _refuse_roots(roots: list[Any], given: list[Any]) -> None:
 def _tell_why(
     func: Callable[..., Any], words: dict[str, Any], root: str, cause: str = ""
 ) -> unsplit.Left | None:
-    """Report why a backward cannot run in chunks, and check that it fits whole.
-
-    Args:
-        func: the function that was called.
-        words: its arguments, by name.
-        root: the name of the argument with the roots.
-        cause: why a gradient with create_graph=True could not be recorded.
-
-    Returns:
-        The memory that is left, if it is not known how much the backward needs; None: it fits.
-    """
+    """Report why a backward cannot run in chunks, and check that it fits whole. Return the memory
+    that is left, if it is not known how much the backward needs; None: it fits. The argument `root`
+    has the roots; `cause`: why a gradient with create_graph=True could not be recorded."""
     outputs, is_deep = _listed(words[root]), bool(words.get("create_graph"))
     if not (is_deep or any(map(is_pending, outputs))):
         return None

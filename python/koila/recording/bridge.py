@@ -86,20 +86,11 @@ def call(
     has_graph: bool,
     is_plain: bool,
 ) -> Any:
-    """Run a call that cannot be recorded, and that has pending values among its arguments.
+    """Run a call that cannot be recorded, and that has pending values among its arguments. Return
+    what it returns, with lazies in place of tensors unless `is_plain`.
 
     If the program runs in chunks, cut it before the call. Otherwise run all that was recorded on
-    the whole batch, and log that.
-
-    Args:
-        func: the function.
-        args: its arguments.
-        kwargs: its arguments by name.
-        has_graph: whether a pending value requires a gradient.
-        is_plain: whether to return plain tensors.
-
-    Returns:
-        What the call returns, with lazies in place of tensors unless `is_plain`.
+    the whole batch, and log that. `has_graph`: a pending value requires a gradient.
     """
     with HiddenFrames():
         unwritten.note_read((args, kwargs))
@@ -131,13 +122,8 @@ def begin_checkpoint() -> None:
 @in_turn
 def before_plain_write(func: Callable[..., Any], tensor: torch.Tensor) -> Callable[[], None] | None:
     """Let pending calls read a tensor that plain torch is about to write in place, and let parts
-    keep a copy of it.
-
-    A program in chunks is cut before the write; others run.
-
-    Returns:
-        What to call after the write, or None.
-    """
+    keep a copy of it. A program in chunks is cut before the write; others run. Return what to call
+    after the write, or None."""
     if _core.leaves_of(tensor):
         _make_way(func, "a write of plain torch")
     after = parts.keep_copies(func, (tensor,))
@@ -181,11 +167,8 @@ def _before_step(optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
 
 def _note_unseen(before: list[tuple[torch.Tensor, int | None]]) -> None:
     """After the step of an optimizer that changed no versions, as a fused one: refuse a backward of
-    pending calls that would read the new parameters.
-
-    Args:
-        before: the parameters, each with its version before the step.
-    """
+    pending calls that would read the new parameters. These are given with their versions before
+    it."""
     for one, version in before:
         if aliases.version_of(one) == version:
             aliases.lose(_core.leaves_of(one))
@@ -202,12 +185,9 @@ def _make_way(func: Callable[..., Any], what: str) -> bool:
 
 
 def _run_whole(func: Callable[..., Any]) -> bool:
-    """Run pending calls on the whole batch if one has a hook: such a program cannot be cut.
-
-    Returns:
-        False: there is no hook or no graph, or they do not fit. Then the caller computes their
-        numbers in chunks, without a graph.
-    """
+    """Run pending calls on the whole batch if one has a hook: such a program cannot be cut. Return
+    False if there is no hook or no graph, or they do not fit. Then the caller computes their
+    numbers in chunks, without a graph."""
     if planner.is_whole() or not hooks.is_any() or not _core.pending_bytes(True):
         return False  # what has no graph is not read again in a backward
     if not unsplit.fits():

@@ -282,15 +282,9 @@ class Cut:
         is_retained: bool,
         is_some: bool,
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of leaves, without a graph.
-
-        Args:
-            roots: values that were handed out.
-            gradients: of the roots.
-            leaves: the tensors to return the gradients of, or lazies whose numbers are known.
-            is_retained: whether the part can go back again.
-            is_some: whether the part has leaves whose gradient nobody asks for.
-        """
+        """Return the gradients of leaves (or of lazies whose numbers are known), without a graph,
+        given those of roots. `is_retained`: the part can go back again. `is_some`: it has leaves
+        whose gradient nobody asks for."""
         lazies = [root.lazy for root in roots]
         wanted = {id(leaf) for leaf in leaves}
 
@@ -356,18 +350,9 @@ class Cut:
         gradients: Sequence[torch.Tensor],
         seconds: Sequence[torch.Tensor | None],
     ) -> list[torch.Tensor | None]:
-        """Differentiate the gradients that `go_back` returned for `leaves`.
-
-        Args:
-            roots: values that were handed out.
-            leaves: the tensors whose first gradients were returned.
-            behind: the leaves that the roots were computed from.
-            gradients: of the roots.
-            seconds: gradients of the first gradients of `leaves`.
-
-        Returns:
-            The gradients of `gradients` and of `behind`.
-        """
+        """Differentiate the gradients that `go_back` returned for `leaves`, given the gradients of
+        these (`seconds`). Return those of `gradients`, which the roots had, and of `behind`, the
+        leaves that the roots were computed from."""
         if any(root.lazy is None for root in roots):
             raise freed_graphs.used_up()
         self.fill()
@@ -440,12 +425,9 @@ class Cut:
     @functools.cached_property
     def whole(self) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
         """Run the part on the whole batch, with an autograd graph that no other tensor shares.
-
-        Returns:
-            The real tensors of the values that were handed out, by the ids of their lazies; and, by
-            the ids of the leaves, the tensors that replace the leaves in that graph: the leaves may
-            have graphs of their own, which other backward passes go through.
-        """
+        Return the real tensors of the values that were handed out, by the ids of their lazies; and,
+        by the ids of the leaves, the tensors that replace the leaves in that graph: the leaves may
+        have graphs of their own, which other backward passes go through."""
         made: dict[int, torch.Tensor] = {}
 
         def stand_in(leaf: torch.Tensor) -> torch.Tensor:

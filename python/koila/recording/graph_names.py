@@ -17,12 +17,8 @@ from koila.staged.program import Program
 
 
 def as_in_eager(lazy: Any, number: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that torch prints as it prints in eager the value of a lazy.
-
-    Args:
-        lazy: the lazy.
-        number: its number; if it requires a gradient, it has its graph.
-    """
+    """Return a tensor that torch prints as it prints in eager the value of a lazy. If the number of
+    the lazy requires a gradient, it has its graph."""
     if number.requires_grad or not lazy.requires_grad:
         return number
     with torch._C._InferenceMode(False), torch.enable_grad():

@@ -19,11 +19,7 @@ _COMPILED = torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMet
 
 
 def why(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> str:
-    """Return why a call is not recorded, and what to do about it.
-
-    Returns:
-        A text that follows "since"; it is never empty.
-    """
+    """Return why a call is not recorded, and what to do about it: a text that follows "since"."""
     name, owner = reports.name_of(func), getattr(func, "__self__", None)
     seen = surroundings.of_call()
     if seen:

@@ -56,13 +56,9 @@ def _read(obj: Any) -> Any:
 
 
 def _of_array(array: Any, is_saved: bool) -> torch.Tensor:
-    """Return the tensor that torch makes of an array in an index, in memory of its own: the user
-    may write the array before the call runs.
-
-    Args:
-        array: a NumPy array.
-        is_saved: whether eager's autograd saves the index, which may be the array itself.
-    """
+    """Return the tensor that torch makes of a NumPy array in an index, in memory of its own: the
+    user may write the array before the call runs. `is_saved`: eager's autograd saves the index,
+    which may be the array itself."""
     shared = torch.from_numpy(array)
     if shared.dtype not in (torch.int64, torch.uint8, torch.bool):
         return shared.to(torch.int64, copy=True)

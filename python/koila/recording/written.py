@@ -75,10 +75,7 @@ def _is_own(lazy: Any) -> bool:
 
 def take_copy(lazy: Any) -> bool:
     """Record that a lazy with its number becomes a copy of it, so that a write can be recorded.
-
-    Returns:
-        Whether it became one: nothing else has its memory, and the program may be split.
-    """
+    Return whether it became one: nothing else has its memory, and the program may be split."""
     if planner.is_whole() or not _is_own(lazy):
         return False
     _core.swap(lazy, _core.like(cast(torch.Tensor, _core.real(lazy)), lazy).clone())

@@ -106,14 +106,8 @@ _counted = _Counted()
 
 @contextlib.contextmanager
 def counting(terms: Iterable[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
-    """Wrap a block that combines reductions, and track which tensors are numbers of terms.
-
-    Args:
-        terms: the parts that are numbers of terms.
-
-    Yields:
-        These, and the sums made only of them, by id.
-    """
+    """Wrap a block that combines reductions, and track which tensors are numbers of terms: of the
+    parts `terms`. Yield these, and the sums made only of them, by id."""
     _counted.terms = {id(part): part for part in terms}
     try:
         yield _counted.terms

@@ -63,13 +63,7 @@ class _AddExponentials(engine.Function):
     """logcumsumexp from a start, with torch's gradient formula for the whole batch.
 
     If a result is inf, torch sends a gradient to no finite element, so none is sent to a total that
-    is inf.
-
-    Args:
-        x: the elements; or, if `are_totals`, the totals of chunks.
-        start: the start.
-        dim: the dim of the scan.
-        are_totals: scan totals, for `Scan.join`.
+    is inf. `are_totals`: the elements `x` are the totals of chunks, which `Scan.starts` scans.
     """
 
     @staticmethod

@@ -161,20 +161,11 @@ def _beside_infinities(
     mean: torch.Tensor,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """Correct the parts of a variance if some values are inf or nan, so that results and gradients
-    are those of torch.
+    are those of torch. Return the means and squared deviations of the chunks, and the mean from
+    which those means deviate.
 
     With an inf among the terms, the mean that torch returns is nan, but its gradient formula uses a
-    mean that is inf.
-
-    Args:
-        ns: for each chunk, its number of terms.
-        means: their means.
-        squares: their sums of squared deviations.
-        mean: the mean of all terms.
-
-    Returns:
-        The corrected means and squared deviations of the chunks, and the mean from which those
-        means deviate.
+    mean that is inf. `ns` are the numbers of terms of the chunks, `mean` is that of all terms.
     """
     means = [
         engine.Instead.apply(m, torch.where(m.isnan() & s.isinf(), s, m))

@@ -218,11 +218,8 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def note_plain(line: str) -> int:
-    """Note that a backward of plain tensors is about to run.
-
-    Returns:
-        The rows of the last batch that lazy() made; 0: it made none.
-    """
+    """Note that a backward of plain tensors is about to run. Return the rows of the last batch that
+    lazy() made; 0: it made none."""
     for observer in _observers:
         observer.note_plain(line)
     return _state.n_rows
@@ -303,14 +300,8 @@ def note_whole(
     n_bytes: int,
     error: type[BaseException] | None = None,
 ) -> None:
-    """Note that pending calls have run whole, as they were written.
-
-    Args:
-        func: the call that needed them, if any.
-        n_calls: how many calls ran.
-        n_bytes: the bytes of their results.
-        error: the type of the error that the last one raised, if any.
-    """
+    """Note that pending calls have run whole, as they were written, for a call that needed them, if
+    any. `n_bytes`: of their results. `error`: the type of the error that the last one raised."""
     decision, _state.decision = _state.decision, None
     reason, _state.reason = _state.reason, ""
     what = _state.asked or ("a read" if func is None else call_of(func))
@@ -339,13 +330,8 @@ def note_at_once(func: Callable[..., Any], why: str) -> None:
 
 
 def note_handed_out(func: Callable[..., Any], why: str, n_bytes: int) -> None:
-    """Note that the last program was cut off before a call that cannot be recorded.
-
-    Args:
-        func: the call.
-        why: the reason it cannot be recorded.
-        n_bytes: the bytes of the values that the user can reach at the cut.
-    """
+    """Note that the last program was cut off before a call that cannot be recorded, and why.
+    `n_bytes`: of the values that the user can reach at the cut."""
     why = f"it cannot be recorded, and the calls before it ran first, since {why}"
     entry = Whole(name_of(func), user_line(), why, n_bytes, 0, False)
     if _state.programs and n_bytes:
@@ -421,11 +407,8 @@ _HAD_RUN = "all calls had run before, and left autograd's graph"
 
 
 class Asking:
-    """Wraps a call that makes programs run, and notes it as failed if it raises.
-
-    Args:
-        what: the call, as reports show it: one of BACKWARDS is noted also if no program has to run.
-    """
+    """Wraps a call that makes programs run, and notes it as failed if it raises. `what` is the
+    call, as reports show it: one of BACKWARDS is noted also if no program has to run."""
 
     def __init__(self, what: str) -> None:
         self.what = what

@@ -77,11 +77,8 @@ def explained() -> Iterator[None]:
 
 
 def check() -> None:
-    """Look for the private names that are used only when a program runs.
-
-    Raises:
-        AttributeError: this torch lacks one.
-    """
+    """Look for the private names that are used only when a program runs. Raise an AttributeError if
+    this torch lacks one."""
     for name in _USED_LATER:
         operator.attrgetter(name)(torch)
 

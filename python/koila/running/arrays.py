@@ -23,12 +23,8 @@ from koila.staged.program import Program
 
 
 class _Array:
-    """The memory of a value that an array shares.
-
-    Args:
-        number: the number of the value.
-        shared: the tensor that the array and its views hold.
-    """
+    """The memory of a value that an array shares: its number, and the tensor that the array and its
+    views hold."""
 
     def __init__(self, number: torch.Tensor, shared: torch.Tensor) -> None:
         self._number: torch.Tensor | None = number  # until it is compared after the array is gone
@@ -83,12 +79,8 @@ def note(lazy: Any, number: torch.Tensor, shared: torch.Tensor) -> None:
 
 
 def note_index(index: torch.Tensor, shared: torch.Tensor) -> None:
-    """Note that eager's autograd would save an array itself, of which a recorded call has a copy.
-
-    Args:
-        index: the copy.
-        shared: a tensor of the array's memory.
-    """
+    """Note that eager's autograd would save an array itself, whose memory `shared` has, and of
+    which a recorded call has a copy, `index`."""
     _core.notes().setdefault("indices", {})[id(index)] = index, _Array(shared, shared)
 
 
@@ -107,11 +99,7 @@ def _written_indices() -> dict[int, str]:
 
 
 def check(program: Program) -> None:
-    """Raise if a call of a program reads a value whose array was written.
-
-    Raises:
-        StaleError: it does.
-    """
+    """Raise a StaleError if a call of a program reads a value whose array was written."""
     written: dict[int, str] = {
         storage: one.where
         for storage, noted in _core.notes().get("arrays", {}).items()

@@ -29,12 +29,7 @@ def stored_of(program: Program, run: Run) -> list[int]:
 
 
 class Rematerialized:
-    """The values whose storage was freed and is now rematerialized for one chunk.
-
-    Args:
-        stages: the step.
-        cheap_values: by value, how to recompute it.
-    """
+    """The values whose storage was freed and is now rematerialized for one chunk."""
 
     def __init__(self, stages: Stages, cheap_values: Mapping[int, Cheap]) -> None:
         self.stages = stages

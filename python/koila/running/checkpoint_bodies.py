@@ -243,14 +243,11 @@ def without_draws() -> Iterator[None]:
 
 
 def why_left(found: Reached, is_preserving: bool) -> str:
-    """Return why a checkpoint's function is left to torch, and what to do; empty: it is recorded.
+    """Return why a checkpoint's function, which can reach what was `found`, is left to torch, and
+    what to do; empty: it is recorded. `is_preserving`: whether preserve_rng_state=True.
 
     The only buffers it may update are statistics of batch norms with a trained weight: torch's
     second run of the function certainly reaches these.
-
-    Args:
-        found: what the function can reach.
-        is_preserving: whether preserve_rng_state=True.
     """
     hint = "koila needs no checkpoint: call its function directly"
     if not is_preserving and (draws(found.words) or any(map(seems_to_draw, found.modules))):

@@ -114,17 +114,9 @@ def _region(is_reentrant: bool) -> Iterator[int]:
 def _recording(
     found: Reached, is_reentrant: bool, is_preserving: bool, given: tuple[Any, ...]
 ) -> Iterator[None]:
-    """Record the body that runs in a block, which torch would run again in backward.
-
-    Args:
-        found: what the body can reach.
-        is_reentrant: whether use_reentrant=True.
-        is_preserving: whether preserve_rng_state=True.
-        given: the arguments of the body.
-
-    Raises:
-        KoilaError: the body wrote a buffer of a module, or another tensor that it did not make.
-    """
+    """Record the body that runs in a block, which torch would run again in backward, with arguments
+    `given`. `found`: what it can reach. Raise a KoilaError if it wrote a buffer of a module, or
+    another tensor that it did not make."""
     global _n_recording
     outer, around, group = _state.groups, _state.around, norms.Group()
     guarded = checkpoint_bodies.guarded_in(found, given)
@@ -222,11 +214,7 @@ def outermost() -> int:
 
 def check(program: Program, has_inputs: bool) -> None:
     """Raise if torch's checkpoints would not allow this backward, or give another result in it.
-
-    Args:
-        program: the program to differentiate.
-        has_inputs: whether the gradients of some tensors alone are asked for.
-    """
+    `has_inputs`: the gradients of some tensors alone are asked for."""
     if not (_state.has_reentrant or program.has_checkpoints):
         return
     regions = reached(program) if program.has_checkpoints else set()
@@ -363,16 +351,11 @@ def _given(region: int) -> tuple[list[int], set[int]]:
 
 
 def is_made_again(program: Program, value: int, reading: int, writing: int) -> bool:
-    """Return whether torch would recompute a value, without a later write, before it needs it.
+    """Return whether torch would recompute a value, without a later write, before it needs it. A
+    call in region `reading` reads the value, one in `writing` wrote it later.
 
     torch recomputes what the innermost body of a call made, and what a reentrant body around it
     made. Other values it has saved, or reads as they are by then.
-
-    Args:
-        program: the program.
-        value: the value that was written.
-        reading: the region of a call that reads the value.
-        writing: the region of the call that wrote it later.
     """
     maker = program.node_of(value)
     made_in = around(maker.region) if maker is not None else ()
@@ -393,16 +376,9 @@ def checkpoint(args: Any, kwargs: Any) -> Any:
 def patched(
     original: Generator, holds_lazy: Callable[[Any], bool], begin: Callable[[], None]
 ) -> Generator:
-    """Return a replacement of the generator that torch runs around a non-reentrant body.
-
-    It records the body, or leaves it to torch. In the latter case torch's saved-tensor hooks are
-    on, so all calls run at once.
-
-    Args:
-        original: torch's generator function.
-        holds_lazy: whether arguments contain a lazy.
-        begin: called before a body is recorded that runs again.
-    """
+    """Return a replacement of the generator that torch runs around a non-reentrant body. It records
+    the body, after it has called `begin` if the body runs again, or leaves it to torch. In the
+    latter case torch's saved-tensor hooks are on, so all calls run at once."""
 
     @functools.wraps(original)
     def generator(

@@ -150,13 +150,9 @@ def _run(body: Body, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def add_memory(region: int, whole: Tensor, add_reader: Callable[[], Callable[[], Tensor]]) -> None:
-    """Note a tensor that a part, which was cut off in the body of a checkpoint, has handed out.
-
-    Args:
-        region: the outermost checkpoint.
-        whole: the tensor.
-        add_reader: returns, for one more reader, a function that computes the tensor again.
-    """
+    """Note a tensor that a part, which was cut off in the body of a checkpoint (the outermost one:
+    `region`), has handed out. `add_reader` returns, for one more reader, a function that computes
+    the tensor again."""
     memory = Memory(whole, add_reader)
     recomputed.body_of(region).tree.memories[whole.untyped_storage()._cdata] = memory
 

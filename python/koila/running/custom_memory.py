@@ -70,18 +70,9 @@ def _count(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run a call within what the limit leaves.
-
-    Args:
-        key: remember the bytes that it allocates under this.
-        name: what the user calls it.
-        func: the call.
-        args: its arguments.
-        kwargs: its arguments by name.
-
-    Raises:
-        MemoryLimitError: it needs more than is left, or needed more when it ran before.
-    """
+    """Run a call within what the limit leaves, and remember the bytes that it allocates under
+    `key`. Raise a MemoryLimitError if it needs more than is left, or needed more when it ran
+    before; the user calls it `name`."""
     device = next((one.device for one in meta.tensors(args)), torch.device("cpu"))
     needed = _peaks.get(key)
     left = budget.free_bytes(device, ())

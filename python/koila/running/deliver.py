@@ -104,15 +104,9 @@ def deliver(
     found: list[tuple[torch.Tensor, torch.Tensor]],
     finish: Callable[[list[torch.Tensor], list[torch.Tensor]], Any],
 ) -> Any:
-    """Deliver the gradients of real tensors, all or none.
-
-    Args:
-        found: the tensors and their gradients; it is emptied, to free each gradient early.
-        finish: given outputs and their gradients, calls torch's backward.
-
-    Returns:
-        What `finish` returns.
-    """
+    """Deliver the gradients of real tensors, all or none. `found` is emptied, to free each gradient
+    early. Return what `finish` returns: it is given outputs and their gradients, and calls torch's
+    backward."""
     reals = [real for real, _ in found]
     undo = Undo(found)
     with torch.enable_grad(), as_recorded(reals):  # they may be frozen now

@@ -151,16 +151,8 @@ class _Found(NamedTuple):
 def record(
     outputs: Sequence[Any], inputs: Sequence[Any], gradients: Sequence[Any]
 ) -> tuple[Tensor, ...] | str:
-    """Record the gradients of `inputs` as a call.
-
-    Args:
-        outputs: the tensors to differentiate.
-        inputs: the tensors to differentiate by.
-        gradients: of the outputs; None stands for 1.
-
-    Returns:
-        The gradients; or a text that says why they cannot be recorded and have to be computed now.
-    """
+    """Record the gradients of `inputs` as a call, given those of the outputs; None stands for 1.
+    Return a text if they cannot be recorded and have to be computed now: why."""
     if planner.is_whole() or not torch.is_grad_enabled():
         return "nothing goes by samples here"
     if hooks.is_any():

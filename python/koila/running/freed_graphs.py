@@ -84,14 +84,8 @@ class Outdated(_Refusing):
 
 def hung_on(function: Any, number: torch.Tensor, before: Iterable[torch.Tensor]) -> torch.Tensor:
     """Return `number`, in the same memory, with a graph behind it that raises; it does not keep the
-    memory, as a freed graph of eager's does not.
-
-    Args:
-        function: the class of the node behind it: OfFreedGraph or Outdated.
-        number: the number.
-        before: the tensors that it was computed from, which are the node's inputs; none: a new
-            leaf.
-    """
+    memory, as a freed graph of eager's does not. The node behind it is an OfFreedGraph or Outdated;
+    its inputs are the tensors `before`, from which the number was computed; none: a new leaf."""
     with torch._C._InferenceMode(False), torch.enable_grad():
         found = list(before)
         inputs = list(dict(zip(map(id, found), found, strict=True)).values())

@@ -100,8 +100,8 @@ def _is_hidden(node: Node, writing: int) -> bool:
 def check_leaves(
     program: Program, leaves: set[int], uncounted: Collection[int] = (), writing: int = 0
 ) -> None:
-    """Raise what eager's backward raises where a call saved one of `leaves`, which a call that is
-    not in the program wrote since.
+    """Raise what eager's backward raises where a call of a part saved one of `leaves`, which a call
+    that is not in the part wrote since.
 
     Args:
         program: the program of a part that was cut off.

@@ -20,12 +20,7 @@ from koila.staged.program import Program
 
 
 class _ReadNumber:
-    """A number in the memory of a recorded value.
-
-    Args:
-        storage: the id of the value's storage.
-        number: the user's tensor.
-    """
+    """A number in the memory of a recorded value, in this storage: the user's tensor."""
 
     def __init__(self, storage: int, number: torch.Tensor) -> None:
         self.storage = storage
@@ -68,12 +63,8 @@ def watch(tensor: torch.Tensor) -> None:
 
 
 def check(program: Program) -> None:
-    """Raise if the backward of a program needs a value whose number the user has written.
-
-    Raises:
-        RuntimeError: torch's error, after a write that torch counted.
-        StaleError: after a write through .data.
-    """
+    """Raise if the backward of a program needs a value whose number the user has written: torch's
+    RuntimeError after a write that torch counted, a StaleError after a write through .data."""
     noted: list[_ReadNumber] = _core.notes().get("read_numbers", [])
     if written := list(filter(_ReadNumber.is_written, noted)):
         storages = {one.storage for one in written if not one.is_counted()} | program.uncounted

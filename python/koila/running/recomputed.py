@@ -57,11 +57,8 @@ class _Kept(aliases.Kept):
         _kept.add(self)
 
     def get(self) -> Tensor:
-        """Return the tensor, for the body's second run.
-
-        Raises:
-            KoilaError: the tensor was written since.
-        """
+        """Return the tensor, for the body's second run. Raise a KoilaError if it was written
+        since."""
         if self.is_written():
             refuse_written(self.tensor.shape, self.name)
         return self.tensor.detach().requires_grad_(self.needs_gradient)

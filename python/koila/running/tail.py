@@ -55,12 +55,8 @@ _Found = list[tuple[int, Key, "torch.Tensor | None"]]
 class Sent:
     """The gradients that `seed` found last, of a tail that only combines reductions and calculates
     with constants. They are computed again if a number differs that they are computed from: the
-    gradients of the roots, numbers of terms, constants.
-
-    Args:
-        program: the program.
-        runs: the segments of its last body.
-    """
+    gradients of the roots, numbers of terms, constants. `runs` are the segments of the last
+    body."""
 
     def __init__(self, program: Program, runs: Sequence[Run]) -> None:
         tail = list(_tail(program))
@@ -165,20 +161,16 @@ def parts_of(run: Run, env: Sequence[Any]) -> dict[int, tuple[torch.Tensor, ...]
 def seed(
     stages: Stages, step: Step, left: Mapping[int, Any], gradients: list[torch.Tensor]
 ) -> bool:
-    """Compute the gradients of the last body's outputs after its first chunk went forward.
-
-    The tail runs on zeros of the right sizes and dtypes. The gradients become the `seeds` of the
-    outputs.
+    """Compute the gradients of the last body's outputs after its first chunk went forward, and make
+    them the `seeds` of the outputs. The tail runs on zeros of the right sizes and dtypes. Return
+    whether it is certain that no gradient depends on a value of the body. Otherwise `check` has to
+    compare.
 
     Args:
         stages: the step.
         step: the instruction: the segments of the body, and the outputs to replace.
         left: outputs of its first chunk, by value; the partials of its reductions are among them.
         gradients: of the roots.
-
-    Returns:
-        Whether it is certain that no gradient depends on a value of the body. Otherwise `check` has
-        to compare.
     """
     cache = stages.program.cache
     sent = cache.sent = cache.sent or Sent(stages.program, step.runs)

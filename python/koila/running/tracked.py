@@ -104,14 +104,8 @@ class Tracked:
 
     def waits(self, node: Node, func: Any, is_alone: bool) -> bool:
         """Return whether a call, which updates running statistics, must leave that to the commit.
-
-        It must if other calls update them too, or if a checkpoint makes the call twice.
-
-        Args:
-            node: the call.
-            func: its function.
-            is_alone: whether it runs on the only chunk of all rows, without a gradient.
-        """
+        It must if other calls update them too, or if a checkpoint makes the call twice. `is_alone`:
+        it runs on the only chunk of all rows, without a gradient."""
         is_by_rows = node.mode == ROWS and not is_alone
         if func is torch.instance_norm and is_by_rows:
             return True

@@ -92,12 +92,8 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 class Kept:
-    """A tensor that will be read again, and what tells whether it was written meanwhile.
-
-    Args:
-        tensor: the tensor.
-        is_watched: whether a write may leave its version as it is.
-    """
+    """A tensor that will be read again, and what tells whether it was written meanwhile. A write
+    may leave the version of one that `is_watched` as it is."""
 
     __slots__ = ("__weakref__", "checksum", "tensor", "version")
 

@@ -125,12 +125,9 @@ torch.autograd.graph.Node.register(PendingNode)
 def bind(value: int, real: torch.Tensor, is_of_lazy: bool = False) -> None:
     """Move the hooks and the retained gradient of a value to the real tensor that replaces it.
 
-    Args:
-        value: the value.
-        real: its tensor.
-        is_of_lazy: the lazy tensor of the value leaves the tape: take the gradient that the lazy
-            retains, and the hooks of the value that has its graph. A write without a graph, such as
-            `h.detach().mul_(2)`, gives the lazy a new value and leaves it the graph and the hooks.
+    If the lazy tensor of the value leaves the tape (`is_of_lazy`), take the gradient that the lazy
+    retains, and the hooks of the value that has its graph. A write without a graph, such as
+    `h.detach().mul_(2)`, gives the lazy a new value and leaves it the graph and the hooks.
     """
     made_as = _core.graph_of(value) if is_of_lazy else value
     hooks = _of(made_as)
@@ -163,13 +160,8 @@ def _call(hooks: OrderedDict[Any, Any], gradient: torch.Tensor) -> torch.Tensor:
 
 
 def apply(value: int, gradient: torch.Tensor, seen: Seen) -> torch.Tensor:
-    """Call the hooks of a value with its gradient, and return the gradient that they make of it.
-
-    Args:
-        value: the value.
-        gradient: its gradient, of all rows.
-        seen: the results so far.
-    """
+    """Call the hooks of a value, unless they were `seen` already, with its gradient of all rows,
+    and return the gradient that they make of it."""
     if not is_on(value):
         return gradient
     if value not in seen.gradients:

@@ -167,15 +167,8 @@ def _places(program: Program) -> tuple[_Modules, list[_Place]]:
 def _owner_of(
     modules: _Modules, place: _Place, row: str, previous: _Place | None, following: _Owner | None
 ) -> _Owner | None:
-    """Return the module of a call that reads no parameter; None: not known.
-
-    Args:
-        modules: the modules of the program.
-        place: the call.
-        row: the name of its op.
-        previous: the call before it.
-        following: the module of the next call that reads a parameter.
-    """
+    """Return the module of a call with the op `row` that reads no parameter; None: not known.
+    `following` is the module of the next call that reads a parameter."""
     if place.node.is_for_chunks and following is not None:
         return following  # it computes a part of the next call
     before = previous.owner if previous is not None else None
@@ -232,11 +225,8 @@ def _source(program: Program, value: int) -> int:
 
 
 def _kept(program: Program) -> dict[int, list[tuple[int, bool]]]:
-    """Return the bytes that autograd saves for backward in a whole run, without the leaves.
-
-    Returns:
-        By the id of the call that made them: pairs of bytes and whether they grow with the samples.
-    """
+    """Return the bytes that autograd saves for backward in a whole run, without the leaves: by the
+    id of the call that made them, pairs of bytes and whether they grow with the samples."""
     kept: dict[int, list[tuple[int, bool]]] = {}
     seen: set[int] = set()
 
@@ -263,12 +253,9 @@ def _kept(program: Program) -> dict[int, list[tuple[int, bool]]]:
 
 
 def largest_kept(program: Program, most: int) -> list[tuple[int, int, bool]]:
-    """Return the `most` largest tensors that autograd saves for backward.
-
-    Returns:
-        Of each the id of the call that made it, its bytes for the whole batch, and whether they
-        grow with the samples; the largest first.
-    """
+    """Return the `most` largest tensors that autograd saves for backward, the largest first: the id
+    of the call that made it, its bytes for the whole batch, and whether they grow with the
+    samples."""
     found = (
         (node, n_bytes, is_rows)
         for node, amounts in _kept(program).items()

@@ -75,11 +75,7 @@ def _needed(value: int, layouts: dict[int, _Layout]) -> set[int]:
 
 def _found(value: int, layouts: dict[int, _Layout]) -> _Layout:
     """Run the call that makes a value on stand-ins. It may write these, and its draws are undone.
-
-    Args:
-        value: the value.
-        layouts: the layouts of what the call reads, where no rule knows them.
-    """
+    `layouts` are those of what the call reads, where no rule knows them."""
     maker = _core.maker_of(value)
     assert maker is not None
     node, n_values, read = maker
@@ -96,13 +92,9 @@ def _found(value: int, layouts: dict[int, _Layout]) -> _Layout:
 
 
 def _stand_in(value: int, place: rows.Place | None, layout: _Layout | None) -> torch.Tensor:
-    """Return ones that lie in memory as two rows of a value; zeros for indices.
-
-    Args:
-        value: the value.
-        place: where a call finds its rows; None: it reads the whole value.
-        layout: its layout, if it was found out.
-    """
+    """Return ones that lie in memory as two rows of a value; zeros for indices. `place`: where a
+    call finds its rows; None: it reads the whole value. `layout`: its layout, if it was found
+    out."""
     info = Info.of(value)
     shape, strides = info.shape, _strides_of(info) or (layout.strides if layout else None)
     if place is not None:

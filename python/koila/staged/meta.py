@@ -120,12 +120,8 @@ def tensors(argument: Any) -> Iterator[torch.Tensor]:
 
 def _device_of(args: Any) -> int | None:
     """Return the core's number of the one device of all tensors with dims; None if they differ.
-
-    Tensors without dims may be on another device, and count only if there are no others.
-
-    Raises:
-        _UnknownError: an argument names a device.
-    """
+    Tensors without dims may be on another device, and count only if there are no others. Raise an
+    _UnknownError if an argument names a device."""
     devices: set[int] = set()
     scalars: set[int] = set()
     for leaf in leaves(args):
@@ -230,18 +226,13 @@ def refusal(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, is_illegal: bool
 ) -> tuple[type[Exception], tuple[Any, ...], None] | None:
     """Return the type and the arguments of the error that torch raises for a call whose sizes or
-    dtypes are illegal; None: it is legal.
+    dtypes are illegal; None: it is legal. Unless inference has found it illegal (`is_illegal`), it
+    is first run on meta tensors.
 
     The caller raises it while the call is recorded, before any pending call has run. It is the real
     kernel's: a meta kernel's text may differ. So the call runs on real tensors of the same sizes
     and dtypes, once filled with 0 and once with 1. If the two errors differ, or only one is raised,
     the cause is in the numbers, and the call is legal.
-
-    Args:
-        func: the call.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        is_illegal: inference has found the call illegal; else it is first run on meta tensors.
     """
     kwargs = kwargs or {}
     if not is_illegal and (_writes(func) or not _is_refused(func, args, kwargs)):
@@ -315,11 +306,8 @@ def size_method(shape: torch.Size) -> Callable[..., Any]:
 
 def draw_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run randn_like(lazy) or a function like it at once: it reads only the sizes of the tensor.
-
-    Returns:
-        A lazy tensor of the numbers drawn; or NotImplemented if the strides of `lazy`, and so the
-        order in which numbers fill the result, are not known.
-    """
+    Return a lazy tensor of the numbers drawn; or NotImplemented if the strides of `lazy`, and so
+    the order in which numbers fill the result, are not known."""
     lazy, *rest = args if args else (kwargs.get("input"),)
     if type(lazy) is not _core.LazyTensor or not args:
         return NotImplemented

@@ -28,18 +28,9 @@ def make(_: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 def run(
     i: int, n_rows: int, inputs: dict[int, torch.Tensor], n_values: int, is_grad_off: bool
 ) -> list[Any]:
-    """Run one call by itself.
-
-    Args:
-        i: the call.
-        n_rows: the rows of the chunk; -1: the whole batch.
-        inputs: by value, its inputs.
-        n_values: the number of values on the tape.
-        is_grad_off: run it without a graph.
-
-    Returns:
-        By value: the inputs and the outputs.
-    """
+    """Run one call by itself on its inputs, by value, of a chunk of `n_rows` rows (-1: the whole
+    batch). Return, by value, the inputs and the outputs. `n_values`: of the tape. `is_grad_off`:
+    without a graph."""
     env: list[Any] = [None] * n_values
     for value, tensor in inputs.items():
         env[value] = tensor

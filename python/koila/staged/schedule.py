@@ -83,13 +83,9 @@ class Strategy(NamedTuple):
     second_dim: int = 0
 
     def as_tuple(self, is_graph: bool, is_live: bool = False, n_chunks: int = 0) -> Arguments:
-        """Return the fields of the core's KlPolicy.
-
-        Args:
-            is_graph: the roots are differentiated.
-            is_live: for measuring a run of the whole batch, in the order of the calls.
-            n_chunks: how many chunks there will be; 0: not known.
-        """
+        """Return the fields of the core's KlPolicy. `is_graph`: the roots are differentiated.
+        `is_live`: for measuring a run of the whole batch, in the order of the calls. `n_chunks`:
+        how many chunks there will be; 0: not known."""
         return is_graph, self.policies, self.n_pieces, self.second_size, is_live, n_chunks
 
     @property
