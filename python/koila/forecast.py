@@ -10,13 +10,7 @@ from koila.memory import plan_program
 from koila.messages.errors import KoilaError
 from koila.messages.memory_plan import MemoryPlan
 from koila.planning import limits
-from koila.planning.explain import (
-    forecast,
-    numbers,
-    numbers_of_whole,
-    roots_of,
-    why_nothing,
-)
+from koila.planning.explain import forecast, numbers, numbers_of_whole, roots_of, why_nothing
 from koila.staged.program import Program
 from koila.staged.schedule import AS_IT_IS
 

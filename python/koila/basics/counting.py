@@ -45,7 +45,9 @@ class Counter(Mode):
         operands = [one for one in args if isinstance(one, Tensor)]
         n_times = _WITH_BUFFERS.get(func.overloadpacket, 0)
         held = n_times * sum(map(_n_bytes, (*operands, *tensors)))
-        self._reach(self.now + held)
+        self.most = max(self.most, self.now + held)
+        if self.most > self.allowed:
+            raise TooMuchError
         return made
 
     def _note(self, storage: Any) -> None:
@@ -59,11 +61,6 @@ class Counter(Mode):
 
         self._alive[key] = weakref.ref(storage, freed)
         self.now += n_bytes
-
-    def _reach(self, n_bytes: int) -> None:
-        self.most = max(self.most, n_bytes)
-        if self.most > self.allowed:
-            raise TooMuchError
 
 
 def _n_bytes(tensor: Tensor) -> int:

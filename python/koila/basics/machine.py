@@ -64,10 +64,7 @@ def _groups() -> Iterator[tuple[Path, _Files]]:
     """
     second = _Files(_CGROUPS, "memory.max", "memory.current", "inactive_file")
     first = _Files(
-        _CGROUPS / "memory",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        "total_inactive_file",
+        _CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
     )
     paths = {"": "/", "memory": "/"}  # by controller; version 2 has one group for all
     for line in _read(_PROC / "self/cgroup").splitlines():

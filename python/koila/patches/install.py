@@ -23,15 +23,7 @@ from koila import _core
 from koila.basics import engine, lines, surroundings, switches
 from koila.memory import optimizers, order, storages
 from koila.messages.errors import HiddenFrames
-from koila.patches import (
-    attributes,
-    dispatch,
-    distributions,
-    patching,
-    tracers,
-    transforms,
-    writes,
-)
+from koila.patches import attributes, dispatch, distributions, patching, tracers, transforms, writes
 from koila.planning import left_plain, optimizer_steps
 from koila.random import generators, plain
 from koila.recording import bridge, flush, handed_out, handlers, replicated, sharded

@@ -275,10 +275,7 @@ class Explanation(str):
     calls: tuple[str, ...]
 
     def __new__(
-        cls,
-        lines: Iterable[str],
-        layers_: tuple[Layer, ...] = (),
-        calls: Iterable[str] = (),
+        cls, lines: Iterable[str], layers_: tuple[Layer, ...] = (), calls: Iterable[str] = ()
     ) -> Explanation:
         lines, calls = tuple(lines), tuple(calls)
         made = super().__new__(cls, "\n".join((*lines, *layer_table.table(layers_), *calls)))

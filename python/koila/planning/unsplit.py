@@ -265,10 +265,7 @@ class _Trace:
     autograd node of each result, the id of its call, and keeps all graphs alive."""
 
     def __init__(
-        self,
-        program: Program,
-        wanted: Iterable[int] = (),
-        calls_of: dict[Any, int] | None = None,
+        self, program: Program, wanted: Iterable[int] = (), calls_of: dict[Any, int] | None = None
     ) -> None:
         self.program = program
         self.leaves: dict[int, Tensor] = {}  # by value

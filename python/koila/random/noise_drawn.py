@@ -13,13 +13,7 @@ import torch
 from koila import _core
 from koila.basics import generator_state
 from koila.basics.modes import Mode
-from koila.staged.noise import (
-    SIXTEEN,
-    Noise,
-    drawn_by,
-    is_contiguous,
-    is_serial,
-)
+from koila.staged.noise import SIXTEEN, Noise, drawn_by, is_contiguous, is_serial
 
 _BLOCK = 1 << 16  # the elements drawn at a time, if only the generator's state matters
 _N_OF_LAYER = 9  # the arguments of torch's recurrent layers over padded rows

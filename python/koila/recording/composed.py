@@ -143,10 +143,6 @@ def _block(x: Tensor) -> Tensor:
     return x.unsqueeze(-1) if x.dim() == 2 else x
 
 
-def _column(x: Tensor) -> Tensor:
-    return x.reshape(x.numel(), 1) if x.dim() <= 1 else x
-
-
 def hstack(tensors: Sequence[Tensor]) -> Any:
     """Concatenate along dim 1; vectors along dim 0."""
     rows = [_row(x) for x in tensors]
@@ -160,7 +156,7 @@ def _stack(shaped: Callable[[Tensor], Tensor], dim: int) -> Callable[[Sequence[T
 
 def column_stack(tensors: Sequence[Tensor]) -> Any:
     """Concatenate along dim 1; vectors become columns first."""
-    return hstack([_column(x) for x in tensors])
+    return hstack([x.reshape(x.numel(), 1) if x.dim() <= 1 else x for x in tensors])
 
 
 # Order and repetition -----------------------------------------------------------------------------

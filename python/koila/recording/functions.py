@@ -113,28 +113,19 @@ class Entry(NamedTuple):
     container: type | None = None  # of several outputs: tuple, or one of torch.return_types
 
 
-def _is_out(schema: Any) -> bool:
-    return any(argument.is_out for argument in schema.arguments)
-
-
-def _takes_tensor(schema: Any) -> bool:
-    return any("Tensor" in str(argument.type) for argument in schema.arguments)
-
-
 def _schemas(name: str) -> list[Any]:
     """Return torch's schemas of a C-level callable that take a tensor (aten::split is also for str)
     and have no out=, which runs live."""
-    found = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-    return [schema for schema in found if _takes_tensor(schema) and not _is_out(schema)]
+    return [
+        schema
+        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+        if any("Tensor" in str(one.type) for one in schema.arguments)
+        and not any(one.is_out for one in schema.arguments)
+    ]
 
 
 def _has_effect(schema: Any) -> bool:
-    parts = list(schema.arguments) + list(schema.returns)
-    return any(part.alias_info is not None for part in parts)
-
-
-def _returns_list(schema: Any) -> bool:
-    return len(schema.returns) == 1 and str(schema.returns[0].type) == "List[Tensor]"
+    return any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
 
 
 def _row_of(func: Callable[..., Any], name: str) -> str | None:
@@ -149,7 +140,8 @@ def _register_op(func: Callable[..., Any], name: str) -> None:
     schemas = _schemas(name)
     is_random = plain.draws(name)
     is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
-    returns_list = bool(schemas) and all(_returns_list(schema) for schema in schemas)
+    returns = [[str(one.type) for one in schema.returns] for schema in schemas]
+    returns_list = bool(schemas) and all(types == ["List[Tensor]"] for types in returns)
     has_meta = is_pure and not is_random and name not in META_UNRELIABLE
     row = _row_of(func, name)
     container = getattr(torch.return_types, name, tuple)

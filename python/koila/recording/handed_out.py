@@ -403,7 +403,7 @@ def whole_gradient_of(tensor: torch.Tensor) -> Any:
     Return None if the tensor itself gets it, or was not handed out.
     """
     root = root_of(tensor)
-    return root.lazy if root is not None and _is_inner(tensor) else None
+    return root.lazy if root is not None and root.is_inner(root.value) else None
 
 
 def note_view(tensor: torch.Tensor, root: Root, value: int, n_values: int) -> None:
@@ -414,10 +414,6 @@ def note_view(tensor: torch.Tensor, root: Root, value: int, n_values: int) -> No
         view, *others = (Info.of(v).view for v in (value, *near))
         is_alone = all(other is None or view is None or other[0] != view[0] for other in others)
         node.metadata[_VIEW] = root, value, is_alone
-
-
-def _is_inner(tensor: torch.Tensor) -> bool:
-    return _inner_root(tensor) is not None
 
 
 def _inner_root(tensor: torch.Tensor) -> Root | None:

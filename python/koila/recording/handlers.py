@@ -25,7 +25,7 @@ from koila.recording import (
     packed,
     parts,
 )
-from koila.recording.backwards import GRAD_WORDS, backward, is_pending, words_of
+from koila.recording.backwards import backward, is_pending, words_of
 from koila.reductions import batch_softmax, norms, scans
 from koila.reporting import reports
 from koila.running import arrays, replay
@@ -182,9 +182,6 @@ def detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return _core.live_with_all(func, args, kwargs, False)
 
 
-GRAD_WORDS += ("allow_unused", "is_grads_batched", "materialize_grads")
-
-
 def register_post_hook(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
@@ -321,10 +318,6 @@ def _nothing(*_: Any) -> None:
     """Do nothing; called live, it makes its arguments real."""
 
 
-def represent(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    return repr_lazy(args[0])
-
-
 def repr_lazy(lazy: Any) -> str:
     """Return the repr, with the number if it is available. It never computes, and never waits for
     another thread: debuggers call it."""
@@ -404,7 +397,7 @@ HANDLERS: dict[str, Handler] = {
     "storage_offset": of_memory,
     "_is_view": of_memory,
     "detach_": detach_,
-    "__repr__": represent,
+    "__repr__": lambda func, args, kwargs: repr_lazy(args[0]),
     "__format__": format_lazy,
     "backward": backward,
     "grad": grad,

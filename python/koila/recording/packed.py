@@ -15,7 +15,6 @@ returns that input.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -318,18 +317,6 @@ def _as_of_uneven_rows(lengths: Tensor, n_all: int) -> Iterator[None]:
         torch._C._set_mkldnn_enabled(True)
 
 
-def _one_layer(
-    call: Callable[..., Any],
-    sizes: Tensor,
-    words: tuple[bool, bool, bool],
-    data: Tensor,
-    hx: Any,
-    params: Sequence[Tensor],
-) -> Any:
-    has_biases, train, is_both = words
-    return call(data, sizes, hx, params, has_biases, 1, 0.0, train, is_both)
-
-
 def _layer(name: str) -> Callable[..., Any]:
     call = getattr(_VF, name)
 
@@ -374,7 +361,10 @@ def _layer(name: str) -> Callable[..., Any]:
         given = states if isinstance(hx, tuple | list) else states[0]
         with _as_of_uneven_rows(lengths, n_all):
             if noises:
-                one = functools.partial(_one_layer, call, sizes, (has_biases, train, is_both))
+
+                def one(data: Tensor, hx: Any, params: Sequence[Tensor]) -> Any:
+                    return call(data, sizes, hx, params, has_biases, 1, 0.0, train, is_both)
+
                 layers = params, num_layers, dropout, (noise[at] for noise in noises)
                 out, *last = noise_drawn.by_layers(one, data, given, *layers)
                 del layers

@@ -162,10 +162,7 @@ def _is_replaceable(x: Any) -> bool:
 
 
 def _may_replace(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    frame: types.FrameType,
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: types.FrameType
 ) -> _Target | None:
     """Return how `frame` gets the plain tensor that its call writes, if one name at most holds it,
     and a lazy copy may take its place."""

@@ -48,12 +48,6 @@ def shares(
     return x, x
 
 
-def _below(x: Tensor, logs: Tensor, most: Tensor) -> Tensor:
-    """Return the log-softmax. If the logarithm is inf, all results and gradients are nan, as in
-    torch."""
-    return x - most.detach() - logs * torch.where(logs == torch.inf, torch.nan, 1.0)
-
-
 def _from_shares(
     own: Callable[..., Tensor], change: Callable[[Tensor], Tensor]
 ) -> Callable[..., Tensor]:
@@ -69,7 +63,9 @@ def _from_shares(
     ) -> Tensor:
         if logs is None or most is None:
             return own(x, dim)
-        return change(_below(x, logs, most)).to(x.dtype)
+        # If the logarithm is inf, all results and gradients are nan, as in torch.
+        logs = logs * torch.where(logs == torch.inf, torch.nan, 1.0)
+        return change(x - most.detach() - logs).to(x.dtype)
 
     call.__name__ = own.__name__
     return call

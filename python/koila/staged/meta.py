@@ -71,10 +71,7 @@ def _key(argument: Any) -> Any:
 
 
 def stand_in(
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...] | None,
-    requires_grad: bool,
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None, requires_grad: bool
 ) -> torch.Tensor:
     """Return a meta tensor of this description; a dense one if `strides` is None."""
     if strides is None:
