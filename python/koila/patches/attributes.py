@@ -149,17 +149,15 @@ def _patch_parameter() -> None:
     """A parameter made of a lazy is a plain one: torch looks at the type of `lazy.detach()`."""
     make: Any = torch.nn.Parameter.__new__
 
-    @functools.wraps(make)
     def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         if type(data) is _core.LazyTensor:
             data = _number_of(data, "data").detach()
         return make(cls, data, requires_grad)
 
-    patching.replace(torch.nn.Parameter, "__new__", staticmethod(new))
+    patching.replace(torch.nn.Parameter, "__new__", staticmethod(functools.wraps(make)(new)))
 
     swap: Any = torch.utils.swap_tensors
 
-    @functools.wraps(swap)
     def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
         if patching.holds_lazy((t1, t2)):
             raise KoilaError(

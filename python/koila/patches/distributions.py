@@ -4,8 +4,6 @@ tensor."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch.distributions import Distribution, Geometric
@@ -13,17 +11,14 @@ from torch.distributions import Distribution, Geometric
 from koila.patches import patching
 
 
-def _with_torchs_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        except ValueError as error:
-            said = (str(arg) for arg in error.args)
-            error.args = tuple(arg.replace("(LazyTensor of", "(Tensor of") for arg in said)
-            raise
-
-    return patched
+@patching.wrapper
+def _with_torchs_name(original: Any, args: Any, kwargs: Any) -> Any:
+    try:
+        return original(*args, **kwargs)
+    except ValueError as error:
+        said = (str(arg) for arg in error.args)
+        error.args = tuple(arg.replace("(LazyTensor of", "(Tensor of") for arg in said)
+        raise
 
 
 def patch() -> None:

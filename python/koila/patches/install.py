@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,7 +70,6 @@ def _patch_engine() -> None:
         in_eagers_order, is_plain=True, run=_core.live_with_all
     )
 
-    @functools.wraps(run)
     def noted(roots: Any, *args: Any, **words: Any) -> Any:
         is_backward = words.get("accumulate_grad")  # and not autograd.grad()
         if is_backward and not lines.is_of_koila():
@@ -123,52 +121,45 @@ def _patch_grad_modes() -> None:
                 sharded.free_gathered()
             return result
 
-        patching.replace(mode, "__exit__", functools.wraps(original)(leave))
+        patching.replace(mode, "__exit__", leave)
 
 
 def _patch_fast_paths() -> None:
-    """In evaluation without gradients these modules call a fused kernel, but not if they see a
-    tensor subclass: run them on real tensors."""
-    for module in (
-        torch.nn.MultiheadAttention,
-        torch.nn.TransformerEncoderLayer,
-        torch.nn.TransformerEncoder,
-    ):
-        original = module.forward
+    nn = torch.nn
+    for module in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder):
+        patching.wrap(module, ("forward",), _real_in_evaluation)
 
-        @functools.wraps(original)
-        def forward(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            if not self.training and (patching.holds_lazy(args) or patching.holds_lazy(kwargs)):
-                return _core.live_with_all(_original, (self, *args), kwargs, False)
-            return _original(self, *args, **kwargs)
 
-        patching.replace(module, "forward", forward)
+@patching.wrapper
+def _real_in_evaluation(original: Any, args: Any, kwargs: Any) -> Any:
+    """Run the forward of a module on real tensors in evaluation: without gradients it calls a fused
+    kernel, but not if it sees a tensor subclass."""
+    module, *given = args
+    if not module.training and (patching.holds_lazy(given) or patching.holds_lazy(kwargs)):
+        return _core.live_with_all(original, args, kwargs, False)
+    return original(*args, **kwargs)
 
 
 def _patch_generator() -> None:
-    """Let recorded random calls draw before the generator's state is read or set."""
-
-    def drawing_first(original: Any) -> Any:
-        @functools.wraps(original)
-        def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
-            is_shared = self is torch.default_generator or self.device.type != "cpu"
-            if is_shared and not _core.is_busy() and _core.has_draw(False):
-                generators.make_way()
-            return original(self, *args, **kwargs)
-
-        return patched
-
     names = """get_state set_state manual_seed seed clone_state graphsafe_get_state
     graphsafe_set_state get_offset set_offset"""
-    patching.wrap(torch._C.Generator, names.split(), drawing_first)
+    patching.wrap(torch._C.Generator, names.split(), _drawing_first)
+
+
+@patching.wrapper
+def _drawing_first(original: Any, args: Any, kwargs: Any) -> Any:
+    """Let recorded random calls draw before the state of a generator is read or set."""
+    is_shared = args[0] is torch.default_generator or args[0].device.type != "cpu"
+    if is_shared and not _core.is_busy() and _core.has_draw(False):
+        generators.make_way()
+    return original(*args, **kwargs)
 
 
 def _patch_switches() -> None:
     """Let calls run with the switches they were recorded with: note torch's switches when they are
     set, and run what was recorded before a setting changes that koila does not note."""
 
-    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
-        return patching.then(original, lambda *_, **__: switches.note())
+    noting = functools.partial(patching.then, after=lambda *_, **__: switches.note())
 
     patching.wrap(torch._C, switches.SETTERS, noting, may_lack=True)
     # Attributes of torch.backends refer to the unpatched functions.
@@ -190,13 +181,11 @@ def _patch_graphs() -> None:
     graph: Any = torch.cuda.CUDAGraph
     begin, end = graph.capture_begin, graph.capture_end
 
-    @functools.wraps(begin)
     def capture_begin(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = patching.flush_first(begin)(self, *args, **kwargs)
         _core.count_interpreters(1)
         return result
 
-    @functools.wraps(end)
     def capture_end(self: Any) -> Any:
         _core.count_interpreters(-1)
         return end(self)
@@ -213,7 +202,6 @@ def _patch_set() -> None:
     set to the memory of another, as copy.copy() does, has a version counter of its own."""
     original = patching.live_if_lazy(torch.Tensor.set_, False)
 
-    @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
         if patching.holds_lazy(args[:1]) and not _core.is_busy():
             _core.flush()
@@ -231,7 +219,6 @@ def _patch_as_subclass() -> None:
     class."""
     live = patching.live_if_lazy(torch.Tensor.as_subclass, True)
 
-    @functools.wraps(live)
     def patched(tensor: Any, cls: Any) -> Any:
         is_lazy = type(tensor) is _core.LazyTensor
         return tensor.view_as(tensor) if is_lazy and cls is torch.Tensor else live(tensor, cls)
@@ -243,7 +230,6 @@ def _patch_variable() -> None:
     """torch.autograd.Variable(x), which detaches x, is not dispatched: record the detach()."""
     own: Any = torch.autograd.Variable.__new__
 
-    @functools.wraps(own)
     def make(cls: Any, *args: Any, **words: Any) -> Any:
         data = args[0] if args else words.get("data")
         if type(data) is not _core.LazyTensor:
@@ -288,8 +274,8 @@ def _patch_optimizers() -> None:
     buckets of each DistributedDataParallel module."""
     optimizers.look_for_all()
 
-    def noting(note: Callable[[Any], None]) -> Callable[[Any], Any]:
-        return lambda original: patching.then(original, lambda self, *_, **__: note(self))
+    def noting(note: Any) -> Any:
+        return functools.partial(patching.then, after=lambda self, *_, **__: note(self))
 
     patching.wrap(torch.optim.Optimizer, ("__init__", "__setstate__"), noting(optimizers.note_made))
     patching.wrap(DistributedDataParallel, ("__init__",), noting(storages.note_buckets))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from koila import _core
 from koila.basics import engine
 from koila.planning import left_plain
 from koila.reporting import reports
+from koila.staged import meta
 
 undo: list[tuple[Any, str, Any, bool]] = []
 hooks: list[Any] = []
@@ -47,10 +49,13 @@ def assign(owner: Any, name: str, value: Any) -> None:
 
 
 def replace(owner: Any, name: str, replacement: Any) -> None:
-    is_own = name in vars(owner)
+    """Replace an attribute of torch; a function gets the name and the documentation of its own."""
+    is_own, original = name in vars(owner), getattr(owner, name, None)
     undo.append((owner, name, vars(owner).get(name), is_own))
+    if isinstance(replacement, types.FunctionType) and not hasattr(replacement, "__wrapped__"):
+        functools.update_wrapper(replacement, original)  # type: ignore[arg-type]
     # TorchScript looks up the operator of a Python function by the function's id().
-    op = _builtins._find_builtin(getattr(owner, name, None))
+    op = _builtins._find_builtin(original)
     if op is not None:
         operators.append(replacement)
         _builtins._register_builtin(replacement, op)
@@ -66,92 +71,77 @@ def replace_in_c(descriptor: Any, by: Callable[..., Any], is_before: bool = Fals
     return own
 
 
+def wrapper(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function that wraps functions: in place of one, `call` gets it, its arguments, those
+    by name, and what else the wrapping function was given."""
+
+    @functools.wraps(call)
+    def wrapping(original: Callable[..., Any], *more: Any, **words: Any) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            return call(original, args, kwargs, *more, **words)
+
+        return patched
+
+    return wrapping
+
+
+@wrapper
 def live_if_lazy(
-    original: Callable[..., Any], is_plain: bool, run: Callable[..., Any] = _core.live
-) -> Callable[..., Any]:
-    """Return `original`, wrapped to run on real tensors if a lazy is among its arguments."""
+    original: Any, args: Any, kwargs: Any, is_plain: bool, run: Callable[..., Any] = _core.live
+) -> Any:
+    """Run a function on real tensors if a lazy is among its arguments."""
+    if holds_lazy(args) or holds_lazy(kwargs):
+        return run(original, args, kwargs, is_plain)
+    return original(*args, **kwargs)
 
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        if holds_lazy(args) or holds_lazy(kwargs):
-            return run(original, args, kwargs, is_plain)
+
+@wrapper
+def returning_tensors(original: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function such that calls on lazies in it run at once and return tensors."""
+    return engine.call_for_torch(original, *args, **kwargs)
+
+
+@wrapper
+def read_if_lazy(original: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function, which copies its input, on the numbers of lazies."""
+    if not (holds_lazy(args) or holds_lazy(kwargs)):
         return original(*args, **kwargs)
+    what = f"{reports.name_of(original)}()"
 
-    return patched
-
-
-def returning_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `original`, wrapped so that calls on lazies in it run at once and return tensors."""
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        return engine.call_for_torch(original, *args, **kwargs)
-
-    return patched
-
-
-def _numbers(obj: Any, what: str) -> Any:
-    """Return the object with lazies replaced by their numbers, which a call reads."""
-    if type(obj) is _core.LazyTensor:
-        number = _core.read(obj)
-        left_plain.note_read(what, obj, number)
+    def number_of(lazy: _core.LazyTensor) -> torch.Tensor:
+        number = _core.read(lazy)
+        left_plain.note_read(what, lazy, number)
         return number
-    if isinstance(obj, tuple | list) and holds_lazy(obj):
-        return [_numbers(item, what) for item in obj]
-    return obj
+
+    with reports.Asking(what):
+        args, kwargs = meta.map_nested((args, kwargs), _core.LazyTensor, number_of)
+    return original(*args, **kwargs)
 
 
-def read_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `original`, which copies its input, wrapped to read lazies."""
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        if holds_lazy(args) or holds_lazy(kwargs):
-            what = f"{reports.name_of(original)}()"
-            with reports.Asking(what):
-                args = tuple(_numbers(arg, what) for arg in args)
-                kwargs = {word: _numbers(arg, what) for word, arg in kwargs.items()}
-        return original(*args, **kwargs)
-
-    return patched
+@wrapper
+def same_if_lazy(original: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function that returns a tensor itself or converts it; of a lazy record `to()`."""
+    is_lazy = len(args) == 1 and type(args[0]) is _core.LazyTensor
+    if not is_lazy or not kwargs.keys() <= {"dtype", "device"}:
+        return live_if_lazy(original, True)(*args, **kwargs)
+    words = {word: value for word, value in kwargs.items() if value is not None}
+    return args[0].to(**words) if words else args[0]
 
 
-def same_if_lazy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `original`, which returns a tensor itself or converts it, wrapped to record a lazy's
-    `to()` instead."""
-    live = live_if_lazy(original, True)
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        is_lazy = len(args) == 1 and type(args[0]) is _core.LazyTensor
-        if not is_lazy or not kwargs.keys() <= {"dtype", "device"}:
-            return live(*args, **kwargs)
-        words = {word: value for word, value in kwargs.items() if value is not None}
-        return args[0].to(**words) if words else args[0]
-
-    return patched
+@wrapper
+def flush_first(original: Any, args: Any, kwargs: Any) -> Any:
+    with reports.Asking(f"{reports.name_of(original)}()"):
+        _core.flush()  # nothing recorded before the call may run after it
+    return original(*args, **kwargs)
 
 
-def flush_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        with reports.Asking(f"{reports.name_of(original)}()"):
-            _core.flush()  # nothing recorded before the call may run after it
-        return original(*args, **kwargs)
-
-    return patched
-
-
-def then(original: Callable[..., Any], after: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `original`, wrapped to call `after` with the same arguments once it has returned."""
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        after(*args, **kwargs)
-        return result
-
-    return patched
+@wrapper
+def then(original: Any, args: Any, kwargs: Any, after: Callable[..., Any]) -> Any:
+    """Run a function, then `after` with the same arguments."""
+    result = original(*args, **kwargs)
+    after(*args, **kwargs)
+    return result
 
 
 def wrap(

@@ -72,19 +72,15 @@ def _refreshed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
     return patched
 
 
-def _counted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `original`, wrapped so that calls on lazies in it run at once: a traced function may
-    refer to some."""
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        _core.count_interpreters(1)
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _core.count_interpreters(-1)
-
-    return patched
+@patching.wrapper
+def _counted(original: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function such that calls on lazies in it, to which a traced function may refer, run at
+    once."""
+    _core.count_interpreters(1)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _core.count_interpreters(-1)
 
 
 def _patch_scripts() -> None:
@@ -111,7 +107,6 @@ def refresh() -> None:
     context: Any = frames._TorchDynamoContext
     make = context.__call__
 
-    @functools.wraps(make)
     def compile_function(self: Any, fn: Any) -> Any:
         made = make(self, fn)
         _give_tensors(made)
@@ -126,7 +121,6 @@ def refresh() -> None:
     builder = importlib.import_module("torch._dynamo.variables.builder").VariableBuilder
     wrap = builder._wrap
 
-    @functools.wraps(wrap)
     def note_lazy(self: Any, value: Any) -> Any:
         if type(value) is _core.LazyTensor and not _state.found:
             name = getattr(self.source, "name", "?")

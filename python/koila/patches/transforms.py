@@ -42,14 +42,10 @@ def _patch_functorch() -> None:
         patching.wrap(owner, ("functionalize",), _transformed)
 
 
-def _transformed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `original`, which transforms a function, such that this gets real tensors."""
-
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
-        return patching.live_if_lazy(original(*args, **kwargs), True, unsplit.transform)
-
-    return patched
+@patching.wrapper
+def _transformed(original: Any, args: Any, kwargs: Any) -> Any:
+    """Transform a function such that it gets real tensors."""
+    return patching.live_if_lazy(original(*args, **kwargs), True, unsplit.transform)
 
 
 def _counting(count: Callable[[int], None], step: int) -> Callable[[Any], Any]:

@@ -36,18 +36,14 @@ def patch() -> None:
     patching.replace(torch, name, going_before(getattr(torch, name)))
 
 
-def going_before(original: Any) -> Any:
-    """Return a function that writes its first argument, wrapped to let what is pending read the
-    tensor first, and parts keep a copy."""
-
-    @functools.wraps(original)
-    def patched(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        if _core.is_busy() or patching.holds_lazy((tensor, *args)):
-            return original(tensor, *args, **kwargs)
-        after = bridge.before_plain_write(original, tensor)
-        result = original(tensor, *args, **kwargs)
-        if after is not None:
-            after()
-        return result
-
-    return patched
+@patching.wrapper
+def going_before(original: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function that writes its first argument: what is pending reads the tensor first, and
+    parts keep a copy."""
+    if _core.is_busy() or patching.holds_lazy(args):
+        return original(*args, **kwargs)
+    after = bridge.before_plain_write(original, args[0])
+    result = original(*args, **kwargs)
+    if after is not None:
+        after()
+    return result

@@ -130,7 +130,6 @@ def patch(replace: Replace, holds_lazy: Holds) -> None:
     returns the parameters that they were computed from."""
     original = _module._find_tensors
 
-    @functools.wraps(original)
     def find(obj: Any) -> Any:
         if not holds_lazy(obj):
             return original(obj)

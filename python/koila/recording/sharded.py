@@ -129,7 +129,6 @@ def _patch_states(states: Any, replace: Replace) -> None:
     register = states._register_pre_backward_hook
     finish = states._root_post_backward_final_callback
 
-    @functools.wraps(register)
     def registered(self: Any, output: Any) -> Any:
         outputs = list(_tensors(output))
         if not _is_any_lazy(outputs):
@@ -149,7 +148,6 @@ def _patch_states(states: Any, replace: Replace) -> None:
                     hooks.register_live(lazy, self._pre_backward)
         return output
 
-    @functools.wraps(finish)
     def finished(self: Any) -> None:
         finish(self)
         free_gathered()
@@ -201,13 +199,11 @@ def _patch_groups(groups: Any, replace: Replace) -> None:
     register = groups._register_post_backward_hook
     leave = groups.post_forward
 
-    @functools.wraps(register)
     def registered(self: Any, args: Any, kwargs: Any) -> Any:
         if not _is_resharded(self) and _is_any_lazy(_tensors((args, kwargs))):
             return args, kwargs
         return register(self, args, kwargs)
 
-    @functools.wraps(leave)
     def left(self: Any, module: Any, given: Any, output: Any) -> Any:
         outputs = list(_tensors(output))
         if not _is_any_lazy(outputs):
@@ -231,7 +227,6 @@ def _patch_parameters(module: Any, replace: Replace) -> None:
     parameters = module.FSDPParam
     free, gather = parameters.free_unsharded_param, parameters.to_unsharded
 
-    @functools.wraps(free)
     def freeing(self: Any) -> None:
         gathered, freed = getattr(self, "_unsharded_param", None), _freed.get(self)
         if gathered is not None:
@@ -246,7 +241,6 @@ def _patch_parameters(module: Any, replace: Replace) -> None:
                 freed.note_parts(self)
         free(self)
 
-    @functools.wraps(gather)
     def gathered(self: Any) -> None:
         gather(self)
         if self in _freed:
@@ -286,7 +280,6 @@ def _refuse(
 ) -> None:
     original = kind.forward
 
-    @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if holds_lazy(args) or holds_lazy(kwargs):
             raise error()
