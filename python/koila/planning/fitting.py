@@ -116,7 +116,8 @@ def fit(
     since some libraries end the process if they get no memory."""
     left, slack = limits.allowed_for(program, needed=estimate.whole), budget.slack()
     allowed = max(left, min(left + slack, asked))
-    shape, pinned = _shape_of(program, is_graph, estimate), pinned_grids(program)
+    sizes, pinned = tuple(sorted(program.axes.values())), pinned_grids(program)
+    shape = sizes, program.n_nodes, is_graph, estimate.whole
     if pinned:
         return _pinned(program, is_graph, shape, allowed, max(pinned, key=len))
     as_it_is = Option(AS_IT_IS, estimate, program.n_nodes)
@@ -180,11 +181,6 @@ def _in_chunks(case: _Case, found: Fitting) -> Plan | Needs:
     n_chunks, unit = _chunks_of(estimate.rows, rows, strategy)
     predicted, _ = estimate.peak(largest(estimate.rows, n_chunks, unit))
     return Plan(n_chunks, unit, predicted, case.allowed, case.shape, strategy)
-
-
-def _shape_of(program: Program, is_graph: bool, estimate: estimates.Estimate) -> Shape:
-    sizes = tuple(sorted(program.axes.values()))
-    return sizes, program.n_nodes, is_graph, estimate.whole
 
 
 def pinned_grids(program: Program) -> list[list[Bounds]]:

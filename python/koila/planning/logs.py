@@ -116,9 +116,3 @@ def note_uncompiled(name: str) -> None:
         where,
         name,
     )
-
-
-def decide_whole(func: Any, why: str) -> None:
-    """Note, for the log and report(), that a call makes the pending calls run whole."""
-    log_live(func, why)
-    reports.give_reason(why)

@@ -181,12 +181,6 @@ class Missing:
                 found.setdefault(run, set()).add(value)
         return found
 
-    def _priced_with(self, value: int) -> set[int]:
-        """Return the values whose prices fall when a value is freed: the same bodies run once
-        more for them."""
-        runs = {*self.savers[value], self.maker[value]}
-        return set().union(*(self._by_run[run] for run in runs))
-
     def choose(self, n_bytes: Mapping[int, float], allowed: float) -> tuple[bytes, float] | None:
         """Return policies with which a step fits into `allowed` bytes, and the bytes that they free
         beyond that; None if there are none. The step needs `n_bytes`, by instruction, if all values
@@ -246,7 +240,8 @@ class Missing:
                 heapq.heappush(queue, (price, value, policy))
                 continue
             choice.choose(value, policy)
-            for other in self._priced_with(value):  # their prices may have fallen
-                if other in options:
+            runs = {*self.savers[value], self.maker[value]}
+            for other in set[int]().union(*map(self._by_run.__getitem__, runs)):
+                if other in options:  # its price may have fallen: the same bodies run again for it
                     enter(other)
         return choice.over[at] <= 0

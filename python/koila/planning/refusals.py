@@ -206,14 +206,8 @@ def answer(
     if is_stopped:
         more = _AFTER_STOP * found.least
         words = f"{Limits(more, 1, more).settings()}, and more if the call is stopped again"
-    return f"{least} {_mib(found.least)} are needed and {name} is {_limit_next_to(found)}: {words}"
-
-
-def _limit_next_to(found: Limits) -> str:
-    """Return the memory_limit that is set, with enough digits to differ from the least limit."""
-    limit = config.get("memory_limit")
-    assert limit is not None
-    return sizes(limit, found.least)[0]
+    limit, _ = sizes(config.get("memory_limit") or 0, found.least)  # digits in which they differ
+    return f"{least} {_mib(found.least)} are needed and {name} is {limit}: {words}"
 
 
 #: An error names a tensor if it takes at least this share of the bytes that it describes.

@@ -259,6 +259,24 @@ def _of_layers(i: int) -> int:
     return kept + fixed + workspace + back if table.is_stepwise(str(row)) else 0
 
 
+def enter(program: Program, values: Iterable[int], env: list[Any]) -> dict[int, Tensor]:
+    """Put meta tensors into `env` for values that calls read and do not make. Return them, by
+    value: for one that needs a gradient, calls get a clone, which they may write."""
+    leaves: dict[int, Tensor] = {}
+    for value in values:
+        info, maker = program.info(value), program.node_of(value)
+        if maker is None or not maker.is_for_chunks:  # else the next call does its work when whole
+            leaf = meta.stand_in(info.dtype, info.shape, info.strides, info.requires_grad)
+            with torch.enable_grad():
+                leaves[value], env[value] = leaf, leaf.clone() if info.requires_grad else leaf
+    return leaves
+
+
+def call_whole(_: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a call as a whole run does."""
+    return func(*norms.without_again(args), **kwargs)
+
+
 class _Trace:
     """The calls of a program, run on meta tensors in their order, as a live run does. Values that
     are `wanted` are kept, beside those of the program and its roots. `calls_of` receives, by the
@@ -268,7 +286,6 @@ class _Trace:
         self, program: Program, wanted: Iterable[int] = (), calls_of: dict[Any, int] | None = None
     ) -> None:
         self.program = program
-        self.leaves: dict[int, Tensor] = {}  # by value
         self.env: list[Any] = [None] * program.n_values
         calls = [n for _, n in sorted(program.nodes.items()) if not n.is_for_chunks]
         reads = [[v for v in _core.node(n.id)[5] if v >= 0] for n in calls]
@@ -277,29 +294,16 @@ class _Trace:
         last = {value: i for i, node in enumerate(calls) for value in (*reads[i], *node.outs)}
         # Leaves are not counted: they exist already.
         with torch.utils._python_dispatch._disable_current_modes():
-            for value in {v for some in reads for v in some} - made:
-                self._enter(value)
+            entered = {v for some in reads for v in some} - made
+            self.leaves = enter(program, entered, self.env)
         for i, node in enumerate(calls):
-            _core.run_alone(node.id, self.env, -1, False, self._call)
+            _core.run_alone(node.id, self.env, -1, False, call_whole)
             if calls_of is not None:
                 results = [self.env[out] for out in node.outs if self.env[out] is not None]
                 calls_of.update((one.grad_fn, node.id) for one in results)
             for value in (*reads[i], *node.outs):
                 if last[value] == i and value not in kept:
                     self.env[value] = None
-
-    def _enter(self, value: int) -> None:
-        """Make a meta tensor for a value that the calls read and do not make."""
-        info, maker = self.program.info(value), self.program.node_of(value)
-        if maker is not None and maker.is_for_chunks:
-            return  # the call after it does its work in a whole run
-        leaf = meta.stand_in(info.dtype, info.shape, info.strides, info.requires_grad)
-        self.leaves[value] = leaf
-        self.env[value] = leaf.clone() if info.requires_grad else leaf  # calls may write the clone
-
-    @staticmethod
-    def _call(_: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*norms.without_again(args), **kwargs)
 
     def value_of(self, given: Any) -> int | None:
         """Return the id of the value that a tensor of the user stands for in the program; None: it

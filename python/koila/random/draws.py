@@ -70,9 +70,9 @@ def bytes_whole(i: int, first_out: int) -> int:
 def why_others(i: int, first_out: int) -> str:
     """Return why a random call in chunks draws other numbers than in eager mode; empty: it draws
     the same."""
-    if noises_of(i, first_out) is not None:
-        return ""
-    return f"in chunks it draws other numbers than eager on {_core.value(first_out)[10]}"
+    device = _core.value(first_out)[10]
+    is_other = is_pinning(i, first_out)
+    return f"in chunks it draws other numbers than eager on {device}" if is_other else ""
 
 
 def start_of(i: int, out: int) -> tuple[torch.Generator, torch.Tensor | None]:

@@ -163,21 +163,18 @@ class Given(Mode):
     ) -> Any:
         words = kwargs or {}
         drawn = drawn_by(func.overloadpacket)
-        if drawn == "FILL":
-            noise = next(self.noises)
-            is_compared = len(args) > 1 and isinstance(args[1], torch.Tensor)
-            return args[0].copy_(noise < args[1] if is_compared else noise)
         if drawn in _DRAWN:
             return _DRAWN[drawn](next(self.noises), *args, **words)
-        if torch.is_inference_mode_enabled() and _is_composite(func):
+        composite = torch._C.DispatchKey.CompositeImplicitAutograd
+        if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(composite):
             # In inference mode a composite op arrives here whole: decompose it, for its random ops.
             with self:
-                return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **words)
+                return func._op_dk(composite, *args, **words)
         return func(*args, **words)
 
 
-def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+def _fill(noise: torch.Tensor, x: torch.Tensor, p: Any = None, *_: Any, **__: Any) -> torch.Tensor:
+    return x.copy_(noise < p if isinstance(p, torch.Tensor) else noise)
 
 
 def _take(noise: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -208,7 +205,8 @@ def _multinomial(
     return chances.argmax(-1, keepdim=True) if n == 1 else chances.topk(n).indices
 
 
-_DRAWN: dict[str, Callable[..., Any]] = {
+_DRAWN: dict[str | None, Callable[..., Any]] = {
+    "FILL": _fill,
     "UNIFORM": _take,
     "NORMAL": _take,
     "INTEGERS": _take,

@@ -192,7 +192,9 @@ def _run_whole(func: Callable[..., Any]) -> bool:
         return False  # what has no graph is not read again in a backward
     if not unsplit.fits():
         return False
-    logs.decide_whole(func, "it writes a tensor that calls with a hook read before")
+    why = "it writes a tensor that calls with a hook read before"
+    logs.log_live(func, why)
+    reports.give_reason(why)
     _core.flush()
     return True
 

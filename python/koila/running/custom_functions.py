@@ -36,7 +36,9 @@ def in_forward(apply: Callable[..., Any]) -> Callable[..., Any]:
         made = engine.call_for_torch(apply, *args, **kwargs)
         lazies = [one for one in meta.leaves(made) if type(one) is _core.LazyTensor]
         if lazies:
-            _forget_graph(lazies)
+            with torch._C.DisableTorchFunctionSubclass():
+                for lazy in lazies:  # forget what autograd noted on it: it may be used again
+                    torch.Tensor.detach_(lazy)
             raise KoilaError(
                 f"{cls.__name__}: its forward returns a lazy tensor that it did not get as an "
                 f"argument ({lines.user_line()}), and its gradient would be lost. Return a clone "
@@ -45,13 +47,6 @@ def in_forward(apply: Callable[..., Any]) -> Callable[..., Any]:
         return made
 
     return engine.bound(run, apply)
-
-
-def _forget_graph(lazies: list[Any]) -> None:
-    """Remove what autograd noted on the placeholders of lazies, which may be used again."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for lazy in lazies:
-            torch.Tensor.detach_(lazy)
 
 
 def in_backward(apply: Callable[..., Any]) -> Callable[..., Any]:

@@ -17,9 +17,7 @@ from koila import _core
 from koila.messages.errors import StaleError
 from koila.planning import unsplit
 from koila.random import generators
-from koila.reductions import norms
 from koila.running import checkpoints, derived, recomputed
-from koila.staged import meta
 from koila.staged.cache import remember
 from koila.staged.facts import Info, Node, name_of_call
 from koila.staged.program import NO_CALL, Program
@@ -224,23 +222,11 @@ def _needs(program: Program, node: Node, value: int) -> bool:
 
     Run the call on stand-ins without memory, and its backward after a new version of the value.
     """
-    leaves: dict[int, torch.Tensor] = {}
-    given: dict[int, torch.Tensor] = {}
-    for v in (v for v in _core.node(node.id)[5] if v >= 0):
-        info, maker = program.info(v), program.node_of(v)
-        if maker is not None and maker.is_for_chunks:
-            continue  # only chunks run it; on the whole batch torch's own call does its work
-        leaves[v] = meta.stand_in(info.dtype, info.shape, info.strides, info.requires_grad)
-        with torch.enable_grad():  # pass a copy: torch refuses writes to a leaf
-            given[v] = leaves[v].clone() if info.requires_grad else leaves[v]
-
-    def call(_: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*norms.without_again(args), **kwargs)
-
-    env: list[Any] = [given.get(value) for value in range(program.n_values)]
+    env: list[Any] = [None] * program.n_values
+    leaves = unsplit.enter(program, (v for v in _core.node(node.id)[5] if v >= 0), env)
     try:
         with derived.beside(()):  # a derivative cannot use the graph of stand-ins
-            _core.run_alone(node.id, env, -1, False, call)
+            _core.run_alone(node.id, env, -1, False, unsplit.call_whole)
         torch.autograd.graph.increment_version(env[value])
         made = [env[v] for v in node.outs if env[v].requires_grad]
         ends = [leaf for leaf in leaves.values() if leaf.requires_grad]

@@ -102,9 +102,8 @@ def _is_own() -> bool:
 
 def _asks_no_number(func: Any) -> bool:
     """Return whether a write does not change the result of a call."""
-    if getattr(func, "__name__", "") == "__get__":
-        return getattr(func.__self__, "__name__", "") in _NO_NUMBERS
-    return getattr(func, "__name__", "") in _NO_NUMBERS
+    is_getter = getattr(func, "__name__", "") == "__get__"
+    return getattr(func.__self__ if is_getter else func, "__name__", "") in _NO_NUMBERS
 
 
 @functools.cache

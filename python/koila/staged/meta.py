@@ -131,16 +131,6 @@ def _device_of(args: Any) -> int | None:
     return devices.pop() if len(devices) == 1 else None
 
 
-def _are_strides_known(name: str, metas: list[torch.Tensor], device: int) -> bool:
-    """Tell whether the real kernel returns the strides that the meta kernel reports.
-
-    A test compares both on the CPU for row-major inputs. For other inputs some kernels choose other
-    strides than their meta kernels, or do so for some sizes.
-    """
-    is_plain = device == 0 and all(tensor.is_contiguous() for tensor in metas)
-    return is_plain and name not in LAID_OUT_OTHERWISE
-
-
 def _read_out(tensor: Any, inputs: set[int], device: int, are_strides_known: bool) -> _Description:
     """Describe a result; `inputs` are the storages of the meta tensors that the call read."""
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
@@ -180,8 +170,11 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     if asked_in is not None:
         result = result.to(dtype)
     inputs = {tensor.untyped_storage()._cdata for tensor in metas}
-    have_strides = all(_describe(one)[2] is not None for one in tensors((args, kwargs)))
-    is_known = have_strides and _are_strides_known(getattr(func, "__name__", ""), metas, device)
+    # A test compares the strides that meta kernels report with those of kernels on the CPU, for
+    # row-major inputs. For others some kernels choose other strides, or do so for some sizes.
+    is_known = device == 0 and all(one.is_contiguous() for one in metas)
+    is_known = is_known and getattr(func, "__name__", "") not in LAID_OUT_OTHERWISE
+    is_known &= all(_describe(one)[2] is not None for one in tensors((args, kwargs)))
     if isinstance(result, torch.Tensor):
         return None, (_read_out(result, inputs, device, is_known),), held
     if not isinstance(result, tuple | list) or not result:
