@@ -643,7 +643,7 @@ MUTANTS = [
         "surroundings: pending calls run below autograd",
         "python/koila/basics/surroundings.py",
         "return is_excluded and not torch.is_inference_mode_enabled()",
-        "return False",
+        "return is_excluded and False",
         "tests/test_below_autograd.py",
     ),
     Mutant(

@@ -18,7 +18,7 @@ import koila
 from allocations import Allocations
 from koila.memory import optimizers
 from koila.messages.words import size
-from koila.planning import optimizer_steps
+from koila.planning import logs
 from koila.reporting.report_types import ProgramReport
 from limits import there
 from oracle import Lazy, eager
@@ -191,7 +191,7 @@ def test_a_step_over_the_limit_is_told(name: str, caplog: pytest.LogCaptureFixtu
     """With the least limit that holds: under it all of a later step stays."""
     make = LOOPS[name]
     of_step = took(eager, make).peaks["optimizer"]
-    optimizer_steps._logged.clear()
+    logs.logged.clear()
     base, short = there(), 2**14
     memory = took(koila.lazy, make, base + of_step - short)
     assert memory.peaks["optimizer"] == pytest.approx(of_step, abs=2**10)
@@ -228,7 +228,7 @@ def test_limits_have_room_for_the_step() -> None:
         assert least is not None
         return str(text), least
 
-    optimizer_steps._logged.clear()
+    logs.logged.clear()
     _, first = step(there() + 8 * n_bytes)
     optimizer.zero_grad()
     base = there()

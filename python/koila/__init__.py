@@ -5,7 +5,6 @@ from koila.reporting import versions
 
 with versions.explained():
     from koila._core import LazyTensor
-    from koila.basics import alone
     from koila.basics.config import config, read_environment
     from koila.forecast import plan
     from koila.largest import largest_batch
@@ -22,7 +21,7 @@ with versions.explained():
     from koila.reporting.reports import report
     from koila.verify import verify
 
-    alone.check(__file__)
+    versions.check_alone(__file__)
     versions.check()
     read_environment()
     budget.keep_fewer_kernels()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from koila.basics.modes import Mode
+from koila.basics.surroundings import Mode
 
 
 class Counter(Mode):

@@ -21,10 +21,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from koila import _core
-from koila.basics.modes import Mode
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,6 +31,21 @@ R = TypeVar("R")
 _C: Any = torch._C
 _hooks: Any = torch._C._autograd
 _functorch: Any = torch._C._functorch
+
+
+class Mode(TorchDispatchMode):
+    """A dispatch mode of koila's whose first call does not import torch._dynamo.
+
+    torch imports it there to keep dynamo from compiling the mode, which takes more than a second
+    and 70 MiB. koila tells dynamo itself, once a script has imported it (`patches/tracers.py`).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def _is_observer(mode: Any) -> bool:

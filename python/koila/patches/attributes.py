@@ -5,7 +5,6 @@ attributes that are set to a lazy, and parameters made of one."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -123,26 +122,18 @@ def _patch_setters() -> None:
     """`p.grad = lazy`, `z.real = lazy`: torch looks for __torch_function__ on the tensor whose
     attribute is set, and not on the value."""
 
-    def put_gradient(descriptor: Any) -> Callable[[torch.Tensor, Any], None]:
-        def put(tensor: torch.Tensor, lazy: Any) -> None:
-            if lazy.requires_grad:
-                _core.live_with_all(descriptor.__set__, (tensor, lazy), {}, True)
-            else:
-                descriptor.__set__(tensor, _number_of(lazy, "grad"))
+    def put_gradient(descriptor: Any, tensor: torch.Tensor, lazy: Any) -> None:
+        if lazy.requires_grad:
+            _core.live_with_all(descriptor.__set__, (tensor, lazy), {}, True)
+        else:
+            descriptor.__set__(tensor, _number_of(lazy, "grad"))
 
-        return put
+    def put_part(descriptor: Any, tensor: torch.Tensor, lazy: Any) -> None:
+        descriptor.__get__(tensor).copy_(lazy)
 
-    def put_part(descriptor: Any) -> Callable[[torch.Tensor, Any], None]:
-        return lambda tensor, lazy: descriptor.__get__(tensor).copy_(lazy)
-
-    for name, putting in (
-        ("grad", put_gradient),
-        ("_grad", put_gradient),
-        ("real", put_part),
-        ("imag", put_part),
-    ):
-        descriptor = vars(torch._C.TensorBase)[name]
-        patching.replace_in_c(descriptor, putting(descriptor))
+    for names, put in (("grad", "_grad"), put_gradient), (("real", "imag"), put_part):
+        for descriptor in map(vars(torch._C.TensorBase).__getitem__, names):
+            patching.replace_in_c(descriptor, functools.partial(put, descriptor))
 
 
 def _patch_parameter() -> None:

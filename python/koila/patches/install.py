@@ -262,13 +262,6 @@ def _patch_nodes() -> None:
     patching.wrap(graph, ("get_gradient_edge",), live)
 
 
-def _patch_unwritten() -> None:
-    """Functions that use a tensor's memory without __torch_function__, or write weights before they
-    read statistics, run after the pending writes of recorded calls."""
-    for owner, name in unwritten.unseen():
-        patching.wrap(owner, (name,), unwritten.written_first)
-
-
 def _patch_optimizers() -> None:
     """Note each optimizer when it is made or copied: its first step will make state. Note the
     buckets of each DistributedDataParallel module."""
@@ -340,7 +333,8 @@ def _install() -> None:
     replicated.patch(patching.replace, patching.holds_lazy)
     _patch_engine()
     tracers.patch()
-    _patch_unwritten()
+    for owner, name in unwritten.unseen():
+        patching.wrap(owner, (name,), unwritten.written_first)
     _patch_optimizers()
     patching.hooks.append(register_optimizer_step_pre_hook(_before_step))
     patching.hooks.append(register_optimizer_step_post_hook(_after_step))

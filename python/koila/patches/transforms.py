@@ -17,29 +17,32 @@ from koila.planning import unsplit
 
 def patch() -> None:
     """Make the patches of this module."""
-    _patch_functorch()
-    _patch_transforms()
-    _patch_dual_levels()
+    vmap: Any = torch._functorch.vmap
+    transforms: Any = torch._functorch.eager_transforms
+    functional: Any = torch.func
+    live = functools.partial(patching.live_if_lazy, is_plain=True)
+    live_transform = functools.partial(live, run=unsplit.transform)
+    # vmap and the transforms would wrap the placeholder of a lazy before any call is dispatched.
+    patching.wrap(vmap, ("_add_batch_dim",), live)
+    patching.wrap(torch._functorch.apis, ("vmap_impl",), live_transform)
+    names = "grad_impl grad_and_value_impl vjp_impl _vjp_with_argnums jvp_impl _jvp_with_argnums"
+    patching.wrap(transforms, names.split(), live_transform, may_lack=True)
+    for owner in (transforms, functional):
+        patching.wrap(owner, ("functionalize",), _transformed)
+    # In a transform, or on a level of forward-mode AD, calls on lazies run at once.
+    for owner in (vmap, transforms):
+        for name, step in (("increment", 1), ("decrement", -1)):
+            kinds = (f"_{kind}_{name}_nesting" for kind in ("vmap", "grad", "jvp", "func"))
+            counting = _counting(_core.count_interpreters, step)
+            patching.wrap(owner, kinds, counting, may_lack=True)
+    for name, step in (("enter_dual_level", 1), ("exit_dual_level", -1)):
+        counting = _counting(_core.count_dual_levels, step)
+        patching.wrap(torch.autograd.forward_ad, (name,), counting)
     patching.wrap(
         torch.autograd,
         ("gradcheck", "gradgradcheck"),
-        lambda original: patching.live_if_lazy(patching.returning_tensors(original), True),
+        lambda original: live(patching.returning_tensors(original)),
     )
-
-
-def _patch_functorch() -> None:
-    """vmap and the transforms of torch.func would wrap the empty placeholder of a lazy before any
-    call is dispatched."""
-    live = functools.partial(patching.live_if_lazy, is_plain=True)
-    live_transform = functools.partial(live, run=unsplit.transform)
-    patching.wrap(torch._functorch.vmap, ("_add_batch_dim",), live)
-    patching.wrap(torch._functorch.apis, ("vmap_impl",), live_transform)
-    transforms: Any = torch._functorch.eager_transforms
-    names = "grad_impl grad_and_value_impl vjp_impl _vjp_with_argnums jvp_impl _jvp_with_argnums"
-    patching.wrap(transforms, names.split(), live_transform, may_lack=True)
-    functional: Any = torch.func
-    for owner in (transforms, functional):
-        patching.wrap(owner, ("functionalize",), _transformed)
 
 
 @patching.wrapper
@@ -51,19 +54,3 @@ def _transformed(original: Any, args: Any, kwargs: Any) -> Any:
 def _counting(count: Callable[[int], None], step: int) -> Callable[[Any], Any]:
     """Return a wrapper of functions that enter (1) or leave (-1) what the recorder counts."""
     return lambda original: patching.then(original, lambda *_, **__: count(step))
-
-
-def _patch_transforms() -> None:
-    """Count the active transforms for the recorder: inside of one, calls on lazies run at once."""
-    for owner in (torch._functorch.vmap, torch._functorch.eager_transforms):
-        for name, step in (("increment", 1), ("decrement", -1)):
-            names = (f"_{kind}_{name}_nesting" for kind in ("vmap", "grad", "jvp", "func"))
-            counting = _counting(_core.count_interpreters, step)
-            patching.wrap(owner, names, counting, may_lack=True)
-
-
-def _patch_dual_levels() -> None:
-    """Count the levels of forward-mode AD for the recorder: inside of one, calls run at once."""
-    for name, step in (("enter_dual_level", 1), ("exit_dual_level", -1)):
-        count = _counting(_core.count_dual_levels, step)
-        patching.wrap(torch.autograd.forward_ad, (name,), count)

@@ -3,20 +3,15 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from koila.basics import config
 from koila.basics.lines import script_line
 from koila.memory import budget, optimizers
 from koila.messages.words import size, sizes
-from koila.planning import limits
+from koila.planning import limits, logs
 from koila.reporting import reports
 from koila.reporting.report_types import ProgramReport
-
-_logger = logging.getLogger("koila")
-_logged: set[str] = set()  # the lines for which a warning was logged
 
 
 def report_over_limit(optimizer: torch.optim.Optimizer) -> None:
@@ -44,6 +39,4 @@ def report_over_limit(optimizer: torch.optim.Optimizer) -> None:
     )
     what, line = f"{type(optimizer).__name__}.step()", script_line()
     reports.note(ProgramReport(what, line, why=why, least_limit=least))
-    if line not in _logged:
-        _logged.add(line)
-        _logger.warning("%s at %s: %s", what, line, why)
+    logs.log_once(f"step {line}", "%s at %s: %s", what, line, why)

@@ -12,7 +12,7 @@ import torch
 
 from koila import _core
 from koila.basics import generator_state
-from koila.basics.modes import Mode
+from koila.basics.surroundings import Mode
 from koila.staged.noise import SIXTEEN, Noise, drawn_by, is_contiguous, is_serial
 
 _BLOCK = 1 << 16  # the elements drawn at a time, if only the generator's state matters

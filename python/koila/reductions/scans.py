@@ -20,7 +20,7 @@ from torch import Tensor
 from koila import _core
 from koila.basics import engine
 from koila.basics.enter import call_with_lazies
-from koila.basics.rows import WIDENED
+from koila.basics.rows import CONTINUOUS, WIDENED
 from koila.reductions import products
 
 
@@ -155,15 +155,9 @@ def _make(name: str, scan: Scan) -> tuple[Callable[..., Any], Callable[..., Any]
     return starts, goes_on
 
 
-_CONTINUOUS = frozenset(
-    getattr(torch, name)
-    for name in "float16 bfloat16 float32 float64 complex32 complex64 complex128".split()
-)
-
-
 def _made_in(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Return the dtype of the result: torch scans integers in int64."""
-    return dtype or (x.dtype if x.dtype in _CONTINUOUS else torch.int64)
+    return dtype or (x.dtype if x.dtype in CONTINUOUS else torch.int64)
 
 
 _MADE = {name: _make(name, scan) for name, scan in SCANS.items()}

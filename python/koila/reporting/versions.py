@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The versions of torch that koila is tested with, and the private names of torch that it uses."""
+"""The versions of torch that koila is tested with, and the private names of torch that it uses; and
+that no other package koila, such as PyPI's koila 0.1, is installed in this folder."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import contextlib
 import logging
 import operator
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +31,17 @@ _USED_LATER = (
 )
 
 _logger = logging.getLogger("koila")
+
+
+def check_alone(file: str) -> None:
+    """Raise an ImportError if the folder of `file`, one of this package, holds files of another
+    package koila too: those that both have would be of the one installed last."""
+    folder = Path(file).parent
+    if (folder / "prepasses.py").exists():  # only the other has it
+        raise ImportError(
+            f"{folder} holds two packages: this one, koila-c, and PyPI's older koila; remove both "
+            "and install this one again: pip uninstall koila koila-c, then pip install koila-c"
+        )
 
 
 def note_untested(version: str = torch.__version__) -> None:
