@@ -70,29 +70,22 @@ _n_open = 0  # open blocks of lazy loaders: the end of the last one undoes the p
 
 
 @contextlib.contextmanager
-def _all_lazy() -> Iterator[None]:
+def lazy_loaders() -> Iterator[Summary]:
+    """Make the batches of all loaders lazy in a block, and noise with as many rows. Yield a summary
+    of the steps that run in it. Blocks may be nested."""
     global _n_open
+    summary = Summary()
     _n_open += 1
     loaders.make_all_lazy(of_loader)
     plain.follow(of_draw)
     try:
-        yield
+        with reports.observed_by(summary):
+            yield summary
     finally:
         _n_open -= 1
         if _n_open == 0:
             plain.follow(None)
             loaders.make_all_lazy(None)
-
-
-@contextlib.contextmanager
-def lazy_loaders() -> Iterator[Summary]:
-    """Make the batches of all loaders lazy in a block, and noise with as many rows. Yield a summary
-    of the steps that run in it. Blocks may be nested."""
-    summary = Summary()
-    try:
-        with _all_lazy(), reports.observed_by(summary):
-            yield summary
-    finally:
         summary.end()
 
 

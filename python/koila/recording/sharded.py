@@ -83,11 +83,11 @@ def patch(replace: Replace, holds_lazy: Holds) -> None:
         _patch_states(module.FSDPState, replace)
         _patch_groups(module.FSDPParamGroup, replace)
         _patch_parameters(sys.modules[module.FSDPParamGroup.__module__], replace)
-    for name, of_class, error in _REFUSED:
+    for name, of_class, why in _REFUSED:
         kind: Any = getattr(sys.modules.get(name), of_class, None)
         if kind is not None and kind not in _patched:
             _patched.add(kind)
-            _refuse(kind, error, replace, holds_lazy)
+            _refuse(kind, why, replace, holds_lazy)
 
 
 def end() -> None:
@@ -250,39 +250,31 @@ def _patch_parameters(module: Any, replace: Replace) -> None:
     replace(parameters, gather.__name__, gathered)
 
 
-def _of_fsdp1() -> KoilaError:
-    return KoilaError(
-        f"FullyShardedDataParallel ({user_line()}): its parameters are views of one flat "
-        "tensor that is freed after each forward, before recorded calls run; use "
-        "torch.distributed.fsdp.fully_shard(module) in its place, which koila runs in "
-        "chunks"
-    )
-
-
-def _of_deepspeed() -> KoilaError:
-    return KoilaError(
-        f"DeepSpeedEngine ({user_line()}): its backward() is to be inside of torch's own when the "
-        "gradient of the loss comes; use DistributedDataParallel or "
-        "torch.distributed.fsdp.fully_shard(module), which koila runs in chunks, or DeepSpeed's "
-        "gradient_accumulation_steps and batches that are not lazy"
-    )
-
-
-#: Modules, their classes, and the error that these raise for lazy inputs.
+#: Modules, their classes, and why these raise for lazy inputs.
 _REFUSED = (
-    (f"{_FSDP}.fully_sharded_data_parallel", "FullyShardedDataParallel", _of_fsdp1),
-    ("deepspeed.runtime.engine", "DeepSpeedEngine", _of_deepspeed),
+    (
+        f"{_FSDP}.fully_sharded_data_parallel",
+        "FullyShardedDataParallel",
+        "its parameters are views of one flat tensor that is freed after each forward, before "
+        "recorded calls run; use torch.distributed.fsdp.fully_shard(module) in its place, which "
+        "koila runs in chunks",
+    ),
+    (
+        "deepspeed.runtime.engine",
+        "DeepSpeedEngine",
+        "its backward() is to be inside of torch's own when the gradient of the loss comes; use "
+        "DistributedDataParallel or torch.distributed.fsdp.fully_shard(module), which koila runs "
+        "in chunks, or DeepSpeed's gradient_accumulation_steps and batches that are not lazy",
+    ),
 )
 
 
-def _refuse(
-    kind: Any, error: Callable[[], KoilaError], replace: Replace, holds_lazy: Holds
-) -> None:
+def _refuse(kind: Any, why: str, replace: Replace, holds_lazy: Holds) -> None:
     original = kind.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if holds_lazy(args) or holds_lazy(kwargs):
-            raise error()
+            raise KoilaError(f"{kind.__name__} ({user_line()}): {why}")
         return original(self, *args, **kwargs)
 
     replace(kind, "forward", forward)

@@ -256,13 +256,6 @@ def _storages(stages: Stages, counts: Iterable[torch.Tensor]) -> set[int]:
     }
 
 
-def _is_there(stages: Stages, value: int) -> bool:
-    """Return whether a value was computed before the tail. A `BoundaryValue` alone does not tell:
-    that of a later reduction may have only counts of labels."""
-    boundary = stages.boundary.get(value)
-    return boundary is not None and boundary.is_there
-
-
 def _run(
     stages: Stages, stand_ins: dict[int, BoundaryValue], kept: _Kept
 ) -> list[torch.Tensor | None]:
@@ -276,7 +269,9 @@ def _run(
     for run in _tail(program):
         part = program.gradient_part(run, made)
         for value in {program.imports[import_id].value for import_id in part.imports}:
-            if not (value in made or _is_there(stages, value) or program.is_leaf(value)):
+            before = stages.boundary.get(value)  # that of a later reduction has only counts
+            is_there = before is not None and before.is_there
+            if not (value in made or is_there or program.is_leaf(value)):
                 info = program.info(value)
                 zeros = without_memory(info.shape, info.dtype, info.device)
                 made[value] = BoundaryValue(info, False, stages.awaiting, zeros)

@@ -11,37 +11,15 @@ from typing import NamedTuple
 
 from koila.staged.facts import Run
 
-
-class Op(enum.IntEnum):
-    """The kinds of instructions, in the order of schedule.def, which explains each."""
-
-    BARRIER = 0
-    STORE = 1
-    SUM = 2
-    RECOMPUTE = 3
-    LOOP = 4
-    END = 5
-    REMATERIALIZE = 6
-    RUN = 7
-    TAIL = 8
-    BACK = 9
-    TAKE = 10
-    FREE = 11
-    FREE_STORAGE = 12
-    WATCH = 13
-    CHECK = 14
-    BARRIER_BACK = 15
-    SEED = 16
-
-
-class Graph(enum.IntEnum):
-    """How long the autograd graph of a chunk lives, in the order of KlGraph (schedule.h)."""
-
-    NONE = 0
-    NOW = 1
-    FIRST = 2
-    RETAIN = 3
-    SECOND_AXIS = 4
+#: The kinds of instructions, in the order of schedule.def, which explains each.
+Op = enum.IntEnum(
+    "Op",
+    "BARRIER STORE SUM RECOMPUTE LOOP END REMATERIALIZE RUN TAIL BACK TAKE FREE FREE_STORAGE WATCH "
+    "CHECK BARRIER_BACK SEED",
+    start=0,
+)
+#: How long the autograd graph of a chunk lives, in the order of KlGraph (schedule.h).
+Graph = enum.IntEnum("Graph", "NONE NOW FIRST RETAIN SECOND_AXIS", start=0)
 
 
 class Policy(enum.IntEnum):
