@@ -55,10 +55,8 @@ _VALUES = {"--memory-limit": "4GiB", "--chunks": "8", "--report": "report.json",
 
 
 def _refuse_missing_values(parser: argparse.ArgumentParser, words: list[str]) -> None:
-    """End with an error if another option, a script or nothing stands where a value should.
-
-    `words` are the launcher's own arguments, without the script's.
-    """
+    """End with an error if another option, a script or nothing stands where a value should. `words`
+    are the launcher's own arguments, without the script's."""
     for word, value in itertools.pairwise([*words, ""]):
         # `-m train.py` is a mistake of another kind: Python says that there is no such module.
         is_script = value.endswith(".py") and word != "-m"

@@ -157,10 +157,8 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], obj: Any) -> Any:
 
 
 def map_with_dims(fn: Callable[[torch.Tensor, int | None], Any], objs: Any, batch: Any) -> Any:
-    """Rebuild `objs`, arguments of `lazy`, with `fn(tensor, dim)` in place of each tensor.
-
-    `dim` is that of the samples, which `batch` gives; None: the tensor has none.
-    """
+    """Rebuild `objs`, arguments of `lazy`, with `fn(tensor, dim)` in place of each tensor. `dim` is
+    that of the samples, which `batch` gives; None: the tensor has none."""
     batch = (batch,) if len(objs) == 1 and not hasattr(batch, "__index__") else batch
 
     def call(tensor: torch.Tensor, leaf_batch: Any, path: str) -> Any:
@@ -237,10 +235,7 @@ def _advice_on_dims(objs: Any) -> str:
 
 def _plain_rows(objs: tuple[Any, ...], batch: Any) -> list[tuple[int, int]] | None:
     """Return the dim and the number of the rows of each object, if all are plain tensors with one
-    number of rows.
-
-    Return None if the objects have to be searched for tensors, or are not valid.
-    """
+    number of rows. Return None if the objects have to be searched for tensors, or are not valid."""
     found: list[tuple[int, int]] = []
     dims: set[int] = set()
     for obj in objs if type(batch) in (int, _Default) else ():

@@ -129,11 +129,8 @@ class _Lazily:
 
 
 class _Collate:
-    """A loader's collate_fn, which marks the loader as one whose batches are made lazy.
-
-    Frameworks (accelerate, Lightning) make new loaders from the parts of the user's, and keep this
-    part.
-    """
+    """A loader's collate_fn, which marks the loader as one whose batches are made lazy. Frameworks
+    (accelerate, Lightning) make new loaders from the parts of the user's, and keep this part."""
 
     def __init__(self, collate: Callable[[Any], Any], make: Make) -> None:
         self.collate, self.make = collate, make

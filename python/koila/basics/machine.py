@@ -58,10 +58,8 @@ class _Files:
 
 
 def _groups() -> Iterator[tuple[Path, _Files]]:
-    """Yield the control groups of this process and all groups that contain them.
-
-    In a container, /proc names the path on the host, while the files of the group are at the root.
-    """
+    """Yield the control groups of this process and all groups that contain them. In a container,
+    /proc names the path on the host, while the files of the group are at the root."""
     second = _Files(_CGROUPS, "memory.max", "memory.current", "inactive_file")
     first = _Files(
         _CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"

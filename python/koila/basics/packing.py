@@ -36,10 +36,7 @@ def of_keys(keys: Tensor, n_all: int) -> tuple[Tensor, Tensor | None]:
 
 def steps_of(lengths: Tensor, order: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return the number of rows that have each step, and the step and row of each entry of the
-    packed data.
-
-    The longest rows come first; `order` sorts them so, if they are not.
-    """
+    packed data. The longest rows come first; `order` sorts them so, if they are not."""
     lengths = lengths if order is None else lengths[order]
     is_there = lengths > torch.arange(int(lengths[0]))[:, None]
     steps, at = (part.clone() for part in is_there.nonzero(as_tuple=True))

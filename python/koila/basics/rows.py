@@ -206,11 +206,8 @@ def strides_of_chunk(part: torch.Tensor, place: Place) -> Sequence[int]:
 def gather(
     parts: Sequence[torch.Tensor], place: Place, strides: Sequence[int] | None = None
 ) -> torch.Tensor:
-    """Concatenate the chunks of a value, in the order of the rows.
-
-    Its dims get the order in memory that `strides`, those of the whole value, have; None: that of a
-    chunk.
-    """
+    """Concatenate the chunks of a value, in the order of the rows. Its dims get the order in memory
+    that `strides`, those of the whole value, have; None: that of a chunk."""
     _, dim, outer, inner = place
     if len(parts) == 1:
         return parts[0]

@@ -206,10 +206,8 @@ def outside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def making_calls() -> Iterator[None]:
-    """Wrap a block in which koila runs recorded calls for its own purposes, with graphs.
-
-    Nothing of the user's sees them, and waiting random calls do not draw before them.
-    """
+    """Wrap a block in which koila runs recorded calls for its own purposes, with graphs. Nothing of
+    the user's sees them, and waiting random calls do not draw before them."""
     was_busy = _core.is_busy()
     _core.set_busy(True)
     try:

@@ -35,10 +35,8 @@ def this_thread() -> Thread:
 
 
 def in_turn(func: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function so that no other thread uses this thread's tape while it runs.
-
-    If a KeyboardInterrupt leaves it, the pending program stays, and runs when a value is asked for.
-    """
+    """Wrap a function so that no other thread uses this thread's tape while it runs. If a
+    KeyboardInterrupt leaves it, the pending program stays, and runs when a value is asked for."""
 
     @functools.wraps(func)
     def held(*args: P.args, **kwargs: P.kwargs) -> R:

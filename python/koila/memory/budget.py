@@ -231,7 +231,7 @@ def counted(
     """Return what counts against `config(memory_limit=)` on a device: kinds of tensors with their
     bytes. A storage counts for the first of its kinds. `parameters` are the leaves that a program
     reads, `entered` all tensors that it reads."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass():  # they could run the pending program
         return _counted(device, parameters, entered)
 
 

@@ -61,10 +61,8 @@ class Estimate:
 
     @functools.cached_property
     def least(self) -> tuple[int, float, int]:
-        """The chunk size that needs the least memory: its rows, its peak bytes, the call.
-
-        That is one row, unless each chunk leaves much behind. Only powers of two are tried.
-        """
+        """The chunk size that needs the least memory: its rows, its peak bytes, the call. That is
+        one row, unless each chunk leaves much behind. Only powers of two are tried."""
         sizes = [1 << i for i in range(self.rows.bit_length())] or [1]
         return min(((rows, *self.peak(rows)) for rows in sizes), key=lambda entry: entry[1])
 

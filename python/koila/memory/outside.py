@@ -49,11 +49,8 @@ def results(node: Any) -> list[int]:
 
 
 def _bytes(node: Any, output: int) -> int:
-    """Return the bytes of a result of a node's call.
-
-    A node does not know the size of a nested tensor: it is taken to be as large as what its graph
-    made it of.
-    """
+    """Return the bytes of a result of a node's call. A node does not know the size of a nested
+    tensor: it is taken to be as large as what its graph made it of."""
     found = 0
     seen: set[tuple[Any, int]] = {(node, output)}
     steps: list[tuple[Any, int]] = [(node, output)]

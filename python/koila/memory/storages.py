@@ -42,10 +42,8 @@ _PARTS = {
 
 
 def _parts_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that make up sparse tensors, and sparse gradients of tensors.
-
-    Subclasses with a __torch_dispatch__ are skipped: the tensors that they hold are found anyway.
-    """
+    """Return the tensors that make up sparse tensors, and sparse gradients of tensors. Subclasses
+    with a __torch_dispatch__ are skipped: the tensors that they hold are found anyway."""
     found = []
     disabled = torch._C._disabled_torch_dispatch_impl
     with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():

@@ -243,10 +243,8 @@ _N_HALVED = 6
 
 
 class Trial:
-    """A program that is fitted into other bytes than there are: nothing is remembered.
-
-    The number of chunks is that of a step after the first one under a `memory_limit`.
-    """
+    """A program that is fitted into other bytes than there are: nothing is remembered. The number
+    of chunks is that of a step after the first one under a `memory_limit`."""
 
     def __init__(self, program: Program, is_graph: bool) -> None:
         self._program, self._is_graph = program, is_graph

@@ -16,10 +16,8 @@ from koila.staged.schedule import AS_IT_IS
 
 
 def estimate(program: Program, is_graph: bool) -> estimates.Estimate:
-    """Predict the bytes that a program needs as it is, with the graphs that a whole run makes.
-
-    A graph that is freed meanwhile is counted as if it was held.
-    """
+    """Predict the bytes that a program needs as it is, with the graphs that a whole run makes. A
+    graph that is freed meanwhile is counted as if it was held."""
     found = Strategies(program, is_graph).option(AS_IT_IS).estimate
     if not is_graph:
         return found

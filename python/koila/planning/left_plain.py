@@ -99,10 +99,8 @@ def note_left(func: Callable[..., Any], tensor: torch.Tensor, is_written: bool |
 
 
 def note(roots: Iterable[Any]) -> None:
-    """Note a backward of plain tensors, and report it if it takes much memory.
-
-    One inside of another backward, as in that of a custom function, is a part of that.
-    """
+    """Note a backward of plain tensors, and report it if it takes much memory. One inside of
+    another backward, as in that of a custom function, is a part of that."""
     if torch._C._current_graph_task_id() == -1:
         line = lines.user_line()
         _report(roots, line, reports.note_plain(line), "nothing in it is lazy")

@@ -23,9 +23,7 @@ _FEW_BYTES = 2**16
 
 def log_whole(program: Program) -> None:
     """Log, once for each line, that a call on the whole batch makes most of a program's memory.
-
-    Small results, such as sorted lengths, are not worth a warning.
-    """
+    Small results, such as sorted lengths, are not worth a warning."""
     amounts = program.amounts
     if program.unstageable is not None:
         node, why = program.unstageable

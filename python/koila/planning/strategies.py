@@ -479,9 +479,7 @@ _CPU = torch.device("cpu")
 
 
 def devices_of(program: Program) -> list[torch.device]:
-    """Return the accelerators that a program computes on; only the CPU if it uses none.
-
-    A batch may be on the CPU when it becomes lazy, and be moved by a call of the program.
-    """
+    """Return the accelerators that a program computes on; only the CPU if it uses none. A batch may
+    be on the CPU when it becomes lazy, and be moved by a call of the program."""
     others = [device for device in program.devices if device.type != "cpu"]
     return sorted(others, key=str) if others else [_CPU]

@@ -133,10 +133,8 @@ def fits() -> bool:
 def too_much(
     func: Callable[..., Any], why: str, needed: float, left: float, *, is_stopped: bool = False
 ) -> MemoryLimitError:
-    """Return the error for a call on the whole batch that needs more bytes than are left.
-
-    If it was stopped (`is_stopped`), it needs more than `needed`.
-    """
+    """Return the error for a call on the whole batch that needs more bytes than are left. If it was
+    stopped (`is_stopped`), it needs more than `needed`."""
     what = f"{reports.name_of(func)} ({lines.user_line()}) runs on the whole batch: {why}"
     return refusals.too_large(Program([]), what, needed, left, is_stopped=is_stopped)
 

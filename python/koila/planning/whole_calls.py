@@ -16,10 +16,8 @@ def why_once(node: Node) -> str:
 
 
 def made_whole(program: Program) -> tuple[Whole, ...]:
-    """Return the calls that compute on the whole batch, the largest first.
-
-    Each entry is a call that reads rows, with the calls that run once only because of it.
-    """
+    """Return the calls that compute on the whole batch, the largest first. Each entry is a call
+    that reads rows, with the calls that run once only because of it."""
     caused: dict[int, list[Node]] = {}  # by the id of the call that reads rows
     cause_of: dict[int, int] = {}  # by value: the id of that call
     for node in program.once():

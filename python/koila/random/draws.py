@@ -256,9 +256,7 @@ class Draws:
 
     def _find_chunks(self, i: int, run: Run, has_drawn: bool, generator: torch.Generator) -> None:
         """Find the state at which each chunk of a call starts, by running the call chunk by chunk.
-
-        If the call has not drawn before, the generator ends behind its last chunk.
-        """
+        If the call has not drawn before, the generator ends behind its last chunk."""
         bounds = self.grids[run.axis]
         for start, stop in bounds:
             cell = self.old_cells.get((i, start))

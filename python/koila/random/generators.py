@@ -112,10 +112,8 @@ def check_live() -> None:
 @in_turn
 @surroundings.in_outside
 def make_way() -> None:
-    """Let all waiting calls draw, since a plain call is about to draw after them.
-
-    If the number of their draws is not known before they run, the pending program runs.
-    """
+    """Let all waiting calls draw, since a plain call is about to draw after them. If the number of
+    their draws is not known before they run, the pending program runs."""
     if not _core.is_busy() and any(is_uncounted(i, out) for i, out, _ in _core.waiting_draws()):
         _core.flush()
     move_on()

@@ -25,9 +25,7 @@ def broadcast_to(x: Tensor, *size: Any) -> Any:
 
 def broadcast_tensors(*tensors: Any) -> Any:
     """Return tensors that have the common shape as they are, and expand the others to it.
-
-    `expand_as` a lazy that has the shape tells the recorder which dim has the rows.
-    """
+    `expand_as` a lazy that has the shape tells the recorder which dim has the rows."""
     listed = tensors[0] if len(tensors) == 1 and not isinstance(tensors[0], Tensor) else tensors
     try:
         shape = torch.broadcast_shapes(*(x.shape for x in listed))

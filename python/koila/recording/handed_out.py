@@ -399,9 +399,7 @@ def note_hook(tensor: torch.Tensor) -> None:
 
 def whole_gradient_of(tensor: torch.Tensor) -> Any:
     """Return the lazy, on a part's tape, that gets the whole gradient of a handed-out tensor.
-
-    Return None if the tensor itself gets it, or was not handed out.
-    """
+    Return None if the tensor itself gets it, or was not handed out."""
     root = root_of(tensor)
     return root.lazy if root is not None and root.is_inner(root.value) else None
 

@@ -302,10 +302,7 @@ def of_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a call inside a transform, a trace or the capture of a CUDA graph at once: its tensors
-    mean nothing outside.
-
-    What was recorded before the transform runs first, and outside of it.
-    """
+    mean nothing outside. What was recorded before the transform runs first, and outside of it."""
     is_ours = surroundings.is_transforming() or get_proxy_mode() is not None
     if not (is_ours or devices.is_capturing()):
         return NotImplemented  # the transform is another thread's

@@ -37,11 +37,8 @@ def _read_number(tensor: Tensor) -> Tensor:
 
 
 def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Record x[mask].
-
-    If the mask chooses equally many entries in each row, the result has the rows of x. Otherwise
-    the call is recorded with the indices of the mask, as torch computes it.
-    """
+    """Record x[mask]. If the mask chooses equally many entries in each row, the result has the rows
+    of x. Otherwise the call is recorded with the indices of the mask, as torch computes it."""
     if len(args) != 2 or kwargs or config.is_one_chunk():
         return NotImplemented
     items = args[1] if isinstance(args[1], tuple) else (args[1],)

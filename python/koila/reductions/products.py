@@ -26,9 +26,7 @@ _DIVIDE, _MULTIPLY, _NOTHING = 0, 1, 2  # torch's formulas for the gradient of a
 
 class Chunk(engine.Function):
     """The product of a chunk, along a dim or (None) of all elements, and its number of zeros.
-
-    `Product` sends the gradient of the product, and as that of the number torch's formula.
-    """
+    `Product` sends the gradient of the product, and as that of the number torch's formula."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int | None, keepdim: bool) -> tuple[Tensor, Tensor]:

@@ -129,10 +129,8 @@ class Var(Reduction):
 
 
 def _mean(x: torch.Tensor, over: tuple[int, ...]) -> torch.Tensor:
-    """Return the mean over dims, with `keepdim`: exactly c where all terms are c.
-
-    The variance is then exactly 0, as with torch's running mean, and so is the gradient of std.
-    """
+    """Return the mean over dims, with `keepdim`: exactly c where all terms are c. The variance is
+    then exactly 0, as with torch's running mean, and so is the gradient of std."""
     mean = x.mean(over, keepdim=True)
     if x.numel() == 0:
         return mean

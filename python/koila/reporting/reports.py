@@ -129,10 +129,8 @@ _observers: list[Observer] = []
 
 @contextlib.contextmanager
 def observed_by(observer: Observer) -> Iterator[None]:
-    """Wrap a block whose programs an observer receives.
-
-    At its end the step of this thread is over; report() returns it until another step begins.
-    """
+    """Wrap a block whose programs an observer receives. At its end the step of this thread is over;
+    report() returns it until another step begins."""
     _begin(0)
     _observers.append(observer)
     try:
@@ -318,10 +316,8 @@ def note_whole(
 
 
 def note_at_once(func: Callable[..., Any], why: str) -> None:
-    """Note that a call runs at once on the whole batch, without being recorded.
-
-    Consecutive calls with the same reason make one report.
-    """
+    """Note that a call runs at once on the whole batch, without being recorded. Consecutive calls
+    with the same reason make one report."""
     last = _state.programs[-1] if _state.programs and not _state.is_over else None
     if last is not None and last.why == why:
         _state.programs[-1] = last.changed(n_calls=last.n_calls + 1)

@@ -35,11 +35,8 @@ def goes_on(found: Sequence[tuple[torch.Tensor, torch.Tensor]], is_graph_freed: 
 
 
 class Undo:
-    """The `.grad` of leaves before delivery.
-
-    torch accumulates into an existing `.grad` in place. So its numbers are copied, which takes
-    memory, but only where delivery can raise.
-    """
+    """The `.grad` of leaves before delivery. torch accumulates into an existing `.grad` in place.
+    So its numbers are copied, which takes memory, but only where delivery can raise."""
 
     def __init__(self, found: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         leaves: dict[int, torch.Tensor] = {}

@@ -117,11 +117,8 @@ def _is_kept(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def _marking(kind: type) -> type | None:
-    """Return the class of written weights whose own class is `kind`.
-
-    Return None if that is such a class already, or has a `__torch_function__` of its own: then
-    calls run at once anyway.
-    """
+    """Return the class of written weights whose own class is `kind`. Return None if that is such a
+    class already, or has a `__torch_function__` of its own: then calls run at once anyway."""
     return subclass_of(kind, _torch_function, __deepcopy__=_deepcopy, **{_OWN: kind})
 
 

@@ -218,10 +218,8 @@ def _needs_as_before(program: Program, node: Node, value: int) -> bool:
 
 
 def _needs(program: Program, node: Node, value: int) -> bool:
-    """Return whether torch's backward of a call raises if one of its values was written since.
-
-    Run the call on stand-ins without memory, and its backward after a new version of the value.
-    """
+    """Return whether torch's backward of a call raises if one of its values was written since. Run
+    the call on stand-ins without memory, and its backward after a new version of the value."""
     env: list[Any] = [None] * program.n_values
     leaves = unsplit.enter(program, (v for v in _core.node(node.id)[5] if v >= 0), env)
     try:

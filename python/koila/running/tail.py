@@ -286,10 +286,8 @@ def _run(
 
 
 def check(stages: Stages, roots: dict[int, torch.Tensor]) -> None:
-    """Raise if the gradients of the last body's outputs differ from those that were sent back.
-
-    Call it after the tail was differentiated on the real outputs.
-    """
+    """Raise if the gradients of the last body's outputs differ from those that were sent back. Call
+    it after the tail was differentiated on the real outputs."""
     for value, boundary in stages.watched.items():
         assert boundary.watch is not None
         found, grid = boundary.watch.found, boundary.watch.grid

@@ -96,9 +96,7 @@ class Tracked:
 
     def note_again(self, node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Note a batch_norm in a checkpoint, whose statistics `move_again` updates once more.
-
-        Return its arguments with a plain momentum.
-        """
+        Return its arguments with a plain momentum."""
         self.agains[node.id] = args[6]
         return *args[:6], float(args[6]), *args[7:]
 

@@ -108,10 +108,8 @@ def _asks_no_number(func: Any) -> bool:
 
 @functools.cache
 def _watched(kind: type) -> type | None:
-    """Return the class of watched tensors whose own class is `kind`.
-
-    Return None for a class with a `__torch_function__` of its own: it is not watched.
-    """
+    """Return the class of watched tensors whose own class is `kind`. Return None for a class with a
+    `__torch_function__` of its own: it is not watched."""
     return subclass_of(kind, _torch_function, _koila_own_class=kind)
 
 

@@ -137,10 +137,8 @@ class Infos(dict[int, Info]):
 
 @dataclass
 class Run:
-    """Calls that run together: a barrier, or one segment of a body over one axis.
-
-    A body (odd stage) runs once for each chunk, a barrier (even stage) once.
-    """
+    """Calls that run together: a barrier, or one segment of a body over one axis. A body (odd
+    stage) runs once for each chunk, a barrier (even stage) once."""
 
     index: int  # its number in the core's program
     stage: int

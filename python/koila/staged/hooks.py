@@ -65,9 +65,7 @@ def _on_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 def _renew_node(real: torch.Tensor) -> None:
     """Read `grad_fn`, so that torch updates the node of a view whose base was written in place.
-
-    With an outdated node, `register_hook` of torch 2.13 crashes the process.
-    """
+    With an outdated node, `register_hook` of torch 2.13 crashes the process."""
     _ = real.grad_fn
 
 

@@ -206,9 +206,7 @@ def _next_in_sequential(modules: _Modules, before: _Owner, row: str) -> _Owner |
 
 def _around_both(before: _Owner | None, following: _Owner | None) -> _Owner | None:
     """Return the innermost module, below the root, that contains both modules; None: there is none.
-
-    It serves calls made by functions in other files, such as activations.
-    """
+    It serves calls made by functions in other files, such as activations."""
     if before is None or following is None or before.root != following.root:
         return None
     pairs = zip(before.path.split("."), following.path.split("."), strict=False)

@@ -137,10 +137,8 @@ def _multinomial(call: _Draw) -> list[Noise]:
 
 
 def _attention(call: _Draw) -> list[Noise]:
-    """Describe the dropout mask of attention, a new tensor of the shape of its weights.
-
-    If only the values have a batch dim, the entries of that dim share the mask: it has no rows.
-    """
+    """Describe the dropout mask of attention, a new tensor of the shape of its weights. If only the
+    values have a batch dim, the entries of that dim share the mask: it has no rows."""
     (query, key, *_), out = call.inputs, call.out
     batch = torch.broadcast_shapes(query.shape[:-2], key.shape[:-2])
     shape = (*batch, query.shape[-2], key.shape[-2])
