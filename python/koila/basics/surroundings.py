@@ -90,7 +90,6 @@ class _Disabled:
         self._hooks: list[tuple[Any, Any]] = []
         self._functions: list[Any] = []
         self._stack = contextlib.ExitStack()
-        self._observers: list[Any] = []
         self._disable()
 
     def _disable(self) -> None:

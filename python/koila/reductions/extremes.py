@@ -72,9 +72,9 @@ class LogSumExp(Reduction):
     n_parts = 2
 
     @staticmethod
-    def finite(x: torch.Tensor, instead: torch.Tensor | float = 0.0) -> torch.Tensor:
-        """Replace infinities."""
-        return torch.where(x.isinf(), instead, x)
+    def finite(x: torch.Tensor) -> torch.Tensor:
+        """Replace infinities by 0."""
+        return torch.where(x.isinf(), 0.0, x)
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         x: torch.Tensor = call.word("input")
