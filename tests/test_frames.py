@@ -22,7 +22,7 @@ from koila.basics import engine
 
 #: By model and number of chunks. A machine with other limits of memory takes a few more: `SPARE`.
 SPARE = 1.05
-MOST = {"small-1": 66, "small-4": 388, "normalized-1": 233, "normalized-4": 2291}
+MOST = {"small-1": 56, "small-4": 378, "normalized-1": 224, "normalized-4": 2289}
 
 
 @pytest.fixture(scope="module")

@@ -512,6 +512,11 @@ KL_DEFINE_ON(close, tape, ignored)
     return PyBool_FromLong(is_over);
 }
 
+KL_DEFINE_ON(is_empty, tape, ignored)
+{
+    return PyBool_FromLong(tape->core.n_values == 0);
+}
+
 KL_DEFINE_ON(pending_bytes, tape, is_graph)
 {
     long long bytes = 0;

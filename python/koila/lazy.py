@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import functools
 import operator
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -284,16 +285,11 @@ def _warn_in_worker() -> None:
 
 def _begin(n_rows: int) -> int:
     """Begin another batch of `n_rows` rows; return its axis."""
-    flush.flush_no_grad("lazy() of another batch")
-    settle_outdated(is_over=True)
+    if not _core.is_empty():
+        flush.flush_no_grad("lazy() of another batch")
+        settle_outdated(is_over=True)
     reports.begin_batch(n_rows)
     return _core.new_axis()
-
-
-def _input(tensor: torch.Tensor, dim: int, axis: int, n_rows: int) -> torch.Tensor:
-    """Return a lazy for a tensor whose rows are in dim `dim`."""
-    aliases.note_others(tensor)
-    return _core.input(tensor, dim, axis, n_rows)
 
 
 @overload
@@ -340,7 +336,8 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
     """
     if _is_off.get():
         return objs[0] if len(objs) == 1 else objs
-    install.refresh()
+    if len(sys.modules) != install.n_modules_seen:
+        install.refresh()
     plain = _plain_rows(objs, batch)
     if plain:
         _warn_in_worker()
@@ -348,7 +345,8 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
         found: dict[int, torch.Tensor] = {}  # a tensor that is passed twice becomes one lazy
         for obj, (dim, n_rows) in zip(objs, plain, strict=True):
             if id(obj) not in found:
-                found[id(obj)] = _input(obj, dim, axis, n_rows)
+                aliases.note_others(obj)
+                found[id(obj)] = _core.input(obj, dim, axis, n_rows)
         made = tuple(map(found.__getitem__, map(id, objs)))
         return made[0] if len(objs) == 1 else made
 
@@ -405,7 +403,8 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
                 return tensor
         key = id(tensor), dim
         if key not in wrapped:
-            wrapped[key] = _input(tensor, dim, axis, rows.get(path, 0))
+            aliases.note_others(tensor)
+            wrapped[key] = _core.input(tensor, dim, axis, rows.get(path, 0))
         return wrapped[key]
 
     return _map(wrap, whole, batch, "input")
@@ -442,14 +441,16 @@ def of_loader(data: Any, n_rows: int | None, batch: Any = DIM_0) -> Any:
     if all(dim is None for dim in dims.values()):
         loaders.counts.n_plain += 1
         return data
-    install.refresh()
+    if len(sys.modules) != install.n_modules_seen:
+        install.refresh()
     n_rows = next(found[key].size(dim) for key, dim in dims.items() if dim is not None)
     axis = _begin(n_rows)
-    made = {
-        key: _input(tensor, dim, axis, tensor.size(dim))
-        for key, tensor in found.items()
-        if (dim := dims[key]) is not None
-    }
+    made: dict[int, torch.Tensor] = {}
+    for key, tensor in found.items():
+        dim = dims[key]
+        if dim is not None:
+            aliases.note_others(tensor)
+            made[key] = _core.input(tensor, dim, axis, tensor.size(dim))
     loaders.note_batch(axis, n_rows)
     return map_tensors(lambda tensor: made.get(id(tensor), tensor), plain)
 
@@ -472,4 +473,5 @@ def of_draw(noise: torch.Tensor) -> torch.Tensor:
     )
     if not is_like_batch or _is_off.get() or loaders.is_fetching():
         return noise
-    return _input(noise, 0, axis, n_rows)
+    aliases.note_others(noise)
+    return _core.input(noise, 0, axis, n_rows)

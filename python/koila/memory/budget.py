@@ -291,8 +291,9 @@ _quick: tuple[float, float, tuple[float, ...]] = (0.0, -1.0, ())
 
 def _bounds() -> tuple[float, ...]:
     """Return the limits of this process and its memory fractions of the GPUs, as they are now."""
-    n_gpus = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
-    return *_limits(), *map(_fraction, range(n_gpus))
+    if not torch.cuda.is_initialized():
+        return _limits()
+    return *_limits(), *map(_fraction, range(torch.cuda.device_count()))
 
 
 def _free_anywhere() -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 from typing import Any
 
 import torch
@@ -290,8 +291,15 @@ def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     numbers.settle_outdated(is_over=True)
 
 
+#: The number of modules that were imported when `refresh` looked last.
+n_modules_seen = 0
+
+
 def refresh() -> None:
-    """Patch FSDP and dynamo, once the script has imported them."""
+    """Patch FSDP and dynamo, once the script has imported them. Nothing is new while the number of
+    modules is `n_modules_seen`."""
+    global n_modules_seen
+    n_modules_seen = len(sys.modules)
     sharded.patch(patching.replace, patching.holds_lazy)
     tracers.refresh()
 
@@ -342,6 +350,7 @@ def _install() -> None:
 
 def uninstall() -> None:
     """Undo every patch, newest first."""
+    global n_modules_seen
     while patching.undo:
         owner, name, original, is_own = patching.undo.pop()
         if is_own:
@@ -356,3 +365,4 @@ def uninstall() -> None:
     plain.unwatch_all()
     unwritten.end()
     sharded.end()
+    n_modules_seen = 0

@@ -64,7 +64,8 @@ def check_run(is_drawing: bool) -> None:
     """Raise if a live run of all pending calls would not be what eager does: call hooks less often,
     or draw other random numbers."""
     checkpoints.check_live()
-    arrays.check_live()
+    if _core.notes():
+        arrays.check_live()
     if is_drawing:
         generators.check_live()
 

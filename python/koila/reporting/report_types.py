@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -217,7 +218,8 @@ class ProgramReport:
 
 
 #: The values of ProgramReport.what for a backward pass.
-BACKWARDS = ("backward()", "autograd.grad()")
+BACKWARDS = frozenset(("backward()", "autograd.grad()"))
+_WHAT = operator.attrgetter("what")
 
 
 #: The text of a report if nothing lazy ran.
@@ -312,7 +314,7 @@ class Report:
     @property
     def is_training(self) -> bool:
         """Whether the step had a backward."""
-        return not {ran.what for ran in self.programs}.isdisjoint(BACKWARDS)
+        return not BACKWARDS.isdisjoint(map(_WHAT, self.programs))
 
     @property
     def layers(self) -> tuple[Layer, ...]:

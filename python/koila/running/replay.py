@@ -370,9 +370,11 @@ def differentiate(
         if sent is None or not real.requires_grad:
             return NotImplemented  # the whole run raises torch's own error
         beside.append((real, sent))
+    if not pending:
+        return NotImplemented
     gets = engine.getters(inputs) if inputs else None
     words = pending, others, is_retained, gets, take, (), beside
-    return _held(pending[0] if pending else None, _differentiate, words, {})
+    return _held(pending[0], _differentiate, words, {})
 
 
 def _filled(root: torch.Tensor, gradient: Any) -> torch.Tensor | None:
@@ -408,7 +410,7 @@ def gradients_of(
         Pairs of a real tensor and its gradient; NotImplemented if the program has to run whole.
     """
     words = roots, gradients, is_retained, gets, list, unwanted
-    return _held(roots[0] if roots else None, _differentiate, words, {})
+    return _held(roots[0], _differentiate, words, {}) if roots else NotImplemented
 
 
 #: Calls a function with the tape of a root in force, which may be another thread's or that of a
@@ -432,7 +434,7 @@ def _refuse_outdated(roots: list[Any]) -> NoReturn:
 
 
 def _differentiate(
-    roots: list[torch.Tensor],
+    roots: list[Any],
     gradients: list[torch.Tensor | None],
     is_retained: bool,
     gets: Callable[[torch.Tensor], bool] | None,
@@ -440,22 +442,18 @@ def _differentiate(
     unwanted: tuple[_core.LazyTensor, ...] = (),
     beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> Any:
-    if "has_leaves" in _core.notes():
+    notes = _core.notes()
+    if "has_leaves" in notes:
         settle_leaves()
-    is_lazy = False
     for root in roots:
-        if type(root) is _core.LazyTensor:
-            is_lazy = True
-            if _core.real(root) is not None or not root.requires_grad:
-                return NotImplemented
-    if not is_lazy:
-        return NotImplemented
+        if _core.real(root) is not None or not root.requires_grad:
+            return NotImplemented
     all_such, some = _core.outdated(False)
     if all_such or some:
         if not {*all_such, *some}.isdisjoint(map(_core.id, roots)):
             _refuse_outdated(roots)
         settle_outdated()
-    if "versions" in _core.notes():
+    if "versions" in notes:
         with unwritten.reading():
             overwritten.check_moved(roots)
     if all(map(_core.is_pending_here, roots)) and _is_whole():
