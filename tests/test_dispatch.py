@@ -103,3 +103,14 @@ def test_scripts_compile_such_functions() -> None:
         return F.softmax(F.relu(x), dim=1)
 
     assert torch.equal(torch.jit.script(head)(torch.ones(2, 2)), torch.full((2, 2), 0.5))
+
+
+def test_attention_layers_can_be_scripted() -> None:
+    """koila replaces their forward(), whose source TorchScript compiles."""
+    layer = torch.nn.TransformerEncoderLayer(8, 2, 16).eval()
+    encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    x = torch.randn(3, 4, 8)
+    for module in (layer, encoder):
+        assert torch.allclose(torch.jit.script(module)(x), module(x))
+    attention = torch.nn.MultiheadAttention(8, 2).eval()
+    assert torch.allclose(torch.jit.script(attention)(x, x, x)[0], attention(x, x, x)[0])

@@ -129,10 +129,10 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8, W4 = 16 };
 #define RULES(name_, call_, weight_cell, shape_cell, dtype_cell, place_cell, saves_cell, ...)      \
     KlRule NAME(shape_##shape_cell), NAME(dtype_##dtype_cell), NAME(place_##place_cell);           \
     KlSavesRule NAME(saves_##saves_cell);
-#define OP RULES
-#define BOTH RULES
-#define VIEW RULES
-#define INPLACE RULES
+#define OP(...) RULES(__VA_ARGS__, )
+#define BOTH OP
+#define VIEW OP
+#define INPLACE OP
 #define ALIAS(alias_, name_)
 #define ALIASES(alias_, name_)
 #pragma GCC visibility push(hidden)

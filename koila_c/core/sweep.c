@@ -181,8 +181,10 @@ by_steps(const KlSweep *sweep, uint32_t at, KlUneven of)
 {
     const KlNode *node = &sweep->tape->nodes[sweep->span.nodes[at]];
     const float *uneven = node->saves.uneven;
-    KlSkew skew = sweep->is_in_pieces ? sweep->facts.pieces : sweep->facts.chunks;
-    skew = sweep->span.is_body ? skew : (KlSkew){1, 1};
+    KlSkew skew = {1, 1};
+    if (sweep->span.is_body) {
+        skew = sweep->is_in_pieces ? sweep->facts.pieces : sweep->facts.chunks;
+    }
     double steps = uneven[KL_UNEVEN_STEPS] * skew.steps;
     double turns = uneven[KL_UNEVEN_TURNS] * skew.turns;
     return by_rows(sweep, node, (int64_t)(uneven[of] * steps + uneven[of + 1] * turns));

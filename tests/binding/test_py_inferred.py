@@ -27,9 +27,7 @@ def said(row: str, *args: Any, places: Any = None, **kwargs: Any) -> Any:
 
 
 def test_keys() -> None:
-    wanted = (
-        "status text mode reason reduce random effects alias saves inputs in_places outs rewrites"
-    )
+    wanted = "status mode reason reduce random effects alias saves inputs in_places outs rewrites"
     assert set(said("relu", f(4, 3))) == set(wanted.split())
 
 

@@ -16,7 +16,7 @@ import pytest
 from koila import _core
 
 KOILA_C = Path(__file__).parents[2] / "koila_c"
-SOURCES = "binding/py_signature.c core/alloc.c core/error.c core/meta.c".split()
+SOURCES = "binding/py_signature.c core/alloc.c core/meta.c".split()
 N_WORDS_MAX, N_NAMES_MAX = 24, 6
 FLAGS = "is_optional is_variadic is_index is_device is_out".split()
 

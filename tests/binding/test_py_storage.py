@@ -102,23 +102,27 @@ def test_ctrl_c_is_not_lost_in_a_collection() -> None:
         signal.raise_signal(signal.SIGINT)
         return others
 
-    gc.collect()
-    x = torch.ones(3, 3).to_sparse()  # of other tensors
-    _core.follow_storages(interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        _core.collecting_garbage("start", {})
-        for _ in range(100):
-            pass
-    _core.follow_storages(interrupted)
-    gc.callbacks.append(_core.collecting_garbage)
-    try:
-        with pytest.raises(KeyboardInterrupt):
+    def collect() -> None:
+        gc.callbacks.append(_core.collecting_garbage)
+        try:
             gc.collect()
-            for _ in range(100):
-                pass
-    finally:
-        gc.callbacks.remove(_core.collecting_garbage)
-    assert x.is_sparse
+        finally:
+            gc.callbacks.remove(_core.collecting_garbage)
+
+    for start in (lambda: _core.collecting_garbage("start", {}), collect):
+        gc.collect()
+        gc.disable()  # else a collection may come before: the tensor would be young no more
+        try:
+            x = torch.ones(3, 3).to_sparse()  # of other tensors
+            _core.follow_storages(interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                start()
+                for _ in range(100):
+                    pass
+            assert x.is_sparse
+        finally:
+            _core.follow_storages(lambda others: [])
+            gc.enable()
 
 
 def test_what_is_made_up_of_others() -> None:

@@ -131,6 +131,7 @@ def _patch_setters() -> None:
     def put_part(descriptor: Any, tensor: torch.Tensor, lazy: Any) -> None:
         descriptor.__get__(tensor).copy_(lazy)
 
+    # Ops by name: attributes that are set.
     for names, put in (("grad", "_grad"), put_gradient), (("real", "imag"), put_part):
         for descriptor in map(vars(torch._C.TensorBase).__getitem__, names):
             patching.replace_in_c(descriptor, functools.partial(put, descriptor))

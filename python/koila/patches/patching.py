@@ -77,11 +77,13 @@ def wrapper(call: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def wrapping(original: Callable[..., Any], *more: Any, **words: Any) -> Callable[..., Any]:
-        @functools.wraps(original)
         def patched(*args: Any, **kwargs: Any) -> Any:
             return call(original, args, kwargs, *more, **words)
 
-        return patched
+        # TorchScript compiles the source of the original with the globals of what it is given.
+        names = getattr(original, "__globals__", globals())
+        made = types.FunctionType(patched.__code__, names, closure=patched.__closure__)
+        return functools.update_wrapper(made, original)
 
     return wrapping
 
