@@ -447,8 +447,7 @@ def of_loader(data: Any, n_rows: int | None, batch: Any = DIM_0) -> Any:
     axis = _begin(n_rows)
     made: dict[int, torch.Tensor] = {}
     for key, tensor in found.items():
-        dim = dims[key]
-        if dim is not None:
+        if (dim := dims[key]) is not None:
             aliases.note_others(tensor)
             made[key] = _core.input(tensor, dim, axis, tensor.size(dim))
     loaders.note_batch(axis, n_rows)

@@ -299,9 +299,10 @@ def refresh() -> None:
     """Patch FSDP and dynamo, once the script has imported them. Nothing is new while the number of
     modules is `n_modules_seen`."""
     global n_modules_seen
-    n_modules_seen = len(sys.modules)
+    n_modules = len(sys.modules)
     sharded.patch(patching.replace, patching.holds_lazy)
     tracers.refresh()
+    n_modules_seen = n_modules  # not if a patch has failed: the next call tries again
 
 
 def install() -> None:

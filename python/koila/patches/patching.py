@@ -80,7 +80,7 @@ def wrapper(call: Callable[..., Any]) -> Callable[..., Any]:
         def patched(*args: Any, **kwargs: Any) -> Any:
             return call(original, args, kwargs, *more, **words)
 
-        # TorchScript compiles the source of the original with the globals of what it is given.
+        # torch.jit.script compiles the source of `original`, with its names from `made`'s globals.
         names = getattr(original, "__globals__", globals())
         made = types.FunctionType(patched.__code__, names, closure=patched.__closure__)
         return functools.update_wrapper(made, original)

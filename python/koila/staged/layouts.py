@@ -75,7 +75,7 @@ def _needed(value: int, layouts: dict[int, _Layout]) -> set[int]:
 
 def _found(value: int, layouts: dict[int, _Layout]) -> _Layout:
     """Run the call that makes a value on stand-ins. It may write these, and its draws are undone.
-    `layouts` are those of what the call reads, where no rule knows them."""
+    `layouts` gives the layouts of the call's inputs that no rule of the op table infers."""
     maker = _core.maker_of(value)
     assert maker is not None
     node, n_values, read = maker
