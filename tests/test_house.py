@@ -43,7 +43,7 @@ LAYERS = [
 LAYERS += ["methods", "py_state", "py_tape", "py_run", "module"]
 #: The state of a program: these files of the binding hold one another, and call each other.
 STATE = {"py_call", "py_failure", "py_lazy", "py_stale", "py_tape", "py_view"}
-SHARED = """py_args py_context py_function py_meta py_resident py_signature py_source py_storage
+SHARED = """py_args py_context py_function py_meta py_resident py_source py_storage
 py_table py_twister"""
 LAYER_OF = {"py_recycle": "py_tape"}
 LAYER_OF |= dict.fromkeys(SHARED.split(), "py_state") | dict.fromkeys(STATE, "py_tape")
@@ -91,8 +91,8 @@ PRIVATE_OF_PYTHON = {
 # The line that names the license is not counted: it is no code.
 N_LINES_OF_A_FILE = 1000
 N_LINES_OF_A_FUNCTION = 60
-N_LINES_OF_KOILA_C = 29_986
-N_LINES_OF_KOILA_PYTHON = 30_324
+N_LINES_OF_KOILA_C = 29_870
+N_LINES_OF_KOILA_PYTHON = 30_340
 # "file.c:function": "why it may be longer"
 LONG_FUNCTIONS: dict[str, str] = {}
 
@@ -226,7 +226,7 @@ def test_own_header_first_then_the_systems(path: Path) -> None:
     if path.with_suffix(".h").is_file():
         assert names.pop(0) == f'"{path.stem}.h"'
     elif names and names[0].strip('"') in FAMILY_HEADERS:
-        names.pop(0)  # error.c, rules_shape.c, rules_index.c, py_signature.c, py_lazy.c
+        names.pop(0)  # error.c, rules_shape.c, rules_index.c, py_lazy.c
     assert names == sorted(names, key=lambda name: name.startswith('"'))
 
 

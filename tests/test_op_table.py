@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from koila import _core
+from koila.basics.table import Word, names_of, parse
 from koila.running import accrue
 from koila.staged import noise
 
@@ -60,3 +61,53 @@ def test_words_for_python_are_known() -> None:
     rows = _core.op_table()
     assert {row["draws"] for row in rows} == {None, *noise.OF_CELLS}
     assert {row["gathers"] for row in rows} == {None, *accrue.OF_CELLS}
+
+
+# The signatures of rows -------------------------------------------------------------------------
+
+
+def test_positional_words_and_those_by_keyword() -> None:
+    assert parse("one, two=None, *, three, four='a:b|c'") == (
+        Word(("one",), True, False, False, ""),
+        Word(("two",), True, True, False, ""),
+        Word(("three",), False, False, False, ""),
+        Word(("four",), False, True, False, ""),
+    )
+    assert parse("") == ()
+    assert parse("*, out=None") == (Word(("out",), False, True, False, ""),)
+    assert parse("one,two") == parse("one,   two")
+
+
+def test_what_follows_a_colon_and_a_star() -> None:
+    words = parse("x1, a:size, b:rows=None, c:index, d:device, e:out=None, *shape:size")
+    assert [word.kind for word in words] == ["", "size", "rows", "index", "device", "out", "size"]
+    assert [word.is_variadic for word in words] == [False] * 6 + [True]
+    assert words[-1].is_optional
+
+
+def test_other_names() -> None:
+    """Those of the row, torch's first; and numpy's wherever torch takes them."""
+    signature = "self|input, dims|dim=None, size|shape, other"
+    assert [word.names for word in parse(signature)] == [
+        ("self", "input", "x", "a", "x1"),
+        ("dims", "dim", "axis"),
+        ("size", "shape"),
+        ("other", "x2"),
+    ]
+    assert names_of(signature, 1, ("x2", "axis", "none")) == ["self", "other", "dims", "none"]
+    assert names_of("x1, input", 0, ("x1", "x")) == ["x1", "input"]
+
+
+@pytest.mark.parametrize("text", ["one:sizes", "one:", "one, two:row=None", ":size", "one, =3"])
+def test_a_misspelt_signature_is_refused(text: str) -> None:
+    with pytest.raises(AssertionError, match="in the row"):
+        parse(text)
+
+
+def test_all_signatures_are_parsed() -> None:
+    for row in _core.op_table():
+        words = parse(row["call"])
+        assert len(words) <= 24, "KL_PY_WORDS_MAX"
+        written = [text.split("=")[0].strip(" *") for text in row["call"].split(",")]
+        own = [head.split(":")[0].split("|")[0] for head in written if head]
+        assert [word.names[0] for word in words] == own

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import koila
 from koila import _core
-from koila.basics.table import parse
 from koila.reductions import norms, sums
 from koila.reductions.partials import REDUCTIONS
 from koila.reductions.reduction import Call, Reduction
@@ -438,9 +437,3 @@ def test_a_linear_tail_is_linear_in_the_parts(kind: str) -> None:
     lazy = koila.lazy(args[0].detach()) * torch.ones((), dtype=torch.float64, requires_grad=True)
     is_told = Program([func(lazy, *args[1:])]).is_tail_linear
     assert is_told == is_linear or (kind == "AMAX" and not is_told)  # a largest may stay one
-
-
-def test_signatures_are_read_as_the_table_writes_them() -> None:
-    words, n_positional, others = parse("input, dim|other=None, *shape:size, *, dtype=None")
-    assert (words, n_positional) == (["input", "dim", "shape", "dtype"], 3)
-    assert others == {"other": "dim"}

@@ -20,6 +20,37 @@ meta_of(const Binder *binder, PyObject *object)
     return binder->reader->meta_of(binder->reader->context, object);
 }
 
+int
+kl_py_signature_read(KlPySignature *signature, PyObject *parse, const KlRow *row)
+{
+    PyObject *words = PyObject_CallFunction(parse, "s", row->call);
+    Py_ssize_t n = words != NULL ? PyTuple_GET_SIZE(words) : -1;
+    *signature = (KlPySignature){.parsed = words};
+    if (n < 0) {
+        return -1;
+    }
+    if (n > KL_PY_WORDS_MAX) {
+        return kl_py_done(PyErr_Format(PyExc_SystemError, "too many words in a row's call"));
+    }
+    for (Py_ssize_t i = 0; i < n; i++) {
+        KlPyWord *word = &signature->words[i];
+        int is_positional = 0, is_optional = 0, is_variadic = 0;
+        const char *kind = NULL;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(words, i), "O!ppps", &PyTuple_Type, &word->names,
+                              &is_positional, &is_optional, &is_variadic, &kind)) {
+            return -1;
+        }
+        word->is_optional = is_optional;
+        word->is_variadic = is_variadic;
+        word->is_index = strcmp(kind, "index") == 0;
+        word->is_device = strcmp(kind, "device") == 0;
+        word->is_out = strcmp(kind, "out") == 0;
+        signature->n_positional += is_positional != 0;
+    }
+    signature->n_words = (uint32_t)n;
+    return 0;
+}
+
 void
 kl_py_bound_init(KlPyBound *bound)
 {
@@ -356,11 +387,12 @@ convert_variadic(const Binder *binder, const KlPyWord *word, Py_ssize_t first, P
 static int
 find_word(const KlPySignature *signature, PyObject *name, PyObject *const *found)
 {
-    for (uint32_t k = 0; k < KL_PY_NAMES_MAX; k++) {
+    for (int pass = 0; pass < 2; pass++) {
         for (uint32_t i = 0; i < signature->n_words; i++) {
-            const KlPyWord *word = &signature->words[i];
-            if (k < word->n_names && found[i] == NULL &&
-                (word->names[k] == name || PyUnicode_Compare(word->names[k], name) == 0)) {
+            PyObject *names = signature->words[i].names;
+            bool is_it = pass == 0 ? PyUnicode_Compare(PyTuple_GET_ITEM(names, 0), name) == 0
+                                   : PySequence_Contains(names, name) == 1;
+            if (is_it && found[i] == NULL) {
                 return (int)i;
             }
         }

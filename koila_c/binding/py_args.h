@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* py_args.h - binds a Python call to a row's signature: PyObjects in, KlArgs out.
  *
- *     KlPySignature *signature = kl_py_signature_new(row->call);            once per row
  *     KlPyBound bound;
  *     kl_py_bound_init(&bound);
  *     if (kl_py_args_bind_dict(&bound, signature, reader, args, kwargs) == 1) {
@@ -22,12 +21,10 @@
 #define KL_PY_WORDS_MAX 24
 #define KL_PY_INPUTS_FIXED 16
 #define KL_PY_ROOM 96
-#define KL_PY_NAMES_MAX 6
 
 /* One word of a signature, see the head of ops.def. */
 typedef struct KlPyWord {
-    PyObject *names[KL_PY_NAMES_MAX]; /* [n_names] interned; torch's name first */
-    uint8_t n_names;
+    PyObject *names; /* tuple of str; torch's name first */
     bool is_optional;
     bool is_variadic; /* *word */
     bool is_index;
@@ -36,6 +33,7 @@ typedef struct KlPyWord {
 } KlPyWord;
 
 typedef struct KlPySignature {
+    PyObject *parsed; /* what parse() returned, which holds the names */
     uint32_t n_words;
     uint32_t n_positional; /* words before `*` */
     KlPyWord words[KL_PY_WORDS_MAX];
@@ -80,9 +78,8 @@ typedef struct KlPyBound {
     int64_t room[KL_PY_ROOM]; /* elements of sequences and indices: int64_t, double, KlIndex */
 } KlPyBound;
 
-/* Parse a row's `call`. Returns a new signature, or NULL with an exception if the text is misspelt. */
-KlPySignature *kl_py_signature_new(const char *call);
-void kl_py_signature_free(KlPySignature *signature);
+/* Read the words of a row, which parse (of table.py) makes of its `call`. 0 or -1. */
+int kl_py_signature_read(KlPySignature *signature, PyObject *parse, const KlRow *row);
 
 void kl_py_bound_init(KlPyBound *bound);
 void kl_py_bound_fini(KlPyBound *bound);

@@ -18,8 +18,7 @@ Function_clear(Function *function)
     Py_CLEAR(function->handler);
     Py_CLEAR(function->name);
     Py_CLEAR(function->container);
-    kl_py_signature_free(function->signature);
-    function->signature = NULL;
+    Py_CLEAR(function->signature.parsed);
     return 0;
 }
 
@@ -127,12 +126,8 @@ kl_function_register(PyObject *Py_UNUSED(module), PyObject *args)
                              PyUnicode_CompareWithASCIIString(name, "randint_like") == 0;
     function->container = Py_NewRef(container);
     function->row = row;
-    int result = 0;
+    int result = row != NULL ? kl_py_signature_read(&function->signature, kl_py.parse, row) : 0;
     PyObject *before = NULL; /* the old entry must live until nothing points to it */
-    if (function->row != NULL) {
-        function->signature = kl_py_signature_new(function->row->call);
-        result = function->signature == NULL ? -1 : 0;
-    }
     if (result == 0) {
         before = Py_XNewRef(PyDict_GetItemWithError(kl_py.functions, func));
         result =

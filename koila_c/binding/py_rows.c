@@ -806,7 +806,7 @@ bind_and_append(Recording *recording, PyObject **results)
     MetaReader tensors = {.tape = recording->tape};
     const KlPyReader reader = {desk_meta_of, desk_is_row_range, &tensors};
     const KlPyCall *given = recording->given;
-    int bound = kl_py_args_bind_dict(&recording->bound, given->function->signature, &reader,
+    int bound = kl_py_args_bind_dict(&recording->bound, &given->function->signature, &reader,
                                      given->args, given->kwargs);
     if (bound <= 0 || tensors.is_unknown) {
         return bound < 0 ? -1 : 0;

@@ -148,8 +148,8 @@ typedef struct Function {
     bool is_random;
     bool is_draw_like; /* draws a tensor like its argument, of which it reads only the sizes */
     const KlRow *row;  /* OP: its row of the op table, or NULL */
-    KlPySignature *signature; /* of the row, or NULL */
-    PyObject *container;      /* type of several outputs: tuple, or one of torch.return_types */
+    KlPySignature signature; /* of the row */
+    PyObject *container;     /* type of several outputs: tuple, or one of torch.return_types */
 } Function;
 
 /* A call that torch hands to koila. All of it is borrowed. */

@@ -213,6 +213,18 @@ infer_into(PyObject *dict, KlCall *call, const KlPyBound *bound, PyObject *args,
     return failed;
 }
 
+/* Read the words of a row as table.py parses them. 0 or -1. */
+static int
+read_signature(const KlRow *row, KlPySignature *signature)
+{
+    PyObject *table = PyImport_ImportModule("koila.basics.table");
+    PyObject *parse = table != NULL ? PyObject_GetAttrString(table, "parse") : NULL;
+    int result = parse != NULL ? kl_py_signature_read(signature, parse, row) : -1;
+    Py_XDECREF(parse);
+    Py_XDECREF(table);
+    return result;
+}
+
 static PyObject *
 infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places,
             PyObject *rows_given, MetaReader *tensors)
@@ -222,12 +234,12 @@ infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places
     uint32_t n_axes = 0;
     KlPyBound bound;
     PyObject *dict = PyDict_New();
-    KlPySignature *signature = kl_py_signature_new(row->call);
+    KlPySignature signature = {0};
     kl_py_bound_init(&bound);
     for (int i = 0; i < AXES_MAX; i++) {
         rows[i] = -1;
     }
-    if (dict == NULL || signature == NULL) {
+    if (dict == NULL || read_signature(row, &signature) < 0) {
         goto error;
     }
     if (rows_given != Py_None) {
@@ -237,7 +249,7 @@ infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places
         }
         n_axes = (uint32_t)n;
     }
-    int status = kl_py_args_bind_dict(&bound, signature, &reader, args, kwargs);
+    int status = kl_py_args_bind_dict(&bound, &signature, &reader, args, kwargs);
     if (status < 0) {
         goto error;
     }
@@ -257,11 +269,11 @@ infer_bound(const KlRow *row, PyObject *args, PyObject *kwargs, PyObject *places
         }
     }
     kl_py_bound_fini(&bound);
-    kl_py_signature_free(signature);
+    Py_XDECREF(signature.parsed);
     return dict;
 error:
     kl_py_bound_fini(&bound);
-    kl_py_signature_free(signature);
+    Py_XDECREF(signature.parsed);
     Py_XDECREF(dict);
     return NULL;
 }

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Final
+import sys
+from typing import Any, Final, NamedTuple
 
 from koila import _core
 
@@ -14,45 +15,59 @@ ROWS = {name: row for row in _core.op_table() for name in (row["name"], *row["al
 _HELD_HANDED_ON: Final = 5
 _HELD_STEPWISE: Final = 7
 
-# numpy's names of arguments, which torch accepts instead of its own.
-_NUMPY_NAMES = {
-    "axis": "dim",
-    "keepdims": "keepdim",
-    "x": "input",
-    "a": "input",
-    "x1": "input",
-    "x2": "other",
+# numpy's names of arguments, which torch accepts too (torch/csrc/utils/python_arg_parser.cpp).
+_NUMPY = {
+    "dim": ("axis",),
+    "keepdim": ("keepdims",),
+    "input": ("x", "a", "x1"),
+    "other": ("x2",),
 }
 
 
+# What the rules of an op, or the binder, make of an argument.
+_KINDS = ("size", "rows", "index", "device", "out")
+
+
+class Word(NamedTuple):
+    """An argument in the signature of a row; the head of `ops.def` explains it."""
+
+    names: tuple[str, ...]  # torch's first
+    is_positional: bool
+    is_optional: bool
+    is_variadic: bool
+    kind: str  # what follows its colon, or ""
+
+
 @functools.cache
-def parse(signature: str) -> tuple[list[str], int, dict[str, str]]:
-    """Split the signature of a row: return the names of arguments, how many of them may be
-    positional, and other names of arguments, each with the first."""
-    words: list[str] = []
-    n_positional = None
-    others = {}
-    for text in signature.split(", "):
+def parse(signature: str) -> tuple[Word, ...]:
+    """Split the signature of a row into words."""
+    words = []
+    is_positional = True
+    for text in filter(None, map(str.strip, signature.split(","))):
         if text == "*":
-            n_positional = len(words)
+            is_positional = False
             continue
-        first, *more = text.split("=")[0].split(":")[0].lstrip("*").split("|")
-        words.append(first)
-        others.update(dict.fromkeys(more, first))
-    return words, len(words) if n_positional is None else n_positional, others
+        head, equals, _ = text.partition("=")
+        own, colon, kind = head.lstrip("*").partition(":")
+        assert own and (not colon or kind in _KINDS), f"{text} in the row {signature}"
+        # interned, as the keywords of calls are, which are compared with them
+        names = [sys.intern(name) for one in own.split("|") for name in (one, *_NUMPY.get(one, ()))]
+        is_variadic = text[0] == "*"
+        is_optional = bool(equals) or is_variadic
+        words.append(Word(tuple(names), is_positional, is_optional, is_variadic, kind))
+    return tuple(words)
 
 
 @functools.cache
 def names_of(signature: str, n_positional: int, keywords: tuple[str, ...]) -> list[str]:
     """Return the names that a signature has for the arguments of a call: so many positional ones,
     and these keywords. Without keywords, there may be more arguments than names."""
-    names, _, others = parse(signature)
-    assert n_positional <= len(names) or not keywords, signature
-    found = names[:n_positional]
-    for name in keywords:
-        is_known = name in names
-        found.append(name if is_known else others.get(name, _NUMPY_NAMES.get(name, name)))
-    return found
+    words = parse(signature)
+    assert n_positional <= len(words) or not keywords, signature
+    names = [word.names[0] for word in words]
+    others = {name: word.names[0] for word in words for name in word.names}
+    known = others | dict(zip(names, names, strict=True))
+    return names[:n_positional] + [known.get(name, name) for name in keywords]
 
 
 def bind(signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

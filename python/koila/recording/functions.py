@@ -275,6 +275,7 @@ def register_all() -> None:
             "error_again": errors.again,
             "broken_promise": errors.broken_promise,
             "changed_leaf": errors.changed_leaf,
+            "parse": table.parse,
             "with_stride": rows.with_stride,
             "meta_infer": meta.infer,
             "refusal": surroundings.in_outside(meta.refusal),

@@ -65,11 +65,11 @@ class Call:
 
     def run(self, **changes: Any) -> torch.Tensor:
         """Call the function with some arguments replaced or added."""
-        names, n_positional, _ = parse(self.signature)
         words = {**self.words, **changes}
         args = []
-        for name in names[:n_positional]:
-            if name not in words:
+        for word in parse(self.signature):
+            name = word.names[0]
+            if not word.is_positional or name not in words:
                 break
             args.append(words.pop(name))
         result: torch.Tensor = self.func(*args, **words)

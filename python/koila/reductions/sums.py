@@ -22,7 +22,7 @@ class Sum(Reduction):
     def partial(self, part: int, call: Call) -> torch.Tensor:
         if call.wide == call.dtype:
             return call.run()
-        if "dtype" in parse(call.signature)[0]:
+        if any("dtype" in word.names for word in parse(call.signature)):
             return call.run(dtype=call.wide)
         return call.run(**{name: widen(value) for name, value in call.words.items()})
 
