@@ -195,7 +195,7 @@ def main() -> None:
         return measure(code, spaces[side], args.number, args.device, setup) - empty
 
     parts = [calls_table(args, run), parts_table(args, spaces)]
-    again = "again" if _core.fast_ways()["recycling"] else "no second time"
+    again = "again" if _core.is_recycling() else "no second time"
     recycled = f"Dead lazies are used {again}."
     publish(args, "Recording one call", [*parts, recycled])
 

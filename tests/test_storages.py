@@ -341,26 +341,6 @@ def test_other_threads_tensors_count() -> None:
     assert there() - before == 4 * MIB
 
 
-def test_where_storages_cannot_be_read_walks_count(
-    monkeypatch: pytest.MonkeyPatch, want: Step
-) -> None:
-    """On another torch: all there was at the last walk counts, and what the program holds."""
-    step = Step()
-    limit = there() + 64 * MIB + want.took // 2
-    held = torch.zeros(16 * MIB)
-    monkeypatch.setattr(_core, "sees_storages", lambda: False)
-    storages._walked.at = -1e9
-    with koila.config(memory_limit=limit):
-        step.run(koila.lazy)
-    assert koila.report().n_chunks > 1
-    step.equals(want)
-    storages._walked.seconds = 3600.0
-    new = torch.zeros(MIB)
-    assert storages.n_bytes([new]) - storages.n_bytes([]) == 4 * MIB
-    storages._walked.seconds = 0.0
-    del held
-
-
 def test_a_refusal_says_what_counts() -> None:
     """Parameters, their gradients, optimizer state, and data that lies in memory of numpy's."""
     model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.Linear(1024, 256))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import koila
+from koila import _core
 from koila.reporting import versions
 
 
@@ -104,6 +105,33 @@ for name in {names!r}:
         os._exit(2)
     if os.waitpid(pid, 0)[1] != 0:
         sys.exit(name)
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_symbol_that_is_gone_is_told(tmp_path: Path) -> None:
+    """A copy of the extension asks for a name that libtorch does not have."""
+    path = tmp_path / Path(_core.__file__).name
+    path.write_bytes(
+        Path(_core.__file__).read_bytes().replace(b"aoti_torch_get_dim", b"aoti_torch_get_dix")
+    )
+    code = f"""
+import importlib.util, sys
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "koila._core":
+            return importlib.util.spec_from_file_location(name, {str(path)!r})
+
+sys.meta_path.insert(0, Finder())
+try:
+    import koila
+except RuntimeError as error:
+    assert type(error).__name__ == "KoilaError" and "aoti_torch_get_dix" in str(error), error
+    assert "2.10" in str(error), error
+else:
+    sys.exit("imported")
 """
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -11,8 +11,5 @@
                           PyObject *given __attribute__((unused)))
 
 #define KL_METHOD(name, kind, arguments, does) PyObject *core_##name(PyObject *, PyObject *);
-#define KL_METHOD_OF(name, function, kind, arguments, does)                                        \
-    PyObject *function(PyObject *, PyObject *);
 #include "methods.def"
 #undef KL_METHOD
-#undef KL_METHOD_OF

@@ -2,6 +2,8 @@
 /* module.c - the module koila._core: its types and functions. Nothing else. */
 #include "py_run.h"
 
+#include <dlfcn.h>
+
 PyMODINIT_FUNC PyInit__core(void);
 
 static const struct {
@@ -58,47 +60,81 @@ KL_DEFINE(set_blocks, args)
 }
 
 #define KL_METHOD(name, kind, arguments, does)                                                     \
-    KL_METHOD_OF(name, core_##name, kind, arguments, does)
-#define KL_METHOD_OF(name, function, kind, arguments, does)                                        \
-    {#name, function, METH_##kind, #name "($module" arguments ", /)\n--\n\n" does},
+    {#name, core_##name, METH_##kind, #name "($module" arguments ", /)\n--\n\n" does},
 static PyMethodDef functions[] = {
 #include "methods.def"
     {NULL, NULL, 0, NULL},
 };
 #undef KL_METHOD
-#undef KL_METHOD_OF
+
+/* New reference: an attribute of a module; without a module, the name itself as a str. */
+static void *
+find_object(const char *module, const char *name)
+{
+    PyObject *of = module != NULL ? PyImport_ImportModule(module) : NULL;
+    PyObject *found = module == NULL ? PyUnicode_InternFromString(name)
+                      : of != NULL   ? PyObject_GetAttrString(of, name)
+                                     : NULL;
+    Py_XDECREF(of);
+    return found;
+}
+
+/* What to look up once. */
+typedef struct Name {
+    void *where; /* a pointer to an object or a function */
+    const char *module, *name;
+} Name;
+
+static const Name objects[] = {
+#define KL_OBJECT(type, name, module, attribute) {&kl_py.name, module, attribute},
+#define KL_SYMBOL(type, name, parameters, symbol)
+#include "torch.def"
+#undef KL_OBJECT
+#undef KL_SYMBOL
+    {&kl_py.formats[KL_FORMAT_CONTIGUOUS], "torch", "contiguous_format"},
+    {&kl_py.formats[KL_FORMAT_PRESERVE], "torch", "preserve_format"},
+    {&kl_py.formats[KL_FORMAT_CHANNELS_LAST], "torch", "channels_last"},
+    {&kl_py.formats[KL_FORMAT_CHANNELS_LAST_3D], "torch", "channels_last_3d"},
+    {&kl_py.device_names[0], NULL, "cpu"},
+    {&kl_py.device_names[1], NULL, "cuda"},
+    {&kl_py.requires_grad, NULL, "requires_grad"},
+    {&kl_py.out, NULL, "out"},
+    {&kl_py.device, NULL, "device"},
+    {&kl_py.layout, NULL, "layout"},
+    {&kl_py.version, NULL, "_version"},
+    {&kl_py.data_ptr, NULL, "data_ptr"},
+};
+
+static const Name symbols[] = {
+#define KL_OBJECT(type, name, module, attribute)
+#define KL_SYMBOL(type, name, parameters, symbol) {&kl_py.name, NULL, symbol},
+#include "torch.def"
+#undef KL_OBJECT
+#undef KL_SYMBOL
+};
+
+static int
+look_up(void)
+{
+    bool is_found = true;
+    for (size_t i = 0; is_found && i < sizeof(objects) / sizeof(objects[0]); i++) {
+        void *found = find_object(objects[i].module, objects[i].name);
+        memcpy(objects[i].where, &found, sizeof(found));
+        is_found = found != NULL;
+    }
+    void *library = is_found ? dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY) : NULL;
+    for (size_t i = 0; is_found && i < sizeof(symbols) / sizeof(symbols[0]); i++) {
+        void *found = library != NULL ? dlsym(library, symbols[i].name) : NULL;
+        memcpy(symbols[i].where, &found, sizeof(found));
+        is_found = found != NULL || kl_py_lacks(symbols[i].name) == 0;
+    }
+    return is_found ? 0 : -1; /* torch stays loaded, and the library open */
+}
 
 static int
 import_torch(void)
 {
-    const KlName names[] = {
-        {(PyObject **)&kl_py.tensor_base, "torch._C", "TensorBase"},
-        {(PyObject **)&kl_py.tensor, "torch", "Tensor"},
-        {&kl_py.len_dispatch_stack, "torch._C", "_len_torch_dispatch_stack"},
-        {(PyObject **)&kl_py.parameter, "torch.nn", "Parameter"},
-        {&kl_py.no_function, "torch._C", "_disabled_torch_function_impl"},
-        {&kl_py.no_dispatch, "torch._C", "_disabled_torch_dispatch_impl"},
-        {&kl_py.size_type, "torch", "Size"},
-        {(PyObject **)&kl_py.dtype_type, "torch", "dtype"},
-        {(PyObject **)&kl_py.device_type, "torch", "device"},
-        {(PyObject **)&kl_py.format_type, "torch", "memory_format"},
-        {&kl_py.formats[KL_FORMAT_CONTIGUOUS], "torch", "contiguous_format"},
-        {&kl_py.formats[KL_FORMAT_PRESERVE], "torch", "preserve_format"},
-        {&kl_py.formats[KL_FORMAT_CHANNELS_LAST], "torch", "channels_last"},
-        {&kl_py.formats[KL_FORMAT_CHANNELS_LAST_3D], "torch", "channels_last_3d"},
-        {(PyObject **)&kl_py.method_wrapper, "types", "MethodWrapperType"},
-        {&kl_py.reenter, "torch.overrides", "enable_reentrant_dispatch"},
-        {&kl_py.strided, "torch", "strided"},
-        {&kl_py.get_default_dtype, "torch", "get_default_dtype"},
-        {&kl_py.is_alias_of, "torch._C", "_is_alias_of"},
-        {&kl_py.requires_grad, NULL, "requires_grad"},
-        {&kl_py.out, NULL, "out"},
-        {&kl_py.device, NULL, "device"},
-        {&kl_py.layout, NULL, "layout"},
-        {&kl_py.version, NULL, "_version"},
-        {&kl_py.data_ptr, NULL, "data_ptr"},
-    };
-    if (kl_py_look_up(names, sizeof(names) / sizeof(names[0])) < 0) {
+    if (look_up() < 0) {
         return -1;
     }
     kl_py.empty_tuple = PyTuple_New(0);
@@ -123,10 +159,10 @@ module_exec(PyObject *module)
             PyErr_Format(PyExc_ImportError,
                          "koila._core is loaded already, and cannot live twice in a process"));
     }
-    if (import_torch() < 0 || kl_meta_init() < 0 || kl_context_init() < 0) {
+    if (import_torch() < 0 || kl_meta_init() < 0 || kl_context_init() < 0 ||
+        kl_storage_init() < 0) {
         return -1;
     }
-    kl_storage_init();
     bool is_made = kl_tape_type_init(module) == 0 && kl_function_init(module) == 0 &&
                    kl_lazy_init(module) == 0 && kl_class_init(module) == 0;
     return is_made ? 0 : -1;

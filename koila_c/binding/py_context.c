@@ -24,94 +24,47 @@ static struct {
     size_t n, n_max;
     size_t last;       /* index of the context found last: mostly also the next one */
     uint32_t switches; /* the setting in force; torch's switches are per process */
-    PyObject *is_grad_enabled, *set_grad_enabled;
-    PyObject *is_inference_enabled, *inference_mode;
-    PyObject *is_any_autocast, *is_autocast_enabled, *get_autocast_dtype, *is_cache_enabled;
-    PyObject *set_autocast_enabled, *set_autocast_dtype, *set_cache_enabled;
-    PyObject *increment_nesting, *decrement_nesting, *clear_cache;
-    PyObject *device_names[KL_N_DEVICES];
 } state;
-
-/* The same queries as calls into libtorch, where it has these C++ functions: through Python, three of them cost as
- * much as all of inference. NULL: ask through Python. */
-static struct {
-    bool (*is_grad_enabled)(void);
-    bool (*is_inference_enabled)(void);
-    bool (*is_autocast_enabled)(int8_t device_type); /* 0: the CPU, 1: CUDA */
-    uint64_t (*clock)(void), (*tick)(void);
-} direct;
-
-/* What user code surrounds calls with, read from libtorch. NULL: ask through Python. */
-static struct {
-    int64_t (*n_function_modes)(void);
-    bool (*has_dispatch_modes)(bool is_infra_skipped);
-    void *const *(*saved_tensors)(void); /* begins with a std::deque of hooks */
-    bool (*is_excluded)(uint16_t dispatch_key);
-} around;
 
 static bool
 has_saved_tensors_hooks(void)
 {
-    void *const *deque = around.saved_tensors();
+    void *const *deque = kl_py.lib_saved_tensors();
     return deque[2] != deque[6]; /* iterators to its start and its end */
-}
-
-/* Enter saved-tensor hooks: does has_saved_tensors_hooks() see them? False also if that cannot be tried. */
-static bool
-around_self_test(void)
-{
-    if (around.n_function_modes == NULL || around.has_dispatch_modes == NULL ||
-        around.saved_tensors == NULL) {
-        return false;
-    }
-    PyObject *graph = PyImport_ImportModule("torch.autograd.graph");
-    PyObject *hooks = graph == NULL ? NULL
-                                    : PyObject_CallMethod(graph, "saved_tensors_hooks", "OO",
-                                                          &PyTuple_Type, &PyTuple_Type);
-    bool is_before = has_saved_tensors_hooks();
-    hooks = kl_context_enter(hooks);
-    bool is_within = hooks != NULL && has_saved_tensors_hooks();
-    PyErr_Clear(); /* saved-tensor hooks may be disabled at this moment */
-    kl_context_end_outside(hooks);
-    bool result = is_within && !is_before && !has_saved_tensors_hooks();
-    PyErr_Clear();
-    Py_XDECREF(graph);
-    return result;
 }
 
 bool
 kl_context_is_for_torch(void)
 {
     return kl_py_is_in_function ||
-           (around.is_excluded != NULL && direct.is_inference_enabled != NULL &&
-            around.is_excluded((uint16_t)PyLong_AsLong(kl_py.autograd_key)) &&
-            !direct.is_inference_enabled());
+           (kl_py.lib_is_excluded((uint16_t)PyLong_AsLong(kl_py.autograd_key)) &&
+            !kl_py.lib_is_inference_enabled());
 }
 
 int
 kl_context_runs_at_once(PyObject *func)
 {
-    bool is_plain = around.saved_tensors != NULL && kl_py.n_dual_levels == 0 &&
-                    !around.has_dispatch_modes(false) && !has_saved_tensors_hooks();
+    bool is_plain = kl_py.n_dual_levels == 0 && !kl_py.lib_has_dispatch_modes(false) &&
+                    !has_saved_tensors_hooks();
     return is_plain ? 0 : kl_py_truth(PyObject_CallOneArg(kl_py.runs_at_once, func));
 }
 
 PyObject *
 kl_context_leave_user(void)
 {
-    bool is_nothing = around.saved_tensors != NULL && kl_py.n_transforms == 0 &&
-                      around.n_function_modes() == 0 && !around.has_dispatch_modes(false) &&
-                      !has_saved_tensors_hooks() && !kl_context_is_for_torch();
+    bool is_nothing = kl_py.n_transforms == 0 && kl_py.lib_n_function_modes() == 0 &&
+                      !kl_py.lib_has_dispatch_modes(false) && !has_saved_tensors_hooks() &&
+                      !kl_context_is_for_torch();
     return is_nothing ? Py_NewRef(Py_None) : PyObject_CallNoArgs(kl_py.leave);
 }
 
-/* The index in state.device_names of the type of a device, given by its number; -1: of another type. */
+/* The index in kl_py.device_names of the type of a device, given by its number; -1: of another type. */
 static int
 type_of(Py_ssize_t device)
 {
     PyObject *type = PyObject_GetAttrString(PyList_GET_ITEM(kl_py.devices, device), "type");
     int i = type != NULL ? KL_N_DEVICES - 1 : -1;
-    while (i >= 0 && PyUnicode_Compare(type, state.device_names[i]) != 0) {
+    while (i >= 0 && PyUnicode_Compare(type, kl_py.device_names[i]) != 0) {
         i--;
     }
     Py_XDECREF(type);
@@ -119,74 +72,47 @@ type_of(Py_ssize_t device)
     return i;
 }
 
-/* The functions above know autocast on the CPU and CUDA. Once another device type was seen, ask through Python. */
-bool
-kl_context_is_direct(void)
+/* Whether autocast is on for some device type. libtorch tells of those that have been seen, if these are the CPU and
+ * CUDA; else ask through Python. -1 on failure. */
+static int
+is_any_autocast(void)
 {
     static Py_ssize_t n_looked_at; /* devices are only ever added */
     static bool are_known = true;
-    for (Py_ssize_t i = n_looked_at; i < PyList_GET_SIZE(kl_py.devices); i++) {
+    Py_ssize_t n_devices = PyList_GET_SIZE(kl_py.devices);
+    for (Py_ssize_t i = n_looked_at; i < n_devices; i++) {
         are_known = type_of(i) >= 0 && are_known;
         n_looked_at = i + 1; /* other threads may have looked meanwhile: no device is skipped */
     }
-    return are_known && direct.is_grad_enabled != NULL && direct.is_inference_enabled != NULL &&
-           direct.is_autocast_enabled != NULL && around.saved_tensors != NULL;
-}
-
-static void
-find_symbols(void)
-{
-    *(void **)&direct.is_grad_enabled = kl_meta_symbol("aoti_torch_grad_mode_is_enabled");
-    *(void **)&direct.is_inference_enabled = kl_meta_symbol("_ZN3c1013InferenceMode10is_enabledEv");
-    *(void **)&direct.is_autocast_enabled =
-        kl_meta_symbol("_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE");
-    *(void **)&direct.clock = kl_meta_symbol("_ZN2at15sequence_number4peekEv");
-    *(void **)&direct.tick = kl_meta_symbol("_ZN2at15sequence_number17get_and_incrementEv");
-    *(void **)&around.n_function_modes =
-        kl_meta_symbol("_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv");
-    *(void **)&around.has_dispatch_modes =
-        kl_meta_symbol("_ZN3c104impl20TorchDispatchModeTLS13any_modes_setEb");
-    *(void **)&around.saved_tensors =
-        kl_meta_symbol("_ZN2at23SavedTensorDefaultHooks13get_tls_stateEv");
-    *(void **)&around.is_excluded =
-        kl_meta_symbol("_ZN3c104impl28tls_is_dispatch_key_excludedENS_11DispatchKeyE");
-    if (!around_self_test()) {
-        around.saved_tensors = NULL;
+    if (!are_known) {
+        return kl_py_truth(PyObject_CallNoArgs(kl_py.is_any_autocast));
     }
+    return kl_py.lib_is_autocast_enabled(0) || (n_devices > 1 && kl_py.lib_is_autocast_enabled(1));
 }
 
 uint64_t
 kl_context_clock(uint64_t n_skipped)
 {
-    if (direct.clock == NULL || direct.tick == NULL) {
-        return 0;
-    }
     for (; n_skipped > 0; n_skipped--) {
-        (void)direct.tick();
+        (void)kl_py.lib_tick();
     }
-    return direct.clock();
-}
-
-static int
-call_bool(PyObject *callable, PyObject *argument)
-{
-    return kl_py_truth(argument == NULL ? PyObject_CallNoArgs(callable)
-                                        : PyObject_CallOneArg(callable, argument));
+    return kl_py.lib_clock();
 }
 
 static int
 read_autocast(KlCasting *casting)
 {
-    int is_cache = call_bool(state.is_cache_enabled, NULL);
+    int is_cache = kl_py_truth(PyObject_CallNoArgs(kl_py.is_cache_enabled));
     if (is_cache < 0) {
         return -1;
     }
     casting->is_cache_enabled = is_cache;
     for (int i = 0; i < KL_N_DEVICES; i++) {
-        int is_enabled = call_bool(state.is_autocast_enabled, state.device_names[i]);
+        int is_enabled =
+            kl_py_truth(PyObject_CallOneArg(kl_py.is_autocast_enabled, kl_py.device_names[i]));
         PyObject *dtype =
             is_enabled < 0 ? NULL
-                           : PyObject_CallOneArg(state.get_autocast_dtype, state.device_names[i]);
+                           : PyObject_CallOneArg(kl_py.get_autocast_dtype, kl_py.device_names[i]);
         if (dtype == NULL) {
             return -1;
         }
@@ -223,36 +149,24 @@ kl_context_now(bool *is_grad_enabled)
 {
     Context now;
     memset(&now, 0, sizeof(now)); /* with its padding, for memcmp */
-    int is_grad, is_inference, is_autocast;
-    if (kl_context_is_direct()) {
-        is_grad = direct.is_grad_enabled();
-        is_inference = direct.is_inference_enabled();
-        bool is_cpu_alone = PyList_GET_SIZE(kl_py.devices) == 1; /* no other was seen */
-        is_autocast =
-            direct.is_autocast_enabled(0) || (!is_cpu_alone && direct.is_autocast_enabled(1));
-    } else {
-        is_grad = call_bool(state.is_grad_enabled, NULL);
-        is_inference = is_grad < 0 ? -1 : call_bool(state.is_inference_enabled, NULL);
-        is_autocast = is_inference < 0 ? -1 : call_bool(state.is_any_autocast, NULL);
-    }
+    int is_autocast = is_any_autocast();
     if (is_autocast < 0) {
         return -1;
     }
-    now.is_grad_enabled = is_grad;
-    now.is_inference = is_inference;
+    now.is_grad_enabled = kl_py.lib_is_grad_enabled();
+    now.is_inference = kl_py.lib_is_inference_enabled();
     now.is_autocast = is_autocast;
     now.switches = state.switches;
     if (is_autocast && read_autocast(&now.casting) < 0) {
         return -1;
     }
     if (is_grad_enabled != NULL) {
-        *is_grad_enabled = is_grad;
+        *is_grad_enabled = now.is_grad_enabled;
     }
     return intern(&now);
 }
 
-PyObject *
-kl_context_note_switches(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(note_switches, args)
 {
     unsigned int index = 0;
     int is_flash_allowed = 0;
@@ -336,12 +250,9 @@ kl_context_enter(PyObject *guard)
 PyObject *
 kl_context_leave_inference(void)
 {
-    bool is_direct = direct.is_inference_enabled != NULL;
-    int is_on =
-        is_direct ? direct.is_inference_enabled() : call_bool(state.is_inference_enabled, NULL);
-    return is_on < 0   ? NULL
-           : is_on > 0 ? kl_context_enter(PyObject_CallOneArg(state.inference_mode, Py_False))
-                       : Py_NewRef(Py_None);
+    return kl_py.lib_is_inference_enabled()
+               ? kl_context_enter(PyObject_CallOneArg(kl_py.inference_mode, Py_False))
+               : Py_NewRef(Py_None);
 }
 
 void
@@ -388,7 +299,7 @@ set_inference(KlContextSwitch *context, bool is_inference)
     Py_XDECREF(guard);
     if (result == 0 && is_inference != state.contexts[context->before].is_inference) {
         context->guard =
-            kl_context_enter(PyObject_CallOneArg(state.inference_mode, kl_py_bool(is_inference)));
+            kl_context_enter(PyObject_CallOneArg(kl_py.inference_mode, kl_py_bool(is_inference)));
         result = context->guard != NULL ? 0 : -1;
     }
     return result;
@@ -400,13 +311,13 @@ set_autocast(const KlCasting *to, bool is_cache_enabled)
 {
     for (int i = 0; i < KL_N_DEVICES; i++) {
         PyObject *is_enabled = kl_py_bool(to->is_enabled[i]);
-        if (call_ignoring(state.set_autocast_enabled, state.device_names[i], is_enabled) < 0 ||
+        if (call_ignoring(kl_py.set_autocast_enabled, kl_py.device_names[i], is_enabled) < 0 ||
             (to->dtype[i] != NULL &&
-             call_ignoring(state.set_autocast_dtype, state.device_names[i], to->dtype[i]) < 0)) {
+             call_ignoring(kl_py.set_autocast_dtype, kl_py.device_names[i], to->dtype[i]) < 0)) {
             return -1;
         }
     }
-    return call_ignoring(state.set_cache_enabled, kl_py_bool(is_cache_enabled), NULL);
+    return call_ignoring(kl_py.set_cache_enabled, kl_py_bool(is_cache_enabled), NULL);
 }
 
 int
@@ -429,7 +340,7 @@ begin_casts(KlContextSwitch *context)
 {
     context->is_nested =
         context->is_nested || (read_autocast(&context->outer) == 0 &&
-                               call_ignoring(state.increment_nesting, NULL, NULL) == 0);
+                               call_ignoring(kl_py.increment_nesting, NULL, NULL) == 0);
     return context->is_nested ? 0 : -1;
 }
 
@@ -451,7 +362,7 @@ kl_context_switch(KlContextSwitch *context, uint32_t id)
     if ((from->is_inference != to->is_inference && set_inference(context, to->is_inference) < 0) ||
         (from->switches != to->switches &&
          kl_py_done(PyObject_CallFunction(kl_py.choose_switches, "I", to->switches)) < 0) ||
-        call_ignoring(state.set_grad_enabled, kl_py_bool(is_grad), NULL) < 0) {
+        call_ignoring(kl_py.set_grad_enabled, kl_py_bool(is_grad), NULL) < 0) {
         return -1;
     }
     /* A cast made aside may have no graph (torch 2.10): later nodes must not find it in the cache. */
@@ -469,9 +380,9 @@ kl_context_end(KlContextSwitch *context)
     int result = kl_context_switch(context, context->before);
     if (context->is_nested) {
         result = set_autocast(&context->outer, context->outer.is_cache_enabled) < 0 ? -1 : result;
-        PyObject *nesting = PyObject_CallNoArgs(state.decrement_nesting);
+        PyObject *nesting = PyObject_CallNoArgs(kl_py.decrement_nesting);
         bool is_last = nesting != NULL && PyLong_AsLong(nesting) == 0;
-        if (nesting == NULL || (is_last && call_ignoring(state.clear_cache, NULL, NULL) < 0)) {
+        if (nesting == NULL || (is_last && call_ignoring(kl_py.clear_cache, NULL, NULL) < 0)) {
             result = -1;
         }
         Py_XDECREF(nesting);
@@ -483,27 +394,20 @@ kl_context_end(KlContextSwitch *context)
     return result;
 }
 
+/* Test has_saved_tensors_hooks(): it sees hooks that are entered here, which move the end of the deque. 0 or -1. */
 int
 kl_context_init(void)
 {
-    const KlName names[] = {
-        {&state.is_grad_enabled, "torch", "is_grad_enabled"},
-        {&state.set_grad_enabled, "torch._C", "_set_grad_enabled"},
-        {&state.is_inference_enabled, "torch", "is_inference_mode_enabled"},
-        {&state.inference_mode, "torch._C", "_InferenceMode"},
-        {&state.is_any_autocast, "torch._C", "_is_any_autocast_enabled"},
-        {&state.is_autocast_enabled, "torch", "is_autocast_enabled"},
-        {&state.get_autocast_dtype, "torch", "get_autocast_dtype"},
-        {&state.is_cache_enabled, "torch", "is_autocast_cache_enabled"},
-        {&state.set_autocast_enabled, "torch", "set_autocast_enabled"},
-        {&state.set_autocast_dtype, "torch", "set_autocast_dtype"},
-        {&state.set_cache_enabled, "torch", "set_autocast_cache_enabled"},
-        {&state.increment_nesting, "torch", "autocast_increment_nesting"},
-        {&state.decrement_nesting, "torch", "autocast_decrement_nesting"},
-        {&state.clear_cache, "torch", "clear_autocast_cache"},
-        {&state.device_names[0], NULL, "cpu"},
-        {&state.device_names[1], NULL, "cuda"},
-    };
-    find_symbols();
-    return kl_py_look_up(names, sizeof(names) / sizeof(names[0]));
+    PyObject *graph = PyImport_ImportModule("torch.autograd.graph");
+    PyObject *hooks = graph == NULL ? NULL
+                                    : PyObject_CallMethod(graph, "saved_tensors_hooks", "OO",
+                                                          &PyTuple_Type, &PyTuple_Type);
+    void *const *deque = kl_py.lib_saved_tensors();
+    const void *end = deque[6];
+    hooks = kl_context_enter(hooks);
+    bool is_right = hooks == NULL || (has_saved_tensors_hooks() && deque[6] != end);
+    PyErr_Clear(); /* saved-tensor hooks may be disabled at this moment */
+    kl_context_end_outside(hooks);
+    Py_XDECREF(graph);
+    return is_right ? 0 : kl_py_lacks("saved-tensor hooks where koila looks for them");
 }

@@ -578,10 +578,3 @@ KL_DEFINE(set_in_function, flag)
     kl_py_is_in_function = flag == Py_None ? before : flag == Py_True;
     return PyBool_FromLong(before);
 }
-
-KL_DEFINE(fast_ways, ignored)
-{
-    return Py_BuildValue("{s:N,s:N,s:N}", "handles", PyBool_FromLong(kl_meta_by_handle()),
-                         "contexts", PyBool_FromLong(kl_context_is_direct()), "recycling",
-                         PyBool_FromLong(kl_recycle_works()));
-}

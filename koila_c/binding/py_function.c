@@ -92,8 +92,7 @@ kl_function_find(PyObject *func)
     return (Function *)found;
 }
 
-PyObject *
-kl_function_register(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(register, args)
 {
     PyObject *func = NULL, *entry = NULL, *name = NULL, *handler = NULL, *container = NULL;
     const char *row_name = NULL;

@@ -1,26 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_meta.c - metadata of real tensors: dtype, sizes and strides, through torch's C ABI if a self-test at import
- * shows that it works, else through attributes */
+/* py_meta.c - metadata of real tensors: dtype, sizes and strides, through torch's C ABI */
 #include "py_state.h"
 
-#include <dlfcn.h>
 #include <string.h>
 
-/* A pointer to the pointer to a tensor's impl is what the C ABI calls a handle. */
-typedef int32_t (*GetInt)(void *handle, int64_t *out);
-typedef int32_t (*GetInts)(void *handle, int64_t **out);
-typedef int32_t (*GetInt32)(void *handle, int32_t *out);
-
-static struct {
-    GetInt dim;
-    GetInts sizes, strides;
-    GetInt32 dtype;
-    bool (*requires_grad)(const void *impl); /* c10::TensorImpl's; NULL: ask the attribute */
-    int8_t (*default_dtype)(void);           /* c10's; NULL: ask torch.get_default_dtype */
-    bool has_impl;              /* a self-test found that kl_meta_impl() returns the impl */
-    bool handle_works;          /* and that the functions above can read it */
-    int32_t codes[KL_N_DTYPES]; /* torch's number for each dtype */
-} abi;
+static int32_t codes[KL_N_DTYPES]; /* torch's number for each dtype */
 
 static inline void *
 handle_of(PyObject *tensor)
@@ -80,7 +64,7 @@ static KlDtype
 dtype_of_code(int32_t code)
 {
     for (int i = 0; i < KL_N_DTYPES; i++) {
-        if (abi.codes[i] == code) {
+        if (codes[i] == code) {
             return (KlDtype)i;
         }
     }
@@ -90,91 +74,31 @@ dtype_of_code(int32_t code)
 KlDtype
 kl_meta_default_dtype(void)
 {
-    if (abi.handle_works && abi.default_dtype != NULL) {
-        return dtype_of_code(abi.default_dtype());
-    }
-    PyObject *dtype = PyObject_CallNoArgs(kl_py.get_default_dtype);
-    KlDtype result = dtype != NULL ? kl_meta_dtype_from(dtype) : KL_DTYPE_FLOAT32;
-    Py_XDECREF(dtype);
-    return result;
-}
-
-bool
-kl_meta_has_impl(void)
-{
-    return abi.has_impl;
-}
-
-bool
-kl_meta_by_handle(void)
-{
-    return abi.handle_works;
+    return dtype_of_code(kl_py.lib_default_dtype());
 }
 
 int
 kl_meta_requires_grad(PyObject *tensor)
 {
-    if (abi.handle_works && abi.requires_grad != NULL && Py_IS_TYPE(tensor, kl_py.tensor)) {
-        return abi.requires_grad(kl_meta_impl(tensor));
+    if (Py_IS_TYPE(tensor, kl_py.tensor)) {
+        return kl_py.lib_requires_grad(kl_meta_impl(tensor));
     }
     return kl_py_truth(PyObject_GetAttr(tensor, kl_py.requires_grad));
 }
 
+/* Read dtype, shape and strides. 0; 1: too many dims. */
 static int
-read_ints(PyObject *tuple, int64_t *out, int32_t n)
-{
-    if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != n) {
-        return kl_py_done(PyErr_Format(PyExc_RuntimeError,
-                                       "koila: a tensor's sizes are not a tuple of its dims"));
-    }
-    for (int32_t i = 0; i < n; i++) {
-        out[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(tuple, i));
-        if (out[i] == -1 && PyErr_Occurred()) {
-            return -1;
-        }
-    }
-    return 0;
-}
-
-static int
-read_by_attribute(PyObject *tensor, KlMeta *meta)
-{
-    PyObject *dtype = PyObject_GetAttrString(tensor, "dtype");
-    PyObject *shape = dtype != NULL ? PyObject_GetAttrString(tensor, "shape") : NULL;
-    PyObject *strides = NULL;
-    int result = -1;
-    if (shape == NULL) {
-        goto error;
-    }
-    if (PyTuple_GET_SIZE(shape) > KL_DIMS_MAX) {
-        result = 1;
-        goto error;
-    }
-    meta->dtype = kl_meta_dtype_from(dtype);
-    meta->n_dims = (int32_t)PyTuple_GET_SIZE(shape);
-    strides = PyObject_CallMethod(tensor, "stride", NULL);
-    if (strides == NULL || read_ints(shape, meta->shape, meta->n_dims) < 0 ||
-        read_ints(strides, meta->strides, meta->n_dims) < 0) {
-        goto error;
-    }
-    meta->is_strided = true;
-    result = 0;
-error:
-    KL_DROP(strides, shape, dtype);
-    return result;
-}
-
-static int
-read_by_handle(PyObject *tensor, KlMeta *meta)
+read_layout(PyObject *tensor, KlMeta *meta)
 {
     void *handle = handle_of(tensor);
     int64_t n_dims = 0, *sizes = NULL, *strides = NULL;
     int32_t code = -1;
-    if (abi.dim(handle, &n_dims) != 0 || abi.dtype(handle, &code) != 0 || n_dims > KL_DIMS_MAX) {
+    if (kl_py.lib_dim(handle, &n_dims) != 0 || kl_py.lib_dtype(handle, &code) != 0 ||
+        n_dims > KL_DIMS_MAX) {
         return 1;
     }
     if (n_dims > 0) {
-        if (abi.sizes(handle, &sizes) != 0 || abi.strides(handle, &strides) != 0) {
+        if (kl_py.lib_sizes(handle, &sizes) != 0 || kl_py.lib_strides(handle, &strides) != 0) {
             return 1;
         }
         memcpy(meta->shape, sizes, (size_t)n_dims * sizeof(int64_t));
@@ -184,13 +108,6 @@ read_by_handle(PyObject *tensor, KlMeta *meta)
     meta->is_strided = true;
     meta->dtype = dtype_of_code(code);
     return 0;
-}
-
-/* Read dtype, shape and strides. 0; 1: too many dims; -1: exception. */
-static int
-read_layout(PyObject *tensor, KlMeta *meta)
-{
-    return abi.handle_works ? read_by_handle(tensor, meta) : read_by_attribute(tensor, meta);
 }
 
 int
@@ -244,7 +161,7 @@ kl_meta_is_of(PyObject *tensor, const KlMeta *meta, int32_t dim, int64_t size)
     }
     int result = read_layout(tensor, &read);
     if (result != 0 || read.n_dims != meta->n_dims) {
-        return result < 0 ? -1 : 0;
+        return 0;
     }
     bool is_same = read.dtype == meta->dtype;
     for (int32_t i = 0; is_same && i < meta->n_dims; i++) {
@@ -286,97 +203,21 @@ kl_meta_strides(const KlMeta *meta)
     return kl_meta_ints(meta->strides, meta->n_dims);
 }
 
-/* Whether a handle and the attributes of one tensor agree. */
+/* Ask torch for its number of each dtype; before that, whether the pointer behind the header of a tensor is its impl. */
 static int
-handle_self_test(PyObject *torch)
+read_codes(PyObject *torch)
 {
-    for (int i = 0; i < KL_N_DTYPES; i++) {
-        PyObject *whole = PyObject_CallMethod(torch, "empty", "(ii)", 3, 5);
-        PyObject *cast = whole ? PyObject_CallMethod(whole, "to", "O", kl_py.dtypes[i]) : NULL;
-        PyObject *tensor = cast ? PyObject_CallMethod(cast, "t", NULL) : NULL;
-        KL_DROP(whole, cast);
-        if (tensor == NULL) {
-            return -1;
-        }
-        int32_t code = -1;
-        KlMeta by_handle = {0}, by_attribute = {0};
-        bool is_same = abi.dtype(handle_of(tensor), &code) == 0;
-        abi.codes[i] = code;
-        is_same = is_same && read_by_handle(tensor, &by_handle) == 0 &&
-                  read_by_attribute(tensor, &by_attribute) == 0 && by_handle.n_dims == 2 &&
-                  memcmp(&by_handle, &by_attribute, sizeof(KlMeta)) == 0;
-        Py_DECREF(tensor);
-        if (PyErr_Occurred()) {
-            return -1;
-        }
-        if (!is_same) {
-            return 0;
-        }
+    PyObject *tensor = PyObject_CallMethod(torch, "empty", "(i)", 0);
+    PyObject *cdata = tensor != NULL ? PyObject_GetAttrString(tensor, "_cdata") : NULL;
+    bool is_read = cdata != NULL && PyLong_AsVoidPtr(cdata) == kl_meta_impl(tensor);
+    for (int i = 0; is_read && i < KL_N_DTYPES; i++) {
+        PyObject *cast = PyObject_CallMethod(tensor, "to", "O", kl_py.dtypes[i]);
+        is_read = cast != NULL && kl_py.lib_dtype(handle_of(cast), &codes[i]) == 0;
+        Py_XDECREF(cast);
     }
-    return 1;
-}
-
-/* If the impl and the attribute disagree about requires_grad, the attribute is used. */
-static int
-gradient_self_test(PyObject *tensor)
-{
-    for (int wanted = 0; wanted < 2 && abi.requires_grad != NULL; wanted++) {
-        PyObject *flag = kl_py_bool(wanted);
-        if (kl_py_done(PyObject_CallMethod(tensor, "requires_grad_", "O", flag)) < 0) {
-            return -1;
-        }
-        if (abi.requires_grad(kl_meta_impl(tensor)) != wanted) {
-            abi.requires_grad = NULL;
-        }
-    }
-    return 0;
-}
-
-/* Whether the impl pointer behind the header is the tensor's _cdata. */
-static int
-layout_self_test(PyObject *torch)
-{
-    PyObject *tensor = PyObject_CallMethod(torch, "empty", "(i)", 1);
-    PyObject *cdata = tensor ? PyObject_GetAttrString(tensor, "_cdata") : NULL;
-    int result = -1;
-    if (cdata != NULL) {
-        result = PyLong_AsVoidPtr(cdata) == kl_meta_impl(tensor);
-        if (result == 1 && gradient_self_test(tensor) < 0) {
-            result = -1;
-        }
-    }
+    kl_py.no_gradient = is_read ? *kl_py.lib_grad(kl_meta_impl(tensor)) : NULL;
     KL_DROP(cdata, tensor);
-    return result;
-}
-
-void *
-kl_meta_symbol(const char *name)
-{
-    void *library = dlopen("libtorch_cpu.so", RTLD_NOLOAD | RTLD_LAZY);
-    if (library == NULL) {
-        return NULL;
-    }
-    void *symbol = dlsym(library, name);
-    (void)dlclose(library); /* torch stays loaded, so the symbols stay valid */
-    return symbol;
-}
-
-static int
-load_abi(PyObject *torch)
-{
-    *(void **)&abi.dim = kl_meta_symbol("aoti_torch_get_dim");
-    *(void **)&abi.sizes = kl_meta_symbol("aoti_torch_get_sizes");
-    *(void **)&abi.strides = kl_meta_symbol("aoti_torch_get_strides");
-    *(void **)&abi.dtype = kl_meta_symbol("aoti_torch_get_dtype");
-    *(void **)&abi.requires_grad = kl_meta_symbol("_ZNK3c1010TensorImpl13requires_gradEv");
-    *(void **)&abi.default_dtype = kl_meta_symbol("_ZN3c1031get_default_dtype_as_scalartypeEv");
-    bool is_there =
-        abi.dim != NULL && abi.sizes != NULL && abi.strides != NULL && abi.dtype != NULL;
-    int works = layout_self_test(torch);
-    abi.has_impl = works == 1;
-    works = abi.has_impl && is_there ? handle_self_test(torch) : works;
-    abi.handle_works = is_there && works == 1;
-    return works < 0 ? -1 : 0;
+    return is_read ? 0 : PyErr_Occurred() ? -1 : kl_py_lacks("tensors as koila reads them");
 }
 
 int
@@ -394,7 +235,7 @@ kl_meta_init(void)
         }
     }
     kl_py.devices = Py_BuildValue("[N]", PyObject_CallMethod(torch, "device", "s", "cpu"));
-    result = kl_py.devices != NULL ? load_abi(torch) : -1;
+    result = kl_py.devices != NULL ? read_codes(torch) : -1;
 error:
     Py_DECREF(torch);
     return result;

@@ -576,14 +576,8 @@ record(Tape *tape, const KlPyCall *call, PyObject **results)
 static int
 is_in_hook(const Tape *tape, const KlPyCall *call)
 {
-    static int (*task)(void);
-    static bool is_known;
-    if (!is_known) {
-        *(void **)&task = kl_meta_symbol("_ZN5torch8autograd25get_current_graph_task_idEv");
-        is_known = true;
-    }
     bool is_running = is_in_a_run(tape), is_grad_enabled = true;
-    if (may_write(call) || (!is_running && task != NULL && task() < 0)) {
+    if (may_write(call) || (!is_running && kl_py.lib_graph_task() < 0)) {
         return 0;
     }
     return !is_running ? kl_py_truth(PyObject_CallNoArgs(kl_py.is_in_hook))

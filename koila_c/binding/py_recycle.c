@@ -105,14 +105,9 @@ make_wrapper(KlPlaceholder kind)
 static PyObject *
 make_empty(void)
 {
-    PyObject *n_modes = PyObject_CallNoArgs(kl_py.len_dispatch_stack);
-    if (n_modes == NULL) {
-        return NULL;
-    }
-    bool is_plain = PyLong_AsLong(n_modes) == 0;
-    Py_DECREF(n_modes);
-    return is_plain ? kl_py.lazy->tp_new(kl_py.lazy, kl_py.empty_tuple, NULL)
-                    : make_wrapper(KL_PLACEHOLDER_EMPTY);
+    return kl_py.lib_has_dispatch_modes(false)
+               ? make_wrapper(KL_PLACEHOLDER_EMPTY)
+               : kl_py.lazy->tp_new(kl_py.lazy, kl_py.empty_tuple, NULL);
 }
 
 /* A placeholder created in inference mode would stay an inference tensor when it is used again. */
@@ -184,8 +179,7 @@ kl_recycle_init(void)
     if (find_options() < 0) {
         return -1;
     }
-    state.works =
-        kl_meta_has_impl() && kl_py.slot_offset >= (Py_ssize_t)sizeof(TensorObject) && count_test();
+    state.works = kl_py.slot_offset >= (Py_ssize_t)sizeof(TensorObject) && count_test();
     PyErr_Clear(); /* this torch is built otherwise: each LazyTensor is created anew */
     if (state.works) {
         state.dealloc = kl_py.lazy->tp_dealloc;
@@ -194,8 +188,7 @@ kl_recycle_init(void)
     return 0;
 }
 
-bool
-kl_recycle_works(void)
+KL_DEFINE(is_recycling, ignored)
 {
-    return state.works;
+    return PyBool_FromLong(state.works);
 }

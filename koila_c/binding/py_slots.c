@@ -5,16 +5,11 @@
  * overriding is not disabled, and a LazyTensor is the first operand to be asked. */
 #include "py_run.h"
 
-/* C++ functions of libtorch that tell so; without them nothing is installed. */
-static struct {
-    int64_t (*n_modes)(void);
-    int (*disabled)(void); /* 0: overriding is enabled */
-} torch_state;
-
 static bool
 is_direct(void)
 {
-    return torch_state.n_modes() == 0 && torch_state.disabled() == 0 && kl_py.n_transforms == 0;
+    return kl_py.lib_n_function_modes() == 0 && kl_py.lib_disabled() == 0 &&
+           kl_py.n_transforms == 0;
 }
 
 /* -- methods ---------------------------------------------------------------------------------------- */
@@ -194,25 +189,11 @@ install_operators(void)
 
 /* -- installing --------------------------------------------------------------------------------------- */
 
-static bool
-find_torch_state(void)
-{
-    *(void **)&torch_state.n_modes =
-        kl_meta_symbol("_ZN2at4impl22PythonTorchFunctionTLS9stack_lenEv");
-    *(void **)&torch_state.disabled =
-        kl_meta_symbol("_ZN2at4impl22PythonTorchFunctionTLS18get_disabled_stateEv");
-    return torch_state.n_modes != NULL && torch_state.disabled != NULL;
-}
-
-/* install_slots(names): install the methods of these names that the table has as ops. */
-PyObject *
-kl_slots_install(PyObject *Py_UNUSED(module), PyObject *names)
+/* Install the methods of these names that the table has as ops. */
+KL_DEFINE(install_slots, names)
 {
     if (!PyTuple_Check(names)) {
         return PyErr_Format(PyExc_TypeError, "install_slots: names is not a tuple");
-    }
-    if (!find_torch_state()) {
-        return Py_NewRef(Py_False);
     }
     if (PyType_Ready(&method_type) < 0) {
         return NULL;
@@ -230,5 +211,5 @@ kl_slots_install(PyObject *Py_UNUSED(module), PyObject *names)
         }
     }
     install_operators();
-    return Py_NewRef(Py_True);
+    return Py_NewRef(Py_None);
 }

@@ -24,20 +24,14 @@ kl_py_id(PyObject *object, void *id)
 }
 
 int
-kl_py_look_up(const KlName *names, size_t n)
+kl_py_lacks(const char *what)
 {
-    for (size_t i = 0; i < n; i++) {
-        bool is_text = names[i].module == NULL;
-        PyObject *module = is_text ? NULL : PyImport_ImportModule(names[i].module);
-        *names[i].where = is_text          ? PyUnicode_InternFromString(names[i].name)
-                          : module != NULL ? PyObject_GetAttrString(module, names[i].name)
-                                           : NULL;
-        Py_XDECREF(module);
-        if (*names[i].where == NULL) {
-            return -1;
-        }
+    PyObject *name = PyUnicode_FromString("torch._C"), *text = PyUnicode_FromString(what);
+    if (name != NULL && text != NULL) {
+        PyErr_SetImportError(text, name, NULL);
     }
-    return 0;
+    KL_DROP(name, text);
+    return -1;
 }
 
 static void

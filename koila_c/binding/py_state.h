@@ -161,19 +161,13 @@ typedef struct KlPyCall {
     PyObject *out;    /* its `out=`, or NULL */
 } KlPyCall;
 
+#define KL_N_DEVICES 2
+
 /* Everything that the whole module shares, filled once at import. It is a global, since koila._core cannot exist
  * twice in a process: torch forbids sub-interpreters. */
 typedef struct KlPyState {
-    PyTypeObject *tensor_base; /* torch._C.TensorBase */
-    PyTypeObject *tensor;      /* torch.Tensor */
-    PyTypeObject *parameter;   /* torch.nn.Parameter */
-    PyTypeObject *lazy;        /* LazyTensor */
-    PyTypeObject *value_type, *tape_type, *function_type, *method_wrapper;
-    PyObject *len_dispatch_stack;
-    /* __torch_function__ and __torch_dispatch__ of a class that overrides neither */
-    PyObject *no_function, *no_dispatch;
-    PyObject *size_type; /* torch.Size */
-    PyTypeObject *dtype_type, *device_type, *format_type;
+    PyTypeObject *lazy; /* LazyTensor */
+    PyTypeObject *value_type, *tape_type, *function_type;
     PyObject *formats[4]; /* torch.memory_format, by KlFormat */
     PyObject *functions;  /* dict: torch callable or getset descriptor -> Function */
     PyObject *empty_tuple, *empty_dict;
@@ -181,22 +175,25 @@ typedef struct KlPyState {
 #define KL_BOUND(name) PyObject *name;
 #include "bound.def"
 #undef KL_BOUND
-    PyObject *reenter; /* torch.overrides.enable_reentrant_dispatch */
-    PyObject *get_default_dtype;
-    PyObject *is_alias_of; /* torch._C._is_alias_of */
-    PyObject *strided;     /* torch.strided */
-    PyObject *ndarray;     /* numpy.ndarray, or NULL without numpy */
-    PyObject *devices;     /* list of torch.device; index = KlMeta.device */
+#define KL_OBJECT(type, name, module, attribute) type *name;
+#define KL_SYMBOL(type, name, parameters, symbol) type(*name) parameters;
+#include "torch.def"
+#undef KL_OBJECT
+#undef KL_SYMBOL
+    PyObject *ndarray;                    /* numpy.ndarray, or NULL without numpy */
+    PyObject *devices;                    /* list of torch.device; index = KlMeta.device */
+    PyObject *device_names[KL_N_DEVICES]; /* str: device types whose autocast state is tracked */
     PyObject *dtypes[KL_N_DTYPES];
-    Py_ssize_t slot_offset; /* of LazyTensor's one slot, which holds its Value */
-    uint64_t n_backwards;   /* backward passes so far: graphs older than one may be freed */
-    uint64_t n_axis_keys;   /* batches so far */
-    uint64_t n_looks;       /* ends of blocks, backwards, batches: leaves may have changed since */
-    int64_t n_transforms;   /* torch.func transforms and tracers running on any thread */
-    int64_t n_dual_levels;  /* levels of forward-mode AD that are on */
-    int64_t n_cut_off;      /* tapes that were cut off and still exist */
-    int64_t n_aside;        /* tapes that are set aside */
-    uint32_t reductions;    /* bit i: KlReduce i can be split */
+    const void *no_gradient; /* the impl that a tensor without a gradient has for one */
+    Py_ssize_t slot_offset;  /* of LazyTensor's one slot, which holds its Value */
+    uint64_t n_backwards;    /* backward passes so far: graphs older than one may be freed */
+    uint64_t n_axis_keys;    /* batches so far */
+    uint64_t n_looks;        /* ends of blocks, backwards, batches: leaves may have changed since */
+    int64_t n_transforms;    /* torch.func transforms and tracers running on any thread */
+    int64_t n_dual_levels;   /* levels of forward-mode AD that are on */
+    int64_t n_cut_off;       /* tapes that were cut off and still exist */
+    int64_t n_aside;         /* tapes that are set aside */
+    uint32_t reductions;     /* bit i: KlReduce i can be split */
     uint32_t blocked_halves, tiled_halves, emulated_halves; /* as KlCall's */
     int64_t block_width;                                    /* as KlCall's */
     bool is_flash_allowed;                                  /* as KlCall's */
@@ -214,13 +211,8 @@ extern _Thread_local bool kl_py_is_in_function;
 /* Converter for "O&" of PyArg_ParseTuple: the id of a node or value. IndexError if it is out of range. */
 int kl_py_id(PyObject *object, void *id);
 
-/* An object to look up once: an attribute of a module; without a module, the name itself as a str. */
-typedef struct KlName {
-    PyObject **where;
-    const char *module, *name;
-} KlName;
-/* The exception names what is missing. 0 or -1. */
-int kl_py_look_up(const KlName *names, size_t n);
+/* Raise that this torch lacks something, for versions.explained(). Returns -1. */
+int kl_py_lacks(const char *what);
 
 /* A type of the module, for objects that the garbage collector knows; `dealloc` NULL: they are cleared and freed. */
 PyTypeObject *kl_py_new_type(PyObject *module, const char *name, size_t size, void *traverse,
@@ -274,8 +266,6 @@ kl_py_done(PyObject *result)
 /* -- py_meta.c: metadata of real tensors ------------------------------------------------------ */
 
 int kl_meta_init(void);
-/* The address of libtorch's symbol `name`, or NULL. */
-void *kl_meta_symbol(const char *name);
 /* Read dtype, shape, strides and requires_grad of a real tensor. Returns 0; 1 if a KlMeta cannot describe it (more
  * than KL_DIMS_MAX dims, not strided); -1 with an exception. */
 int kl_meta_read(PyObject *tensor, KlMeta *meta);
@@ -294,10 +284,6 @@ kl_meta_impl(PyObject *tensor)
 {
     return *(void **)((char *)tensor + sizeof(PyObject));
 }
-/* Whether a self-test found that it does. */
-bool kl_meta_has_impl(void);
-/* Whether a self-test found that torch's C ABI can read tensors. */
-bool kl_meta_by_handle(void);
 /* Whether a real tensor requires a gradient; -1 on failure. */
 int kl_meta_requires_grad(PyObject *tensor);
 PyObject *kl_meta_ints(const int64_t *ints, int32_t n); /* a tuple */
@@ -323,7 +309,7 @@ KlDtype kl_meta_dtype_from(PyObject *dtype);
 
 /* -- py_storage.c: the memory that tensors hold on the CPU --------------------------------------- */
 
-void kl_storage_init(void);
+int kl_storage_init(void);
 /* Whether a write may leave a tensor's version as it is: its memory is not torch's own, or noted by aliases.py. */
 bool kl_storage_may_be_shared(PyObject *tensor);
 
@@ -339,13 +325,10 @@ PyObject *kl_source_where(const Tape *tape, KlNodeId id);
 /* -- py_context.c: what a call depends on besides its arguments -------------------------------- */
 
 int kl_context_init(void);
-/* Whether libtorch's own symbols tell which context is in force. */
-bool kl_context_is_direct(void);
-/* Skip numbers of autograd's nodes. Returns the one that torch gives this thread's next node; 0: not known. */
+/* Skip numbers of autograd's nodes. Returns the one that torch gives this thread's next node. */
 uint64_t kl_context_clock(uint64_t n_skipped);
 /* The id of the context in force, or -1 with an exception. Also sets *is_grad_enabled, if that is not NULL. */
 int64_t kl_context_now(bool *is_grad_enabled);
-#define KL_N_DEVICES 2 /* device types whose autocast state is tracked */
 
 /* The settings of autocast, which torch keeps while it is off too. */
 typedef struct KlCasting {

@@ -46,14 +46,8 @@ static struct {
     PyObject *is_file;        /* dict: address -> whether this large storage is a mapped file */
     Range *ranges;            /* [n_ranges_max] scratch */
     size_t n_ranges_max;
-    const Impl *const *(*grad)(const Impl *tensor); /* c10::TensorImpl::grad */
-    const Impl *undefined;                          /* what that returns if there is no gradient */
-    PyObject *lock;                                 /* UntypedStorage._new_with_weak_ptr */
-    PyObject *weak_ref;                             /* torch's StorageWeakRef */
-    PyObject *get_objects;                          /* gc's */
     PyObject *parts;   /* storages.py: the tensors that one without a storage consists of */
     int n_idle;        /* collections since the last query */
-    bool works;        /* the self-test found that these layouts are right */
     bool is_following; /* young objects are looked at before each collection */
 } state;
 
@@ -61,6 +55,12 @@ static inline const Impl *
 impl_of(PyObject *tensor)
 {
     return kl_meta_impl(tensor);
+}
+
+static inline const Impl *
+grad_of(const Impl *impl)
+{
+    return *kl_py.lib_grad(impl);
 }
 
 /* The bytes of a storage on the CPU; 0 for FakeTensors, which claim bytes and have none. */
@@ -74,7 +74,7 @@ bytes_of(const Storage *storage)
 bool
 kl_storage_may_be_shared(PyObject *tensor)
 {
-    const Impl *impl = state.works ? impl_of(tensor) : NULL;
+    const Impl *impl = impl_of(tensor);
     const Storage *storage = impl != NULL ? impl->storage : NULL;
     bool is_others = storage != NULL && !storage->is_resizable && bytes_of(storage) > 0;
     bool is_any = storage != NULL && kl_py.aliased != NULL && PyDict_GET_SIZE(kl_py.aliased) > 0;
@@ -82,7 +82,7 @@ kl_storage_may_be_shared(PyObject *tensor)
     bool is_noted = is_any && (key == NULL || PyDict_Contains(kl_py.aliased, key) != 0);
     PyErr_Clear();
     Py_XDECREF(key);
-    return !state.works || is_others || is_noted;
+    return is_others || is_noted;
 }
 
 /* Forget the storages that are dead. 0 or -1. */
@@ -114,9 +114,10 @@ keep(const Storage *storage)
                   : bytes_of(storage) == 0 ? 1
                                            : PyDict_Contains(state.counted, key);
     if (is_kept == 0) {
-        object = PyObject_CallOneArg(state.lock, key); /* None: it died meanwhile */
+        object = PyObject_CallMethod(kl_py.untyped_storage, "_new_with_weak_ptr", "O", key);
+        /* None: it died meanwhile */
         bool is_alive = object != NULL && object != Py_None;
-        weak = is_alive ? PyObject_CallOneArg(state.weak_ref, object) : NULL;
+        weak = is_alive ? PyObject_CallOneArg(kl_py.storage_weak_ref, object) : NULL;
         bool is_noted = weak != NULL && PyDict_SetDefault(state.counted, key, weak) != NULL;
         is_kept = is_noted || object == Py_None ? 1 : -1;
     }
@@ -144,11 +145,11 @@ note_tensor(PyObject *tensor)
     if (impl == NULL) {
         return 0; /* it is being created */
     }
-    const Impl *both[] = {impl, *state.grad(impl)};
+    const Impl *both[] = {impl, grad_of(impl)};
     bool is_made_up = false;
     for (int i = 0; i < 2; i++) {
         const Storage *storage = both[i]->storage;
-        is_made_up = is_made_up || (storage == NULL && both[i] != state.undefined);
+        is_made_up = is_made_up || (storage == NULL && both[i] != kl_py.no_gradient);
         if (storage != NULL && keep(storage) < 0) {
             return -1;
         }
@@ -210,7 +211,7 @@ KL_DEFINE(collecting_garbage, args)
         state.is_following = false;
         forget_all();
     } else if (is_start) {
-        PyObject *young = PyObject_CallFunction(state.get_objects, "i", 0);
+        PyObject *young = PyObject_CallFunction(kl_py.get_objects, "i", 0);
         /* If one was missed, the next query walks over all objects. */
         state.is_following = young != NULL && note_all(young) == 0;
         Py_XDECREF(young);
@@ -316,90 +317,26 @@ KL_DEFINE(settle_storage, args)
     return Py_NewRef(Py_None);
 }
 
-/* -- self-test: are the fields where the structs above have them? ---------------------------------------- */
-
-/* New reference: the value of an expression in torch's namespace. */
-static PyObject *
-evaluate(const char *text, PyObject *locals)
+/* What storages.py compares with torch's own answers, as the structs above read it. */
+KL_DEFINE(storage_fields, tensor)
 {
-    PyObject *builtins = PyEval_GetBuiltins();
-    PyObject *globals = builtins != NULL ? Py_BuildValue("{sO}", "__builtins__", builtins) : NULL;
-    PyObject *result = globals != NULL ? PyRun_String(text, Py_eval_input, globals, locals) : NULL;
-    Py_XDECREF(globals);
-    return result;
-}
-
-/* Whether torch's own answer for the address of a tensor's storage, and the fields read there, fit a tensor of 60
- * bytes, and the strong count rises when a view is taken. */
-static bool
-test_storage(PyObject *locals)
-{
-    PyObject *tensor, *view = NULL;
-    unsigned long long key = 0, data = 0;
-    PyObject *words = evaluate("(lambda x: (x, x.untyped_storage()._cdata, x.data_ptr()))("
-                               "torch.empty(3, 5, dtype=torch.float32, device='cpu'))",
-                               locals);
-    bool is_met = false;
-    if (words != NULL && PyArg_ParseTuple(words, "OKK", &tensor, &key, &data)) {
-        const Storage *storage = (const Storage *)(uintptr_t)key;
-        is_met = impl_of(tensor)->storage == storage && (uintptr_t)storage->data == data &&
-                 bytes_of(storage) == 60;
-        uint32_t n_before = is_met ? (uint32_t)storage->counts : 0;
-        view = is_met ? PyObject_CallMethod(tensor, "view", "i", -1) : NULL;
-        is_met = view != NULL && (uint32_t)storage->counts == n_before + 1;
+    static const Storage none;
+    if (!PyObject_TypeCheck(tensor, kl_py.tensor_base)) {
+        return PyErr_Format(PyExc_TypeError, "storage_fields: a tensor is wanted");
     }
-    KL_DROP(view, words);
-    return is_met;
+    const Impl *impl = impl_of(tensor), *grad = grad_of(impl);
+    const Storage *storage = impl->storage != NULL ? impl->storage : &none;
+    return Py_BuildValue("(KKKIOK)", (unsigned long long)(uintptr_t)impl->storage,
+                         (unsigned long long)(uintptr_t)storage->data,
+                         (unsigned long long)bytes_of(storage), (unsigned int)storage->counts,
+                         kl_py_bool(storage->is_resizable),
+                         grad != kl_py.no_gradient ? (unsigned long long)(uintptr_t)grad : 0);
 }
 
-/* The same for a gradient, for a missing one, and for tensors without such memory. */
-static bool
-test_others(PyObject *locals)
-{
-    PyObject *leaf, *grad, *meta, *buffer, *sparse;
-    PyObject *all =
-        evaluate("(torch.ones(2, dtype=torch.float32, device='cpu', requires_grad=True), "
-                 "torch.ones(2, dtype=torch.float32, device='cpu'), "
-                 "torch.empty(2, dtype=torch.float32, device='meta'), "
-                 "torch.frombuffer(bytearray(8), dtype=torch.uint8), "
-                 "torch.empty((2, 2), dtype=torch.float32, device='cpu', layout=torch.sparse_coo))",
-                 locals);
-    if (all == NULL || !PyArg_ParseTuple(all, "OOOOO", &leaf, &grad, &meta, &buffer, &sparse)) {
-        return false;
-    }
-    state.undefined = *state.grad(impl_of(leaf));
-    bool is_met = PyObject_SetAttrString(leaf, "grad", grad) == 0 &&
-                  state.undefined->storage == NULL && *state.grad(impl_of(leaf)) == impl_of(grad) &&
-                  impl_of(sparse)->storage == NULL && impl_of(meta)->storage != NULL &&
-                  bytes_of(impl_of(meta)->storage) == 0 && impl_of(grad)->storage->is_resizable &&
-                  !impl_of(buffer)->storage->is_resizable;
-    Py_DECREF(all);
-    return is_met;
-}
-
-void
+int
 kl_storage_init(void)
 {
-    const KlName names[] = {
-        {&state.get_objects, "gc", "get_objects"},
-        {&state.weak_ref, "torch.multiprocessing.reductions", "StorageWeakRef"},
-    };
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *locals = torch != NULL ? Py_BuildValue("{sO}", "torch", torch) : NULL;
-    *(void **)&state.grad = kl_meta_symbol("_ZNK3c1010TensorImpl4gradEv");
     state.counted = PyDict_New();
     state.is_file = PyDict_New();
-    if (locals != NULL && state.counted != NULL && state.is_file != NULL &&
-        kl_py_look_up(names, sizeof(names) / sizeof(names[0])) == 0) {
-        state.lock = evaluate("torch.UntypedStorage._new_with_weak_ptr", locals);
-        state.works = state.lock != NULL && state.grad != NULL && kl_meta_has_impl() &&
-                      test_storage(locals) && test_others(locals);
-    }
-    PyErr_Clear(); /* where the test failed: this torch is built otherwise */
-    KL_DROP(locals, torch);
-}
-
-KL_DEFINE(sees_storages, ignored)
-{
-    return PyBool_FromLong(state.works);
+    return state.counted != NULL && state.is_file != NULL ? 0 : -1;
 }

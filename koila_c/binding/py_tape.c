@@ -555,8 +555,7 @@ fill(Tape *tape, PyObject *arrays)
     return kl_tape_reserve(tape, 0, 0);
 }
 
-PyObject *
-kl_tape_make(PyObject *Py_UNUSED(module), PyObject *args)
+KL_DEFINE(new_tape, args)
 {
     PyObject *arrays = NULL;
     Tape *tape =

@@ -150,7 +150,6 @@ PyObject *kl_lazy_number(const Value *value);
 int kl_recycle_init(void);
 /* A LazyTensor without a Value, recycled or new. */
 PyObject *kl_recycle_take(KlPlaceholder kind);
-bool kl_recycle_works(void);
 
 /* -- py_view.c: views after a write ---------------------------------------------------------------- */
 

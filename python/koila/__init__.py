@@ -9,7 +9,7 @@ with versions.explained():
     from koila.forecast import plan
     from koila.largest import largest_batch
     from koila.lazy import is_lazy, lazy, off
-    from koila.memory import budget
+    from koila.memory import budget, storages
     from koila.messages.errors import KoilaError, MemoryLimitError, StaleError
     from koila.messages.memory_plan import MemoryPlan
     from koila.notebook import load_ipython_extension as load_ipython_extension
@@ -23,6 +23,7 @@ with versions.explained():
 
     versions.check_alone(__file__)
     versions.check()
+    storages.check_layout()
     read_environment()
     budget.keep_fewer_kernels()
     functions.register_all()

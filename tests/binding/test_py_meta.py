@@ -238,7 +238,3 @@ def test_no_such_device() -> None:
             batch().to(device)
         with pytest.raises(type(eagerly.value)):
             koila.lazy(batch()).to(device)
-
-
-def test_the_c_abi_is_used() -> None:
-    assert core.fast_ways()["handles"]

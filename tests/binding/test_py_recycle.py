@@ -21,7 +21,7 @@ from koila import _core
 
 pytestmark = [
     pytest.mark.sanitize,
-    pytest.mark.skipif(not _core.fast_ways()["recycling"], reason="not on this torch"),
+    pytest.mark.skipif(not _core.is_recycling(), reason="not on this torch"),
 ]
 
 LazyTensor: Any = _core.LazyTensor

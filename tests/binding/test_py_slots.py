@@ -139,8 +139,7 @@ def test_keywords_and_errors_of_methods() -> None:
 
 def test_the_short_ways_are_open() -> None:
     """Each has a long way round, which is right as well, and would be taken without a word."""
-    assert koila._core.fast_ways()["recycling"]
-    assert koila._core.fast_ways()["handles"]
+    assert koila._core.is_recycling()
     assert type(vars(koila._core.LazyTensor)["view"]).__name__ == "LazyMethod"
 
 
@@ -149,7 +148,7 @@ def test_names_that_are_installed_are_torchs() -> None:
         koila._core.install_slots(["view"])  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="no_such_method"):
         koila._core.install_slots(("no_such_method",))
-    assert koila._core.install_slots(("item", "backward", "view"))
+    koila._core.install_slots(("item", "backward", "view"))
     for name in ("item", "backward"):
         assert name not in vars(koila._core.LazyTensor), "no ops: torch's own way stays"
 

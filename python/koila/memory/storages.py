@@ -56,6 +56,29 @@ def _parts_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
+def check_layout() -> None:
+    """Raise an ImportError if the core does not find the storages of tensors, and their gradients,
+    where this torch has them."""
+    read = _core.storage_fields
+    with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        x, grad = torch.empty(3, 5, **kind), torch.ones(2, **kind)
+        leaf = torch.ones(2, requires_grad=True, **kind)
+        leaf.grad = grad
+        key = x.untyped_storage()._cdata
+        n_before = read(x)[3]
+        view = x.view(-1)
+        is_right = (
+            read(view) == (key, x.data_ptr(), 60, n_before + 1, True, 0)
+            and read(leaf)[5] == grad._cdata
+            and read(torch.empty(2, device="meta"))[2] == 0
+            and not read(torch.frombuffer(bytearray(8), dtype=torch.uint8))[4]
+            and read(torch.empty((2, 2), layout=torch.sparse_coo, **kind))[0] == 0
+        )
+    if not is_right:
+        raise ImportError("storages as koila reads them", name="torch._C")
+
+
 class Clock:
     """Limits the share of the time that something repeated takes; used as a context around it."""
 
@@ -75,9 +98,6 @@ class Clock:
 
 
 _walked, _looked, _collected = Clock(), Clock(), Clock()
-#: By storage, the bytes that the last walk found; used only if the core cannot read this torch's
-#: storages.
-_found: dict[int, int] = {}
 #: By id, the leaves of programs that were planned.
 _leaves: dict[int, weakref.ref[torch.Tensor]] = {}
 #: By DistributedDataParallel module, the bytes of the buckets into which torch copies gradients:
@@ -92,10 +112,6 @@ def _is_listening() -> bool:
 def walk() -> None:
     """Find all tensors among all objects of the garbage collector."""
     with _walked:
-        if not _core.sees_storages():
-            _found.clear()
-            _found.update(_sizes(o for o in gc.get_objects() if _is_plain(o)))
-            return
         if not _is_listening():
             gc.callbacks.append(_core.collecting_garbage)
         _core.follow_storages(_parts_of)
@@ -106,16 +122,6 @@ def _is_plain(found: object) -> bool:
     """Tell whether an object is a tensor with memory of its own."""
     kind = type(found)  # not its __class__, which may be a property with side effects
     return issubclass(kind, torch.Tensor) and kind is not _core.LazyTensor
-
-
-def _sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the bytes of the storages of tensors on the CPU, by storage."""
-    sizes = {}
-    with torch._C.DisableTorchFunction():
-        for storage in map(_storage_of, tensors):
-            if storage is not None and storage.device.type == "cpu":
-                sizes[storage._cdata] = storage.nbytes()
-    return sizes
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
@@ -146,9 +152,9 @@ def largest_beside(held: Iterable[torch.Tensor], device: torch.device) -> torch.
 def _look() -> None:
     """Note the tensors that are new since the last time, or walk over all if that is due."""
     is_followed = _core.is_following_storages() and _is_listening()
-    if _walked.is_due() or (not is_followed and _core.sees_storages()):
+    if _walked.is_due() or not is_followed:
         walk()
-    elif _core.sees_storages() and (gc.get_count()[0] < _N_YOUNG or _looked.is_due()):
+    elif gc.get_count()[0] < _N_YOUNG or _looked.is_due():
         with _looked:
             _core.note_storages(gc.get_objects(generation=0))
 
@@ -156,8 +162,6 @@ def _look() -> None:
 def n_bytes(held: list[torch.Tensor]) -> int:
     """Return the bytes of all tensors on the CPU, `held` included."""
     _look()
-    if not _core.sees_storages():
-        return sum((_found | _sizes(held)).values()) + _in_buckets()
     _core.note_storages([*held, *_leaves_again(held)])
     _settle()
     return _core.storage_bytes() + _in_buckets()

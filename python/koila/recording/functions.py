@@ -362,17 +362,10 @@ def register_all() -> None:
         _register_op(wrapper, name)
     own = vars(_core.LazyTensor)
     methods = (name for name in vars(torch._C.TensorBase) if name in table.ROWS)
-    is_short = _core.install_slots(
-        tuple(name for name in methods if name not in own and name[0] != "_")
-    )
-    ways = _core.fast_ways()
+    _core.install_slots(tuple(name for name in methods if name not in own and name[0] != "_"))
     versions.note_slow_ways(
         {
-            "methods of a lazy go through torch's dispatch": is_short,
-            "lazies are made anew each time": ways["recycling"],
-            "tensors are read by their attributes": ways["handles"],
-            "torch's modes are asked for in Python": ways["contexts"],
-            "other tensors are looked for seldom": _core.sees_storages(),
+            "lazies are made anew each time": _core.is_recycling(),
             "gradients are copied only where others hold them": holders.counts_holders(),
         }
     )
