@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_slots.c - methods and operators (+ - * / @ and unary minus) of LazyTensor that go straight to the recorder.
- * Most of the cost of recording a call would be torch's dispatch: parse the arguments, find the class that overrides
- * the call, call that back. koila bypasses it only where it would get here anyway: no torch-function mode is pushed,
- * overriding is not disabled, and a LazyTensor is the first operand to be asked. */
+/* py_slots.c - methods and operators (+ - * / @ and unary minus) of LazyTensor, and torch's Python functions such as
+ * F.relu, that go straight to the recorder. Most of the cost of recording a call would be torch's dispatch: parse the
+ * arguments, find the class that overrides the call, call that back. koila bypasses it only where it would get here
+ * anyway: no torch-function mode is pushed, overriding is not disabled, and a LazyTensor is the first operand to be
+ * asked. */
 #include "py_run.h"
 
 static bool
@@ -21,16 +22,23 @@ typedef struct LazyMethod {
 } LazyMethod;
 
 static PyObject *
+tuple_of(PyObject *const *args, Py_ssize_t n)
+{
+    PyObject *tuple = PyTuple_New(n);
+    for (Py_ssize_t i = 0; tuple != NULL && i < n; i++) {
+        PyTuple_SET_ITEM(tuple, i, Py_NewRef(args[i]));
+    }
+    return tuple;
+}
+
+static PyObject *
 record(const Function *function, PyObject *func, PyObject *const *args, Py_ssize_t n,
        PyObject *names)
 {
     PyObject *result = NULL, *kwargs = NULL;
-    PyObject *tuple = PyTuple_New(n);
+    PyObject *tuple = tuple_of(args, n);
     if (tuple == NULL) {
         return NULL;
-    }
-    for (Py_ssize_t i = 0; i < n; i++) {
-        PyTuple_SET_ITEM(tuple, i, Py_NewRef(args[i]));
     }
     if (names != NULL && PyTuple_GET_SIZE(names) > 0) {
         kwargs = kl_call_keywords(args + n, names);
@@ -185,6 +193,47 @@ install_operators(void)
     protocol->nb_true_divide = divide;
     protocol->nb_matrix_multiply = matmul;
     protocol->nb_negative = negate;
+}
+
+/* -- torch's Python functions ------------------------------------------------------------------------- */
+
+static struct {
+    PyObject *own;   /* torch.overrides.handle_torch_function */
+    PyObject *types; /* (LazyTensor,) */
+} handler;
+
+/* handle_torch_function(function, relevant_args, *args, **kwargs): what torch's Python functions call where a class
+ * overrides them. torch's own searches for that class: where lazies are among plain tensors alone, it is theirs. */
+static PyObject *
+handle(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n, PyObject *names)
+{
+    bool is_ours = n >= 2 && PyTuple_Check(args[1]) && is_direct() && kl_function_find(args[0]);
+    for (Py_ssize_t i = 0; is_ours && i < PyTuple_GET_SIZE(args[1]); i++) {
+        PyObject *one = PyTuple_GET_ITEM(args[1], i);
+        is_ours = one == Py_None || is_plain(one) || kl_lazy_check(one);
+    }
+    if (!is_ours) {
+        return PyObject_Vectorcall(handler.own, args, (size_t)n, names);
+    }
+    PyObject *given = tuple_of(args + 2, n - 2), *kwargs = kl_call_keywords(args + n, names);
+    PyObject *const call[] = {args[0], handler.types, given, kwargs};
+    PyObject *result = given != NULL && kwargs != NULL ? kl_record_torch_function(call, 4) : NULL;
+    if (result == NULL) {
+        kl_failure_hide_frames();
+    }
+    KL_DROP(kwargs, given);
+    return result;
+}
+
+static PyMethodDef handle_method = {"handle_torch_function", (PyCFunction)(void *)handle,
+                                    METH_FASTCALL | METH_KEYWORDS, NULL};
+
+/* What takes the place of torch.overrides.handle_torch_function, which is given. */
+KL_DEFINE(handler, own)
+{
+    Py_XSETREF(handler.own, Py_NewRef(own));
+    Py_XSETREF(handler.types, PyTuple_Pack(1, kl_py.lazy));
+    return handler.types != NULL ? PyCFunction_New(&handle_method, NULL) : NULL;
 }
 
 /* -- installing --------------------------------------------------------------------------------------- */

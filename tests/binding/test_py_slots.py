@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.overrides
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import koila
@@ -92,10 +94,11 @@ class Names(TorchFunctionMode):
 
 
 def test_a_users_mode_sees_every_call() -> None:
-    lazy = koila.lazy(x())
+    lazy, labels = koila.lazy(x()), torch.tensor([0, 1, 2, 0])
     with Names() as names:
         (-(lazy + 1)).view(12).tanh()
-    assert names.seen == ["add", "neg", "view", "tanh"]
+        F.cross_entropy(lazy, labels)
+    assert names.seen == ["add", "neg", "view", "tanh", "cross_entropy"]
 
 
 def test_where_overriding_is_off_torchs_own_way_is_taken() -> None:
@@ -115,6 +118,34 @@ class Mine(Tensor):
 
 def test_another_subclass_that_comes_first_is_asked_first() -> None:
     assert torch.ones(3).as_subclass(Mine) + koila.lazy(x()) == "mine"
+    assert F.linear(koila.lazy(x()), torch.ones(2, 3).as_subclass(Mine)) == "mine"
+    assert F.mse_loss(koila.lazy(x()), torch.ones(4, 3).as_subclass(Mine)) == "mine"
+
+
+def test_python_functions_are_passed_on_without_torchs_search() -> None:
+    before = torch.overrides.handle_torch_function
+    passed: list[Any] = []
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        passed.append(args[0])
+        return before(*args, **kwargs)
+
+    handle = koila._core.handler(own)
+    lazy = koila.lazy(x() - 5)
+    try:
+        made = handle(F.dropout, (lazy, None), lazy, p=0.0)
+        assert not passed
+        assert torch.equal(made, x() - 5)
+        assert handle(F.relu, (lazy, torch.ones(1).as_subclass(Mine)), lazy) is not None
+        assert handle(mine, (lazy,), lazy) is not None
+        assert passed == [F.relu, mine]
+    finally:
+        koila._core.handler(before)
+
+
+def mine(tensor: Tensor) -> Tensor:
+    """A function that koila does not know."""
+    return tensor * 2
 
 
 def test_methods_look_like_torchs() -> None:

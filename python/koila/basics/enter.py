@@ -62,9 +62,8 @@ enter: Callable[..., Any] = getattr(torch._C, "_skip_one_hop_torch_function", _e
 #: it, as wrappers of one decorator do.
 _by_code: dict[types.CodeType, types.FunctionType | None] = {}
 
-#: The code of torch's handle_torch_function, which these functions call where a class overrides
-#: them, and of koila's function in its place (`patches/dispatch.py`).
-handlers: set[types.CodeType] = {torch.overrides.handle_torch_function.__code__}
+#: The code of the function that these functions call where a class overrides them.
+_handler: types.CodeType = torch.overrides.handle_torch_function.__code__
 
 
 #: Makes a call with lazies among its arguments: (function, these lazies, its arguments). It is
@@ -84,6 +83,6 @@ def own_of(func: Callable[..., Any]) -> Callable[..., Any]:
     by its name in its module. `mine` must not run twice. Other functions are returned as they are.
     """
     frame = sys._getframe(1)  # the caller's: C has no frames
-    if frame.f_code in handlers and frame.f_back is not None:
+    if frame.f_code is _handler and frame.f_back is not None:
         return _by_code.get(frame.f_back.f_code) or func
     return func

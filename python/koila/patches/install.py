@@ -11,8 +11,11 @@ import sys
 from typing import Any
 
 import torch
+import torch.functional
+import torch.overrides
 import torch.utils._device
 import torch.utils.checkpoint
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -23,7 +26,7 @@ from koila import _core
 from koila.basics import engine, lines, surroundings, switches
 from koila.memory import optimizers, order, storages
 from koila.messages.errors import HiddenFrames
-from koila.patches import attributes, dispatch, distributions, patching, tracers, transforms, writes
+from koila.patches import attributes, distributions, patching, tracers, transforms, writes
 from koila.planning import left_plain, optimizer_steps
 from koila.random import generators, plain
 from koila.recording import bridge, flush, handed_out, handlers, replicated, sharded
@@ -263,6 +266,15 @@ def _patch_nodes() -> None:
     patching.wrap(graph, ("get_gradient_edge",), live)
 
 
+def _patch_handler() -> None:
+    """Pass calls of torch's Python functions, such as F.relu, on without torch's search for the
+    class that overrides them, in the modules whose functions are called most."""
+    handle = _core.handler(torch.overrides.handle_torch_function)
+    owners: tuple[Any, ...] = (torch._tensor, torch.functional, functional)
+    for owner in owners:
+        patching.replace(owner, "handle_torch_function", handle)
+
+
 def _patch_optimizers() -> None:
     """Note each optimizer when it is made or copied: its first step will make state. Note the
     buckets of each DistributedDataParallel module."""
@@ -321,7 +333,7 @@ def _install() -> None:
     lazy_type.__repr__ = handlers.repr_lazy
     lazy_type.__str__ = handlers.str_lazy
     unwritten.begin(flush.flush)
-    dispatch.patch()
+    _patch_handler()
     _patch_function_apply()
     _patch_checkpoint()
     _patch_node_hooks()
