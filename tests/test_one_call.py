@@ -87,6 +87,9 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "ctc_loss with int32": lambda h: F.ctc_loss(
         log_likelihoods(h), torch.ones(N_ROWS, 2, dtype=torch.int32), lengths(4), lengths(2)
     ),
+    "ctc_loss with targets in one line": lambda h: F.ctc_loss(
+        log_likelihoods(h), LABELS, lengths(4), torch.arange(N_ROWS) % 3, zero_infinity=True
+    ),
     "diff": lambda h: torch.diff(h, 2),
     "diff with more": lambda h: h.diff(prepend=h[:, :1], append=h[:, :2]),
     "dstack": lambda h: torch.dstack([h, h]),

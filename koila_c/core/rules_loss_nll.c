@@ -159,21 +159,21 @@ KL_SAVES(cross_entropy)
 KL_SHAPE(ctc)
 {
     const KlMeta *log_probs = kl_rules_tensor(call, 0, 3, 3);
-    kl_rules_require(call, kl_meta_n_elements(log_probs) > 0 && kl_rules_input(call, 1) != NULL);
-    const KlMeta terms = {.n_dims = 1, .shape = {log_probs->shape[1]}};
-    return kl_rules_make_loss(call, result, &terms);
+    kl_rules_tensor(call, 1, log_probs->device == 0 ? 2 : 1, 2); /* in one line: see composed.py */
+    kl_rules_require(call, kl_meta_n_elements(log_probs) > 0);
+    return kl_rules_make_loss(call, result, &(KlMeta){.n_dims = 1, .shape = {log_probs->shape[1]}});
 }
 
 /* The forward variables of each path are saved, (n, t, 2 * longest target + 1), and backward allocates as many beside
- * them. The length of the longest target depends on the data; it is at most the targets' size. */
+ * them. The length of the longest target depends on the data; it is at most the targets' last size. */
 KL_SAVES(ctc)
 {
     const KlMeta *log_probs = call->inputs[0], *targets = call->inputs[1];
-    int64_t longest = targets->n_dims == 0 ? 0 : targets->shape[targets->n_dims - 1];
-    int64_t n = log_probs->shape[0] * log_probs->shape[1];
+    int64_t longest = targets->shape[targets->n_dims - 1];
     saves_all(call, result, saves);
     saves->outputs = 1;
-    kl_rules_save_new(result, saves, n * (2 * longest + 1) + 4 * log_probs->shape[1],
+    kl_rules_save_new(result, saves,
+                      log_probs->shape[1] * (log_probs->shape[0] * (2 * longest + 1) + 4),
                       log_probs->dtype);
     saves->bytes_backward = saves->bytes_extra;
     kl_rules_save_new(result, saves, kl_meta_n_elements(targets) + 4 * log_probs->shape[1],

@@ -88,8 +88,7 @@ def tensor_split(x: Tensor, indices_or_sections: Any = None, dim: int = 0, **wor
         ends = [*given, size]
     else:
         return NotImplemented
-    at = dim % x.dim()
-    before = (slice(None),) * at
+    before = (slice(None),) * (dim % x.dim())
     starts = [0, *ends[:-1]]
     return tuple(x[*before, slice(start, end)] for start, end in zip(starts, ends, strict=True))
 
@@ -128,16 +127,12 @@ def _row(x: Tensor) -> Tensor:
 
 
 def _matrix(x: Tensor) -> Tensor:
-    if x.dim() == 0:
-        return x.reshape(1, 1)
-    return x.unsqueeze(0) if x.dim() == 1 else x
+    return x.reshape(1, 1) if x.dim() == 0 else x.unsqueeze(0) if x.dim() == 1 else x
 
 
 def _block(x: Tensor) -> Tensor:
-    if x.dim() == 0:
-        return x.reshape(1, 1, 1)
-    if x.dim() == 1:
-        return x.unsqueeze(0).unsqueeze(-1)
+    if x.dim() < 2:
+        return x.reshape(1, 1, 1) if x.dim() == 0 else x.unsqueeze(0).unsqueeze(-1)
     return x.unsqueeze(-1) if x.dim() == 2 else x
 
 
@@ -170,19 +165,12 @@ def repeat_interleave(
     """Record a call with `output_size` without it, since torch only checks it."""
     if not isinstance(repeats, int) or output_size is None:
         return NotImplemented
-    size = x.numel() if dim is None else x.shape[dim]
-    if size * repeats != output_size:
+    if (x.numel() if dim is None else x.shape[dim]) * repeats != output_size:
         return NotImplemented
     return x.repeat_interleave(repeats, dim)
 
 
-def diff(
-    x: Tensor,
-    n: int = 1,
-    dim: int = -1,
-    prepend: Tensor | None = None,
-    append: Tensor | None = None,
-) -> Any:
+def diff(x: Tensor, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Any:
     """Subtract from each entry the one before, `n` times."""
     if n < 1 or x.dim() == 0 or not -x.dim() <= dim < x.dim() or x.dtype is torch.bool:
         return NotImplemented
@@ -211,9 +199,8 @@ def fill_diagonal_(x: Tensor, fill_value: Any, wrap: bool = False) -> Any:
 
 def index_put_(x: Tensor, indices: Any, values: Any, accumulate: bool = False) -> Any:
     """Record an assignment, `x[indices] = values`."""
-    if accumulate or not isinstance(indices, tuple | list) or not isinstance(values, Tensor):
-        return NotImplemented
-    if any(not isinstance(index, Tensor) for index in indices):
+    is_listed = isinstance(indices, tuple | list)
+    if accumulate or not is_listed or not all(isinstance(x, Tensor) for x in (*indices, values)):
         return NotImplemented
     x[tuple(indices)] = values
     return x
@@ -238,14 +225,11 @@ def einsum(equation: Any, operands: Any = (), path: Any = None, *more: Any) -> A
     term, arrow, out = text.partition("->")
     if not arrow:
         out = "".join(sorted(letter for letter in set(term) if term.count(letter) == 1))
-    is_legal = len(term) == x.dim() and term.isalpha() and len(set(out)) == len(out)
-    if not is_legal or not set(out) <= set(term):
+    is_legal = len(term) == x.dim() and term.isalpha() and set(out) <= set(term)
+    if not is_legal or len(set(out)) < len(out) or len(set(term)) < len(term):  # diagonals
         return NotImplemented
-    letters = list(dict.fromkeys(term))
-    if len(letters) < len(term):
-        return NotImplemented  # diagonals
-    summed = sorted(letter for letter in letters if letter not in out)
-    x = x.permute([letters.index(letter) for letter in (*out, *summed)])
+    summed = sorted(letter for letter in term if letter not in out)
+    x = x.permute([term.index(letter) for letter in (*out, *summed)])
     return x.sum(list(range(len(out), x.dim()))) if summed else x
 
 
@@ -264,8 +248,23 @@ def linalg_norm(
     n_dims = 1 if isinstance(dim, int) else x.dim() if dim is None else len(dim)
     if ord is not None and (n_dims != 1 or isinstance(ord, str)):
         return NotImplemented
-    order = 2 if ord is None else ord
-    return torch.linalg.vector_norm(x, order, dim, keepdim, dtype=dtype)
+    return torch.linalg.vector_norm(x, 2 if ord is None else ord, dim, keepdim, dtype=dtype)
+
+
+def ctc_loss(
+    log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *more: Any, **words: Any
+) -> Any:
+    """Lay targets that follow one after the other out in rows as long as the longest, for which
+    torch allocates: the bytes of a call are predicted from shapes."""
+    read = _core.read if _is_lazy(target_lengths) else torch.as_tensor
+    sizes = read(target_lengths).to("cpu", torch.int64)
+    total = int(sizes.sum())
+    is_flat = log_probs.dim() == 3 and targets.dim() == sizes.dim() == 1
+    if not is_flat or not len(targets) == total > 0 or sizes.min() < 0:
+        return NotImplemented  # torch raises its own error, or the loss is of one sequence
+    places = (sizes.cumsum(0) - sizes)[:, None] + torch.arange(int(sizes.max()), device="cpu")
+    padded = targets[places.clamp_(max=total - 1)]  # torch does not read behind a target
+    return torch.ctc_loss(log_probs, padded, input_lengths, target_lengths, *more, **words)
 
 
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -293,6 +292,7 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "broadcast_to": broadcast_to,
     "bucketize": bucketize,
     "column_stack": column_stack,
+    "ctc_loss": ctc_loss,
     "diff": diff,
     "dsplit": _split_along(3, 2),
     "dstack": _stack(_block, 2),
