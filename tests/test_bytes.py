@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -136,15 +137,22 @@ class Instructions:
         self.said.append(said)
         return made
 
-    def noted(self, do: Callable[[Interpreter, Step], None]) -> Callable[[Interpreter, Step], None]:
-        def noted(interpreter: Interpreter, step: Step) -> None:
+    def noted(self, do: Callable[[Interpreter, Step], Any]) -> Callable[[Interpreter, Step], Any]:
+        def noted(interpreter: Interpreter, step: Step) -> Any:
             if interpreter not in self.numbers:
                 self.numbers[interpreter] = len(self.names)
                 self.names.append([one.op.name for one in interpreter.schedule.steps])
             at = next(i for i, one in enumerate(interpreter.schedule.steps) if one is step)
-            self.memory.label(f"{self.numbers[interpreter]} {at}")
-            do(interpreter, step)
-            self.memory.label("")
+            return labelled(do, f"{self.numbers[interpreter]} {at}")(interpreter, step)
+
+        def labelled(do: Callable[..., Any], label: str) -> Callable[..., Any]:
+            def run(*args: Any) -> Any:
+                self.memory.label(label)
+                later = do(*args)
+                self.memory.label("")
+                return labelled(later, label) if callable(later) else None
+
+            return run
 
         return noted
 

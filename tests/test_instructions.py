@@ -60,10 +60,10 @@ class Instructions:
         """A block in which programs begin in two chunks, and their instructions are counted."""
 
         def before(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
             def patched(*args: Any) -> Any:
                 self.step()
-                return original(*args)
+                later = original(*args)  # what executes it on later chunks
+                return before(later) if callable(later) else later
 
             return patched
 

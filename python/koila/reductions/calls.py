@@ -24,9 +24,7 @@ class Split(NamedTuple):
     Attributes:
         reduction: its parts, and how they are combined.
         is_of_chunks: whether only chunks run the call: a whole run does not.
-        make: makes the call: on one chunk, to compute partials; or as it was recorded, to combine
-            them. It takes the function to call, its positional and its keyword arguments; `start`,
-            the first row of the chunk; and `shared`, results shared by all runs of the chunk.
+        make: makes the call as it was recorded, of its function, positional and keyword arguments.
     """
 
     reduction: Reduction
@@ -43,7 +41,7 @@ def split_of(program: Program, node: Node) -> Split:
         assert row is not None  # only a row says that a call is a reduction
         own, dtype = OF_CALLS.get(func), program.info(node.first_out).dtype
         make = functools.partial(
-            Call, signature=table.ROWS[row]["call"], dtype=dtype, n_rows=n_rows
+            Call, signature=table.ROWS[row]["call"], dtype=dtype, n_rows=n_rows, node=node.id
         )
         reduction = REDUCTIONS[NAMES[node.reduce]] if own is None else own
         found = splits[node.id] = Split(reduction, own is not None, make)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from koila.reductions.extremes import LogSumExp
-from koila.reductions.reduction import Call, Reduction, count, ratio, total
+from koila.reductions.reduction import Call, Chunk, Partials, Reduction, count, ratio, total
 
 NONE, MEAN, SUM = 0, 1, 2  # the argument `reduction` of a loss, as torch's C functions take it
 
@@ -38,6 +38,13 @@ class Loss(Reduction):
         if call.wide == call.dtype:
             return call.run(reduction=SUM)
         return call.run(reduction=NONE).sum(dtype=call.wide)  # the sum of halves may be infinite
+
+    def prepare(self, parts: Sequence[int], call: Call, of: Chunk) -> Partials:
+        func, names = call.func, call.names[: len(call.args)]
+        if parts != (0,) or call.wide != call.dtype or "reduction" not in names:
+            return super().prepare(parts, call, of)
+        at = names.index("reduction")
+        return lambda *args, **kwargs: (func(*args[:at], SUM, *args[at + 1 :], **kwargs),)
 
     def n_terms(self, call: Call) -> int:
         tensors = [t for t in call.words.values() if isinstance(t, torch.Tensor)]

@@ -42,13 +42,13 @@ class Moments(engine.Function):
     the input.
 
     They are computed by the kernel of torch's batch_norm, which sums halves in float32. `shared`
-    has results that all runs of the chunk share, here these numbers.
+    keeps these numbers under `key` for other runs of the chunk.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shared: dict[str, Any]) -> Pair:
+    def forward(ctx: Any, x: Tensor, shared: dict[Any, Pair], key: Any) -> Pair:
         ctx.n = x.numel() // x.shape[1]
-        computed: Pair | None = shared.get("moments")
+        computed = shared.get(key)
         if computed is None:
             # The kernel updates running statistics: these are not read. Of halves, they say that
             # it returns float32.
@@ -60,12 +60,12 @@ class Moments(engine.Function):
         else:
             mean, squares = computed[0].detach(), computed[1].detach()
         if ctx.n >= _MANY:
-            shared["moments"] = mean.detach(), squares.detach()
+            shared[key] = mean.detach(), squares.detach()
         ctx.save_for_backward(x, mean)
         return mean, squares
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         x, mean = ctx.saved_tensors
         of_mean, of_squares = gradients
         # 2 (x - mean) of_squares + of_mean / n, computed by a batch_norm with variance 1/4; a
@@ -73,12 +73,11 @@ class Moments(engine.Function):
         shift = of_mean / ctx.n
         if x.is_contiguous():
             var = torch.full_like(mean, 0.25)
-            return torch.native_batch_norm(x, of_squares, shift, mean, var, False, 0.0, 0.0)[
-                0
-            ], None
+            made = torch.native_batch_norm(x, of_squares, shift, mean, var, False, 0.0, 0.0)
+            return made[0], None, None
         shape, scale = [1, -1] + [1] * (x.dim() - 2), 2 * of_squares
         shift = (shift - scale * mean).view(shape)
-        return torch.addcmul(shift, x, scale.view(shape)).to(x.dtype), None
+        return torch.addcmul(shift, x, scale.view(shape)).to(x.dtype), None, None
 
 
 class _Normalized(engine.Function):

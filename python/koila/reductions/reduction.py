@@ -46,7 +46,7 @@ class Call:
         dtype: torch.dtype,
         start: int = 0,
         n_rows: int = 0,
-        shared: dict[str, Any] | None = None,
+        node: int = 0,
     ) -> None:
         self.func = func
         self.args = args
@@ -56,10 +56,10 @@ class Call:
         self.wide = WIDENED[dtype]  # the dtype to accumulate in
         self.start = start  # the first row of the chunk
         self.n_rows = n_rows  # the rows of the batch
-        self.shared = {} if shared is None else shared  # results shared by all runs of this chunk
+        self.node = node  # its number
+        self.names = names_of(signature, len(args), tuple(kwargs))
         #: The arguments, by their names in the signature.
-        names = names_of(signature, len(args), tuple(kwargs))
-        self.words = dict(zip(names, (*args, *kwargs.values()), strict=False))
+        self.words = dict(zip(self.names, (*args, *kwargs.values()), strict=False))
         #: Returns the argument of this name, or else its second argument, or None.
         self.word: Callable[..., Any] = self.words.get
 
@@ -137,6 +137,19 @@ def n_reduced(x: torch.Tensor, over: tuple[int, ...]) -> int:
     return math.prod(map(x.shape.__getitem__, over))
 
 
+class Chunk:
+    """The chunk that runs: its index, its first row, and results that all runs of a chunk share, by
+    call and chunk."""
+
+    def __init__(self) -> None:
+        self.index = self.start = 0
+        self.shared: dict[tuple[int, int], Any] = {}
+
+
+#: Computes some parts from the arguments of a chunk.
+Partials = Callable[..., tuple[torch.Tensor, ...]]
+
+
 class Reduction:
     """One way to split a reduction."""
 
@@ -151,6 +164,13 @@ class Reduction:
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         """Compute several parts on a chunk."""
         return tuple(map(functools.partial(self.partial, call=call), parts))
+
+    def prepare(self, parts: Sequence[int], call: Call, of: Chunk) -> Partials:
+        """Return what computes several parts on each chunk of a recorded call; `of` tells which."""
+        others = call.signature, call.dtype
+        return lambda *args, **kwargs: self.partials(
+            parts, Call(call.func, args, kwargs, *others, of.start, call.n_rows)
+        )
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
         """Return the call's value, computed from parts[part][chunk]; tensors of `call` are None."""

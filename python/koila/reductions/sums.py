@@ -12,7 +12,7 @@ import torch
 from koila.basics import engine
 from koila.basics.table import parse
 from koila.messages.errors import NotInChunksError
-from koila.reductions import norms
+from koila.reductions import norms, reduction
 from koila.reductions.reduction import Call, Reduction, count, dims, n_reduced, ratio, total, widen
 
 
@@ -259,10 +259,19 @@ class Moments(Var):
     rounding errors of the mean and variance visible."""
 
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
-        x: torch.Tensor = call.word("input")
-        mean, squares = norms.Moments.apply(x, call.shared)
-        made = count(x.numel() // x.shape[1]), mean, squares
-        return tuple(map(made.__getitem__, parts))
+        return self.prepare(parts, call, reduction.Chunk())(*call.args, **call.kwargs)
+
+    def prepare(self, parts: Sequence[int], call: Call, of: reduction.Chunk) -> reduction.Partials:
+        counts: dict[int, torch.Tensor] = {}  # most chunks have the same
+
+        def run(x: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, ...]:
+            n = x.numel() // x.shape[1]
+            if n not in counts:
+                counts[n] = count(n)
+            made = counts[n], *norms.Moments.apply(x, of.shared, (call.node, of.index))
+            return tuple(map(made.__getitem__, parts))
+
+        return run
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
         ns = tuple(map(torch.Tensor.item, parts[0]))

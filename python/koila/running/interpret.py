@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from koila.running.store import RowsRead
 
 
+#: Executes an instruction on a later chunk of its loop, given the chunk.
+_Later = Callable[[int], object]
+#: It does nothing there.
+IDLE: _Later = int
+
+
 class _Loop(NamedTuple):
     """An open loop: its first instruction, and the chunk at which it stops."""
 
@@ -35,6 +41,10 @@ class _Loop(NamedTuple):
 
 class Interpreter:
     """Executes a schedule once."""
+
+    #: By instruction: the method of its name. Where it returns a function, that executes the
+    #: instruction on the later chunks of the loop.
+    _DO: ClassVar[dict[Op, Callable[[Interpreter, Step], _Later | None]]]
 
     def __init__(self, stages: Stages, schedule: Schedule) -> None:
         self.stages = stages
@@ -54,13 +64,19 @@ class Interpreter:
 
     def go(self) -> None:
         """Execute all instructions."""
-        steps, at = self.schedule.executed, 0
+        steps, at, later = self.schedule.executed, 0, dict[int, _Later]()
         while at < len(steps):
             step = steps[at]
-            if step.op == Op.LOOP:
+            do = later.get(at)
+            if do is not None:
+                if do is not IDLE:
+                    do(self.chunk)
+            elif step.op == Op.LOOP:
                 self._open_loop(step, at + 1)
             elif step.op != Op.END:
-                self._DO[step.op](self, step)
+                do = self._DO[step.op](self, step)
+                if do is not None:
+                    later[at] = do
             else:
                 loop = self.loops[-1]
                 self.chunk += 1
@@ -70,6 +86,7 @@ class Interpreter:
                 self._close_loop(step)
             at += 1
             if not self.loops:
+                later.clear()
                 self.stages.ready.clear()
 
     # -- loops ------------------------------------------------------------------------------------
@@ -129,17 +146,16 @@ class Interpreter:
         for value in step.values:
             self.stages.boundary[value].is_one_gradient = True
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: Step) -> _Later | None:
         stages, (run,), chunk = self.stages, step.runs, self.chunk
         if step.graph == Graph.RETAIN:
-            if chunk == 0:
-                of = retained.Retained(stages, run, step.others, self.leaving)
-                self.retained[run.index] = of
-            self.retained[run.index].run(chunk)
-            return
+            of = retained.Retained(stages, run, step.others, self.leaving)
+            self.retained[run.index] = of
+            of.run(chunk)
+            return of.run
         if step.graph == Graph.SECOND_AXIS:
             self.open[run.index] = self._record(run)
-            return
+            return None
         is_first = step.graph == Graph.FIRST and chunk == 0
         env = stages.run_nodes(run, chunk, is_first or step.graph == Graph.NOW, self.pieces)
         stages.collect(run, env, chunk, step.values)
@@ -147,6 +163,7 @@ class Interpreter:
             self.parts.update(tail.parts_of(run, env))
         elif step.graph == Graph.NOW:
             self.open[run.index] = env
+        return None
 
     def _record(self, run: Run) -> second_axis.Recorded:
         """Record the last segment on this chunk again, to run it in pieces of a second axis."""
@@ -157,9 +174,9 @@ class Interpreter:
         dim = stages.planned.strategy.second_dim
         return second_axis.record(stages.program, run, imports, stop - start, start, dim)
 
-    def _tail(self, step: Step) -> None:
+    def _tail(self, step: Step) -> _Later:
         if any(self.chunks):  # not the first chunk, or piece of one
-            return
+            return IDLE
         *others, last = step.runs
         for run in others:
             if run.index in self.open:
@@ -170,13 +187,17 @@ class Interpreter:
             self.parts[value] = left[value]
         self.is_certain = tail.seed(self.stages, step, self.parts, self.stages.gradients)
         self.parts.clear()
+        return IDLE
 
     # -- and back ---------------------------------------------------------------------------------
 
-    def _back(self, step: Step) -> None:
+    def _back(self, step: Step) -> _Later | None:
         stages, (run,), chunk = self.stages, step.runs, self.chunk
+        later = None
         if step.graph == Graph.RETAIN:
-            self.retained[run.index].send_back(chunk)
+            go_back = self.retained[run.index].send_back
+            go_back(chunk)
+            later = go_back if not self.is_offloading and not step.values else None
         elif step.graph == Graph.SECOND_AXIS:
             recorded = self.open.pop(run.index)
             pairs = stages.seeds(run, recorded.left, chunk)
@@ -194,12 +215,15 @@ class Interpreter:
             del edges  # and the graphs of outputs that get no gradient
             send_back(pairs, stages.awaiting)
             del pairs
-        if self.is_offloading:
-            stages.settle_chunk(run, chunk)
+        if self.is_offloading:  # free the chunk's inputs after their last read
+            for value in (stages.program.imports[i].value for i in run.imports):
+                if value in stages.boundary and stages.boundary[value].is_offloaded:
+                    stages.boundary[value].settle(("chunk", chunk))
         for value in step.values:
             stages.boundary[value].seeds.pop(("chunk", chunk), None)
+        return later
 
-    def _take(self, step: Step) -> None:
+    def _take(self, step: Step) -> _Later | None:
         stages, chunk = self.stages, self.chunk
         for value in step.values:
             alias = stages.boundary[value].aliases.pop(("chunk", chunk), None)
@@ -211,6 +235,8 @@ class Interpreter:
                 stages.take_rows_of(run, chunk, self.pieces, still_read)
         for value in step.values:
             stages.boundary[value].seeds.pop(("chunk", chunk), None)
+        is_any = step.values or any(stages.taken[run.index] for run in step.runs)
+        return None if is_any else IDLE
 
     def _still_read(self) -> set[RowsRead]:
         """In an inner loop, return the rows that the body of the outer one read, whose backward
@@ -253,9 +279,7 @@ class Interpreter:
 
     def _barrier(self, step: Step) -> None:
         (run,) = step.runs
-        go = self.stages.run_barrier
-        ran = self.stages.run_retained(go, run, not self.stages.is_forward)
-        self.barriers[run.stage] = ran
+        self.barriers[run.stage] = self.stages.run_barrier(run, not self.stages.is_forward)
 
     def _barrier_back(self, step: Step) -> None:
         stages, (run,) = self.stages, step.runs
@@ -301,19 +325,7 @@ class Interpreter:
                 if gradient is not None:
                     boundary.seeds["whole",] = visible.call_hooks(stages, value, gradient)
 
-    _DO: ClassVar[dict[Op, Callable[[Interpreter, Step], None]]] = {
-        Op.BARRIER: _barrier,
-        Op.STORE: _store,
-        Op.SUM: _sum,
-        Op.REMATERIALIZE: _rematerialize,
-        Op.RUN: _run,
-        Op.TAIL: _tail,
-        Op.BACK: _back,
-        Op.TAKE: _take,
-        Op.FREE: _free,
-        Op.FREE_STORAGE: _free_storage,
-        Op.WATCH: _watch,
-        Op.CHECK: _check,
-        Op.BARRIER_BACK: _barrier_back,
-        Op.SEED: _seed,
-    }
+
+Interpreter._DO = {
+    op: method for op in Op if (method := vars(Interpreter).get(f"_{op.name.lower()}"))
+}

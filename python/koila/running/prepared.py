@@ -185,7 +185,7 @@ class Prepared:
         return runner(self, node, chunk, func, args, kwargs)
 
     def _runner_of(self, node: Node, func: Callable[..., Any], args: _Args) -> _Runner | None:
-        """Return what runs a call on each chunk."""
+        """Return what runs a call on each chunk; None: it is in `functions` now."""
         if func is leaves.as_leaf and self.is_graph:
             return Prepared._begin
         if node.is_random:
@@ -211,7 +211,12 @@ class Prepared:
                 self.store.tracked.note(node, func, args)
             self.functions[node.id] = norms.with_statistics() if func is norms.batch_norm else func
             return None
-        return self._reducer(node) if node.first_out in self.run_.parts else Prepared._take
+        if node.first_out not in self.run_.parts:
+            return Prepared._take
+        reduction, _, make = calls.split_of(self.program, node)
+        parts, call = self.run_.parts[node.first_out], make(*_core.call(node.id))
+        self.functions[node.id] = reduction.prepare(parts, call, self.store.chunk)
+        return None
 
     def _begin(
         self, _: Node, _chunk: int, _func: Callable[..., Any], args: _Args, _kwargs: _Kwargs
@@ -259,25 +264,6 @@ class Prepared:
     ) -> Any:
         """Let torch's own call reduce over the only chunk itself."""
         return batch_softmax.run_alone(func, args, kwargs)
-
-    def _reducer(self, node: Node) -> _Runner:
-        """Return what computes the partial results of a reduction."""
-        reduction, _, make = calls.split_of(self.program, node)
-        parts = self.run_.parts[node.first_out]
-
-        def reduce(
-            of: Prepared,
-            node: Node,
-            chunk: int,
-            func: Callable[..., Any],
-            args: _Args,
-            kwargs: _Kwargs,
-        ) -> tuple[torch.Tensor, ...]:
-            shared = of.store.shared.setdefault((node.id, chunk), {})
-            start = of.grid[chunk][0] if of.grid else 0
-            return reduction.partials(parts, make(func, args, kwargs, start=start, shared=shared))
-
-        return reduce
 
     def _take(
         self, node: Node, _: int, func: Callable[..., Any], args: _Args, kwargs: _Kwargs

@@ -63,9 +63,14 @@ class Retained:
         """Run a chunk forward with a graph; keep its outputs and the graph."""
         stages, run, look = self.stages, self.run_, self.look
         references = look.references = []
+        awaiting, before = stages.awaiting, stages.awaiting.copy()
+        awaiting.clear()
         try:
-            env, given = stages.run_retained(stages.run_nodes, run, chunk, True, look=look)
+            env = stages.run_nodes(run, chunk, True, None, look)
+            given = awaiting.copy()
         finally:
+            awaiting.clear()
+            awaiting.update(before)
             look.saved.clear()
             look.references = []  # `send_back` drops them before the graph's backward
         stages.collect(run, env, chunk, run.exports)
@@ -75,27 +80,25 @@ class Retained:
     def send_back(self, chunk: int) -> None:
         """Send the gradients of a chunk's outputs back through its graph, and free the graph."""
         edges, given, references = self.chunks.pop(chunk)
-        self._fill(chunk, references)
-        del references  # the graph alone holds the cells from here
-        pairs = self.stages.seeds(self.run_, edges, chunk)
-        del edges
-        send_back(pairs, self.stages.awaiting, given)
-
-    def _fill(self, chunk: int, references: list[Reference]) -> None:
-        """Fill the cells of a chunk's graph: with outputs, and with recomputed values."""
         stages, run = self.stages, self.run_
-        grid = stages.grid_by_run[run.index]
+        # Fill the cells of the graph: with outputs, and with recomputed values.
         read = set(map(_VALUE, references))
         again = self.again & read
         stored_rows: dict[int, torch.Tensor | None] = {}
         for value in self.stored:
             if again or value in read:
                 boundary = stages.boundary[value]
-                stored = boundary.chunks.get(chunk)
-                stored_rows[value] = boundary.of_rows(grid, chunk) if stored is None else stored
+                stored_rows[value] = boundary.chunks.get(chunk)
+                if stored_rows[value] is None:
+                    stored_rows[value] = boundary.of_rows(stages.grid_by_run[run.index], chunk)
         env: Any = stored_rows
         if again:
             env = stages.run_nodes(run, chunk, False, again={**stored_rows, **dict.fromkeys(again)})
         for cell, value, layouts in references:
             tensor = env[value]
             cell.append(tensor if layouts is None else view_of(tensor, *layouts))
+            del cell, tensor
+        del env, stored_rows, references  # the graph alone holds the cells from here
+        pairs = stages.seeds(run, edges, chunk)
+        del edges
+        send_back(pairs, stages.awaiting, given)

@@ -7,8 +7,8 @@ The order of these operations is not decided here: `interpret.py` executes a sch
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -27,9 +27,6 @@ from koila.staged import hooks
 from koila.staged.facts import Run, make_job
 from koila.staged.program import Program
 from koila.staged.schedule import DATA, Schedule
-
-_T = TypeVar("_T")
-
 
 #: A call takes at most so many times the bytes that it reads and makes.
 _MOST_HELD = 8
@@ -77,7 +74,7 @@ class Stages(Store):
         if not self.is_forward and n_chunks > 1:
             for axis in _counted_at_once(self.program):
                 self.pieces[DATA, axis, 0] = [(0, self.program.axes[axis])]
-        self.grid_by_run.clear()  # pieces have changed the bounds
+        self.find_grids()  # pieces have changed the bounds
         return schedule
 
     def _cut_in_pieces(self, head: Run) -> None:
@@ -96,12 +93,9 @@ class Stages(Store):
 
     def prepared(self, run: Run, is_graph: bool) -> Prepared:
         """Return a run prepared for its chunks; for a body, the same until the loop ends."""
-        key = run.index, is_graph
-        if key in self.ready:
-            return self.ready[key]
-        prepared = Prepared(self, run, is_graph)
+        prepared = self.ready.get((run.index, is_graph)) or Prepared(self, run, is_graph)
         if run.is_body:
-            self.ready[key] = prepared
+            self.ready[run.index, is_graph] = prepared
         return prepared
 
     def run_nodes(
@@ -130,21 +124,20 @@ class Stages(Store):
         prepared = self.ready.get((run.index, is_graph)) or self.prepared(run, is_graph)
         stand_ins = stand_ins or {}
         env: list[Any] = [None] * self.program.n_values
-        if again is not None:
-            for value, tensor in again.items():
-                env[value] = tensor
+        for value, tensor in () if again is None else again.items():
+            env[value] = tensor
         is_reading = run.imports or run.shadows
         imports = prepared.inputs(chunk, stand_ins) if is_reading else prepared.common
         if look is not None:  # the graph of each chunk is retained with what awaits its gradient
             for i, entry in prepared.common_awaiting.items():
                 if entry[2].grad is None:
                     self.awaiting[i] = entry
-        rows, bounds = -1, None
+        rows, bounds, self.chunk.index, self.chunk.start = -1, None, chunk, 0
         if run.is_body:
             if self.bar is not None:
                 self.bar.tick()
             bounds = start, stop = prepared.grid[chunk]
-            rows = stop - start
+            rows, self.chunk.start = stop - start, start
         else:
             prepared.combine(env, stand_ins)
             if not run.nodes:
@@ -175,13 +168,19 @@ class Stages(Store):
             _core.run(*arguments)
         return env
 
-    def run_barrier(self, run: Run, is_graph: bool) -> dict[int, GradientEdge]:
-        """Run a barrier and keep its outputs.
-
-        Return the edges at which a backward pass enters its graph, by value. Edges, unlike the
-        outputs, do not keep memory that backward does not need.
-        """
-        env, program = self.run_nodes(run, 0, is_graph), self.program
+    def run_barrier(self, run: Run, is_graph: bool) -> tuple[dict[int, GradientEdge], Awaiting]:
+        """Run a barrier and keep its outputs. Return the edges at which a backward pass enters its
+        graph, by value, and the aliases it read that await a first gradient, for `send_back`.
+        Edges, unlike the outputs, do not keep memory that backward does not need."""
+        before = self.awaiting.copy()
+        self.awaiting.clear()
+        try:
+            env = self.run_nodes(run, 0, is_graph)
+            given = self.awaiting.copy()
+        finally:
+            self.awaiting.clear()
+            self.awaiting.update(before)
+        program = self.program
         values = dict[int, None]()
         for i in run.combined:
             values |= dict.fromkeys(program.node(i).outs)
@@ -196,19 +195,4 @@ class Stages(Store):
             self.boundary[value] = whole
             if is_graph and edges[value] is None:
                 del edges[value]
-        return edges
-
-    def run_retained(
-        self, run: Callable[..., _T], *args: Any, **kwargs: Any
-    ) -> tuple[_T, Awaiting]:
-        """Call `run`, whose graph is retained until a later backward.
-
-        Return its result and the aliases it read that await a first gradient, for `send_back`.
-        """
-        before = self.awaiting.copy()
-        self.awaiting.clear()
-        try:
-            return run(*args, **kwargs), self.awaiting.copy()
-        finally:
-            self.awaiting.clear()
-            self.awaiting.update(before)
+        return edges, given

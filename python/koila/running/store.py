@@ -14,6 +14,7 @@ from koila.basics.rows import Bounds, Place, grid
 from koila.planning import plans
 from koila.random import draws
 from koila.reductions import calls
+from koila.reductions.reduction import Chunk
 from koila.reporting import progress
 from koila.running.boundary import Awaiting, BoundaryValue, add
 from koila.running.tracked import Tracked
@@ -91,24 +92,6 @@ def _describe_reads(program: Program) -> ProgramCache:
 RowsRead = tuple[int, Place, Bounds]
 
 
-class _Grids(dict[int, list[Bounds]]):
-    """By run: the bounds of its chunks, or of its pieces. A subscript is faster than a call."""
-
-    def __init__(
-        self,
-        runs: Sequence[Run],
-        by_axis: Mapping[int, list[Bounds]],
-        pieces: Mapping[tuple[int, int, int], list[Bounds]],
-    ) -> None:
-        self._runs, self._by_axis, self._pieces = runs, by_axis, pieces
-
-    def __missing__(self, index: int) -> list[Bounds]:
-        run = self._runs[index]
-        found = self._pieces.get((run.stage, run.axis, run.segment))
-        grid = self[index] = found or self._by_axis[run.axis]
-        return grid
-
-
 class Store:
     """What a step keeps while it runs: the chunks of each axis, and the `BoundaryValue` of each
     value that one stage makes and others read."""
@@ -125,7 +108,7 @@ class Store:
         for axis, rows in program.axes.items():
             self.grids.setdefault(axis, grid(rows, planned.n_chunks, planned.unit))
         self.pieces: dict[tuple[int, int, int], list[Bounds]] = {}  # by stage, axis, segment
-        self.grid_by_run = _Grids(program.runs, self.grids, self.pieces)
+        self.find_grids()
         cache = _describe_reads(program)
         self.reads: dict[int, Reads] = cache.reads or {}
         self.added = cache.added
@@ -144,7 +127,7 @@ class Store:
         self.taken: dict[int, list[tuple[int, Place, Sequence[Bounds]]]] = {}
         self.scratch = self._copy_statistics()
         self.tracked = Tracked(program)
-        self.shared: dict[tuple[int, int], dict[str, Any]] = {}  # of reductions, by node and chunk
+        self.chunk = Chunk()
         #: Value of a reduction that has one entry for each chunk -> the dim of these entries.
         self.by_chunk: dict[int, int] = {}
         self.draws = draws.Draws(program, self.grids, hooked.generators)
@@ -155,6 +138,13 @@ class Store:
         self.bar: progress.Bar | None = None
 
     # -- the chunks of a run ----------------------------------------------------------------------
+
+    def find_grids(self) -> None:
+        """Look up, by run, the bounds of its chunks, or of its pieces."""
+        self.grid_by_run: dict[int, list[Bounds]] = {}
+        for run in self.program.runs:
+            pieces = self.pieces.get((run.stage, run.axis, run.segment))
+            self.grid_by_run[run.index] = pieces or self.grids.get(run.axis, [])
 
     def grid_of(self, run: Run) -> list[Bounds]:
         """Return the bounds of the chunks, or pieces, that a body or a segment of one runs on."""
@@ -205,10 +195,7 @@ class Store:
 
     def enter_all(self) -> None:
         """Do so for all leaves that the chunks of bodies read, in the order of their first runs."""
-        leaves = dict[int, None]()
-        for reads in self.reads.values():
-            leaves |= reads.leaves
-        self.enter(leaves)
+        self.enter(itertools.chain(*[reads.leaves for reads in self.reads.values()]))
 
     def rows_of(self, import_id: int, run: Run) -> Rows | None:
         """Return the place and the grid by which chunks read an import; None if each chunk reads
@@ -338,11 +325,3 @@ class Store:
                 continue  # its chunks have gradients of their own
             if (value, place, bounds[chunk]) not in still_read:
                 boundary.take_rows(place, bounds, chunk)
-
-    def settle_chunk(self, run: Run, chunk: int) -> None:
-        """Free the offloaded inputs of a chunk after their last read; keep only the gradient. Only
-        a step with such policies has them."""
-        for import_id in run.imports:
-            boundary = self.boundary.get(self.program.imports[import_id].value)
-            if boundary is not None and boundary.is_offloaded:
-                boundary.settle(("chunk", chunk))
