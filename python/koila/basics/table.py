@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The op table: the rows of koila_c/core/ops.def, by every name that an op has."""
+"""The op table: the rows of koila_c/core/ops.def, by every name that an op has; and the names of
+arguments."""
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from koila import _core
+
+#: What is called, its positional arguments, and those by name.
+Func = Callable[..., Any]
+Args = tuple[Any, ...]
+Words = dict[str, Any]
+#: Makes a call in its own way; NotImplemented: it does not.
+Handler = Callable[[Func, Args, Words], Any]
 
 ROWS = {name: row for row in _core.op_table() for name in (row["name"], *row["aliases"])}
 
@@ -70,7 +79,12 @@ def names_of(signature: str, n_positional: int, keywords: tuple[str, ...]) -> li
     return names[:n_positional] + [known.get(name, name) for name in keywords]
 
 
-def bind(signature: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def words_of(names: Sequence[str], args: Args, kwargs: Words) -> Words:
+    """Return the arguments of a call by their names, given those of positional ones."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def bind(signature: str, args: Args, kwargs: Words) -> Words:
     """Return the arguments of a call by their names in the signature."""
     names = names_of(signature, len(args), tuple(kwargs))
     return dict(zip(names, (*args, *kwargs.values()), strict=False))

@@ -18,6 +18,7 @@ import torch
 from koila import _core
 from koila.basics import config
 from koila.basics.rows import chunk_shape, cut, widen_gradient, without_memory
+from koila.basics.table import Args, Func, Words
 from koila.memory import estimates
 from koila.reductions import calls
 from koila.reporting import reports
@@ -101,9 +102,7 @@ def record(
             n = tensor.shape[dim] if import_id in along else 0
             given[import_id] = _core.input(tensor, at, axis, n)
 
-    def run_other(
-        i: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run_other(i: int, func: Func, args: Args, kwargs: Words) -> Any:
         node = program.node(i)
         if node.first_out in run.parts:
             split = calls.split_of(program, node)

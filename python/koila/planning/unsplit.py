@@ -22,6 +22,7 @@ from torch import Tensor
 from koila import _core
 from koila.basics import config, engine, lines, surroundings, table
 from koila.basics.counting import Counter, TooMuchError
+from koila.basics.table import Args, Func, Words
 from koila.memory import budget, estimates, outside, storages
 from koila.messages.errors import MemoryLimitError, let_go
 from koila.messages.words import count
@@ -53,12 +54,12 @@ class Derivative(NamedTuple):
 class Left(NamedTuple):
     """The bytes left for a call that runs whole and whose memory could not be predicted."""
 
-    func: Callable[..., Any]
+    func: Func
     why: str  # the reason it runs whole
     n_bytes: float
 
 
-def check(func: Callable[..., Any], why: str, of: Derivative | None = None) -> Left | None:
+def check(func: Func, why: str, of: Derivative | None = None) -> Left | None:
     """Check that all pending calls fit whole, with their backward, and log why they run whole.
     Called before they run for a call that needs their real graph.
 
@@ -131,7 +132,7 @@ def fits() -> bool:
 
 
 def too_much(
-    func: Callable[..., Any], why: str, needed: float, left: float, *, is_stopped: bool = False
+    func: Func, why: str, needed: float, left: float, *, is_stopped: bool = False
 ) -> MemoryLimitError:
     """Return the error for a call on the whole batch that needs more bytes than are left. If it was
     stopped (`is_stopped`), it needs more than `needed`."""
@@ -270,7 +271,7 @@ def enter(program: Program, values: Iterable[int], env: list[Any]) -> dict[int, 
     return leaves
 
 
-def call_whole(_: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_whole(_: int, func: Any, args: Args, kwargs: Words) -> Any:
     """Make a call as a whole run does."""
     return func(*norms.without_again(args), **kwargs)
 
@@ -376,9 +377,7 @@ def counting(left: Left) -> Iterator[Counter]:
         raise too_much(*words, is_stopped=True) from None
 
 
-def run(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], left: Left | None
-) -> Any:
+def run(func: Func, args: Args, kwargs: Words, left: Left | None) -> Any:
     """Run a call on real tensors of the whole batch. Unless it is known that all fits (None), raise
     a MemoryLimitError if the call, or the backward through the graph of its result, needs more
     bytes than are `left`."""
@@ -399,9 +398,7 @@ def _tensors(made: Any) -> Iterator[Tensor]:
     )
 
 
-def transform(
-    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], is_plain: bool
-) -> Any:
+def transform(original: Func, args: Args, kwargs: Words, is_plain: bool) -> Any:
     """Run a transform of torch.func, which calls the user's function on the whole batch."""
     logs.log_live(original, _TRANSFORMS, leaves=True)
     reports.note_at_once(original, _TRANSFORMS)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +27,7 @@ import torch
 from koila import _core
 from koila.basics import generator_state, rows
 from koila.basics.rows import Bounds
+from koila.basics.table import Args, Func, Words
 from koila.messages.errors import KoilaError
 from koila.random import generators, noise_drawn
 from koila.staged import noise, one_call
@@ -295,14 +295,7 @@ class Draws:
         generator_state.set_to(generator, state)
         self.spots[i] = [(row, state)]
 
-    def call(
-        self,
-        i: int,
-        chunk: int | None,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
+    def call(self, i: int, chunk: int | None, func: Func, args: Args, kwargs: Words) -> Any:
         """Run a random call on a chunk (None: on the whole batch) with the numbers of its rows."""
         if chunk is None:
             return self._call_cell(i, None, func, args, kwargs)
@@ -316,12 +309,7 @@ class Draws:
         return noise_drawn.call_given(func, args, kwargs, drawn)
 
     def _call_cell(
-        self,
-        i: int,
-        bounds: Bounds | None,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, i: int, bounds: Bounds | None, func: Func, args: Args, kwargs: Words
     ) -> Any:
         """Run a random call with the generator at the state of the rows `bounds` (None: all)."""
         generator = generators.generator_of(self._device(i))

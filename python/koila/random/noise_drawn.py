@@ -13,6 +13,7 @@ import torch
 from koila import _core
 from koila.basics import generator_state
 from koila.basics.surroundings import Mode
+from koila.basics.table import Args, Func, Words
 from koila.staged.noise import SIXTEEN, Noise, drawn_by, is_contiguous, is_serial
 
 _BLOCK = 1 << 16  # the elements drawn at a time, if only the generator's state matters
@@ -92,12 +93,7 @@ def advance(noise: Noise, n_elements: int, generator: torch.Generator) -> None:
         n_elements -= n
 
 
-def call_given(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    noises: Sequence[torch.Tensor],
-) -> Any:
+def call_given(func: Func, args: Args, kwargs: Words, noises: Sequence[torch.Tensor]) -> Any:
     """Run a random call with noise that was drawn for it."""
     if drawn_by(func) == "LAYERS":
         is_packed = len(args) > _N_OF_LAYER  # a layer of recording/packed.py
@@ -106,9 +102,7 @@ def call_given(
         return func(*args, **kwargs)
 
 
-def _layer(
-    func: Callable[..., Any], args: tuple[Any, ...], noises: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
+def _layer(func: Func, args: Args, noises: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Run a recurrent net over padded rows with dropout masks drawn before."""
     x, hx, params, has_biases, n_layers, p, is_training, is_both, is_batch_first = args
     words = has_biases, 1, 0.0, is_training, is_both, False
@@ -158,9 +152,7 @@ class Given(Mode):
         super().__init__()
         self.noises = iter(noises)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         words = kwargs or {}
         drawn = drawn_by(func.overloadpacket)
         if drawn in _DRAWN:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import torch
 from koila import _core
 from koila.basics import engine, surroundings
 from koila.basics.rows import as_new
+from koila.basics.table import Args, Func, Words, words_of
 from koila.memory import order
 from koila.planning import unsplit
 from koila.recording import handed_out, replicated, sharded, within
@@ -32,10 +33,6 @@ def _gradients(given: Any, roots: list[Any]) -> list[Any]:
 def _reals(obj: Any) -> list[Any]:
     """Replace lazies by their real tensors, or by None while they are pending."""
     return [_core.real(one) if type(one) is _core.LazyTensor else one for one in _listed(obj)]
-
-
-def words_of(names: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _backward_in_chunks(words: dict[str, Any], roots: list[Any], gradients: list[Any]) -> Any:
@@ -81,7 +78,7 @@ def refused(why: str) -> Iterator[None]:
         _thread.refusal = ""
 
 
-def backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def backward(func: Func, args: Args, kwargs: Words) -> None:
     """Run Tensor.backward or torch.autograd.backward."""
     if _thread.refusal:
         raise ValueError(_thread.refusal)
@@ -97,7 +94,7 @@ _OF_TENSOR = tuple("self gradient retain_graph create_graph inputs".split())
 _OF_TENSORS = tuple("tensors grad_tensors retain_graph create_graph grad_variables inputs".split())
 
 
-def _backward(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _backward(func: Func, args: Args, kwargs: Words) -> None:
     names = _OF_TENSOR if func is torch.Tensor.backward else _OF_TENSORS
     words = words_of(names, args, kwargs)
     roots = _listed(words[names[0]])
@@ -156,9 +153,7 @@ def _refuse_roots(roots: list[Any], given: list[Any]) -> None:
         torch.autograd.backward(stand_ins, given)
 
 
-def _tell_why(
-    func: Callable[..., Any], words: dict[str, Any], root: str, cause: str = ""
-) -> unsplit.Left | None:
+def _tell_why(func: Func, words: dict[str, Any], root: str, cause: str = "") -> unsplit.Left | None:
     """Report why a backward cannot run in chunks, and check that it fits whole. Return the memory
     that is left, if it is not known how much the backward needs; None: it fits. The argument `root`
     has the roots; `cause`: why a gradient with create_graph=True could not be recorded."""
@@ -210,7 +205,7 @@ def _grad_in_chunks(words: dict[str, Any]) -> Any:
     return replay.differentiate(roots, gradients, is_retained, inputs, finish)
 
 
-def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def autograd_grad(func: Func, args: Args, kwargs: Words) -> Any:
     """Run torch.autograd.grad. Gradients with a graph (create_graph=True) are recorded if possible;
     others are plain tensors."""
     words, cause = words_of(GRAD_WORDS, args, kwargs), ""
@@ -230,7 +225,7 @@ def autograd_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         return _autograd_grad(func, args, kwargs, words, cause)
 
 
-def _through_parts(func: Callable[..., Any], words: dict[str, Any]) -> tuple[Any, ...] | None:
+def _through_parts(func: Func, words: dict[str, Any]) -> tuple[Any, ...] | None:
     """Return gradients of values that a part handed out and has read itself; None if they are not
     such values, or it cannot be done."""
     if words.get("create_graph") or words.get("is_grads_batched"):
@@ -257,13 +252,7 @@ def _through_parts(func: Callable[..., Any], words: dict[str, Any]) -> tuple[Any
     )
 
 
-def _autograd_grad(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    words: dict[str, Any],
-    cause: str,
-) -> Any:
+def _autograd_grad(func: Func, args: Args, kwargs: Words, words: dict[str, Any], cause: str) -> Any:
     found = _grad_in_chunks(words)
     if found is not NotImplemented:
         return found

@@ -26,6 +26,7 @@ import torch
 
 from koila import _core
 from koila.basics import engine, lines, surroundings
+from koila.basics.table import Args, Func, Words
 from koila.basics.threads import in_turn
 from koila.memory import optimizers
 from koila.messages.errors import HiddenFrames
@@ -70,7 +71,7 @@ def check_run(is_drawing: bool) -> None:
         generators.check_live()
 
 
-def runs_at_once(func: Callable[..., Any]) -> bool:
+def runs_at_once(func: Func) -> bool:
     """Return whether a call must run now, because the user's code observes it (a hook, a mode).
     Report it, and log it once."""
     why = surroundings.of_call()
@@ -80,13 +81,7 @@ def runs_at_once(func: Callable[..., Any]) -> bool:
     return bool(why)
 
 
-def call(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
-    has_graph: bool,
-    is_plain: bool,
-) -> Any:
+def call(func: Func, args: Args, kwargs: Words | None, has_graph: bool, is_plain: bool) -> Any:
     """Run a call that cannot be recorded, and that has pending values among its arguments. Return
     what it returns, with lazies in place of tensors unless `is_plain`.
 
@@ -121,7 +116,7 @@ def begin_checkpoint() -> None:
 
 
 @in_turn
-def before_plain_write(func: Callable[..., Any], tensor: torch.Tensor) -> Callable[[], None] | None:
+def before_plain_write(func: Func, tensor: torch.Tensor) -> Callable[[], None] | None:
     """Let pending calls read a tensor that plain torch is about to write in place, and let parts
     keep a copy of it. A program in chunks is cut before the write; others run. Return what to call
     after the write, or None."""
@@ -175,7 +170,7 @@ def _note_unseen(before: list[tuple[torch.Tensor, int | None]]) -> None:
             aliases.lose(_core.leaves_of(one))
 
 
-def _make_way(func: Callable[..., Any], what: str) -> bool:
+def _make_way(func: Func, what: str) -> bool:
     """Cut the program before a write to a tensor that pending calls read. If that is not possible,
     run the calls, with a graph or else without one. Return whether the program was cut."""
     if not planner.is_whole() and _cut(func, "it writes a tensor that calls before it read"):
@@ -185,7 +180,7 @@ def _make_way(func: Callable[..., Any], what: str) -> bool:
     return False
 
 
-def _run_whole(func: Callable[..., Any]) -> bool:
+def _run_whole(func: Func) -> bool:
     """Run pending calls on the whole batch if one has a hook: such a program cannot be cut. Return
     False if there is no hook or no graph, or they do not fit. Then the caller computes their
     numbers in chunks, without a graph."""

@@ -14,13 +14,14 @@ import functools
 import itertools
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from koila import _core
 from koila.basics import lines
+from koila.basics.table import Args, Func, Words
 from koila.reporting import reports
 from koila.staged import meta
 
@@ -117,7 +118,7 @@ class _State(threading.local):
 _state = _State()
 
 
-def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def record(func: Func, args: Args, kwargs: Words) -> Any:
     """Record a call and read its results, if a `try` would catch its error."""
     if _state.is_recording or not _is_caught():
         return NotImplemented

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from koila import _core
+from koila.basics.table import Args, Func, Handler, Words
 from koila.planning import planner
 
 
@@ -267,13 +268,10 @@ def ctc_loss(
     return torch.ctc_loss(log_probs, padded, input_lengths, target_lengths, *more, **words)
 
 
-Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-
-
 def _handler(compose: Callable[..., Any]) -> Handler:
     signature = inspect.signature(compose)
 
-    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(func: Func, args: Args, kwargs: Words) -> Any:
         try:
             signature.bind(*args, **kwargs)
         except TypeError:  # torch raises its own error

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from koila import _core
 from koila.basics import devices, enter, surroundings
+from koila.basics.table import Args, Func, Handler, Words, words_of
 from koila.planning import left_plain, unsplit
 from koila.random import generators
 from koila.recording import (
@@ -25,7 +26,7 @@ from koila.recording import (
     packed,
     parts,
 )
-from koila.recording.backwards import backward, is_pending, words_of
+from koila.recording.backwards import backward, is_pending
 from koila.reductions import batch_softmax, norms, scans
 from koila.reporting import reports
 from koila.running import arrays, replay
@@ -55,7 +56,7 @@ def _stand_in(obj: Any, is_of_layout: bool) -> Any:
     return meta.stand_in(dtype, shape, strides, requires_grad)
 
 
-def query(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def query(func: Func, args: Args, kwargs: Words) -> Any:
     """Answer from metadata. Nothing is computed unless the strides are asked for and not known."""
     is_of_layout = getattr(func, "__name__", "") in _OF_LAYOUT
     stand_ins = tuple(_stand_in(arg, is_of_layout) for arg in args)
@@ -65,34 +66,32 @@ def query(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _device_type(name: str) -> Callable[..., Any]:
-    def answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def answer(func: Func, args: Args, kwargs: Words) -> bool:
         return bool(args[0].device.type == name)
 
     return answer
 
 
-def get_device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def get_device(func: Func, args: Args, kwargs: Words) -> int:
     """Return the index of the device; checkpoint uses it to find the generators to restore."""
     index = args[0].device.index
     return -1 if index is None else int(index)
 
 
-def matrix_transpose(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def matrix_transpose(func: Func, args: Args, kwargs: Words) -> Any:
     """Record x.mT as x.transpose(-2, -1)."""
     is_matrix = args[0].dim() >= 2
     return args[0].transpose(-2, -1) if is_matrix else _core.live(func, args, kwargs, True)
 
 
-def to_cpu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def to_cpu(func: Func, args: Args, kwargs: Words) -> Any:
     """Record x.cpu() as x.to("cpu")."""
     if len(args) != 1:
         return _core.live(func, args, kwargs, True)
     return args[0].to("cpu", **kwargs)
 
 
-def to_cuda(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def to_cuda(func: Func, args: Args, kwargs: Words) -> Any:
     """Record x.cuda() as x.to(device)."""
     words = words_of(("self", "device", "non_blocking"), args, kwargs)
     device = words.pop("device", None)
@@ -104,25 +103,25 @@ def to_cuda(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return words.pop("self").to(device, **words)
 
 
-def is_leaf(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_leaf(func: Func, args: Args, kwargs: Words) -> bool:
     real = _core.real(args[0])
     if real is None:
         return not args[0].requires_grad or leaves.is_leaf(args[0])
     return bool(real.is_leaf)
 
 
-def grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def grad(func: Func, args: Args, kwargs: Words) -> Any:
     real = _core.real(args[0])
     return hooks.retained(args[0]) if real is None else func(real)
 
 
-def on_itself(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def on_itself(func: Func, args: Args, kwargs: Words) -> Any:
     """Run a call that changes the tensor itself and returns it: requires_grad_, share_memory_."""
     _core.live_with_all(func, args, kwargs, True)
     return args[0]
 
 
-def require_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def require_grad(func: Func, args: Args, kwargs: Words) -> Any:
     """Record x.requires_grad_() of a pending value, or run it on a tensor that is there: calls that
     have read it stay as they were recorded."""
     words = words_of(("self", "requires_grad"), args, kwargs)
@@ -148,7 +147,7 @@ def _empty_like(lazy: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=lazy.dtype, device=lazy.device)
 
 
-def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def new(func: Func, args: Args, kwargs: Words) -> Any:
     """Run x.new(2, 3), which uses only the type of x. x.new(other) is on the graph of `other`, and
     runs live."""
     if type(args[0]) is not LazyTensor or any(
@@ -158,7 +157,7 @@ def new(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     return func(_empty_like(args[0]), *args[1:], **kwargs)
 
 
-def type_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def type_of(func: Func, args: Args, kwargs: Words) -> Any:
     """Run x.type(), which returns a text, or record x.type(text) or x.type(torch.DoubleTensor) as a
     cast. Calling it on an empty tensor tells which, and the dtype."""
     answer = func(_empty_like(args[0]), *args[1:], **kwargs)
@@ -169,28 +168,26 @@ def type_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return words.pop("self").to(**words)
 
 
-def enter_python(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def enter_python(func: Func, args: Args, kwargs: Words) -> Any:
     """Enter a Python function of torch whose row declined the call, to record the calls in it."""
     is_python = isinstance(func, types.FunctionType)
     return enter.enter(func, (), args, kwargs) if is_python else NotImplemented
 
 
-def detach_(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def detach_(func: Func, args: Args, kwargs: Words) -> Any:
     """Run x.detach_(), which does nothing to a tensor that requires no gradient."""
     if is_pending(args[0]) and not args[0].requires_grad:
         return args[0]
     return _core.live_with_all(func, args, kwargs, False)
 
 
-def register_post_hook(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def register_post_hook(func: Func, args: Args, kwargs: Words) -> Any:
     """Run Tensor.register_post_accumulate_grad_hook, which is for leaves."""
     replay.settle_leaves()
     return of_tensor(func, args, kwargs)
 
 
-def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def register_hook(func: Func, args: Args, kwargs: Words) -> Any:
     """Run Tensor.register_hook. For a tensor that was handed out at a cut, register the hook in the
     part that was cut off, where its whole gradient arrives."""
     replay.settle_leaves()
@@ -205,7 +202,7 @@ def register_hook(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     return _core.held(whole, hooks.register, (func, (whole, *args[1:]), kwargs), {})
 
 
-def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def retain_grad(func: Func, args: Args, kwargs: Words) -> None:
     """Run Tensor.retain_grad."""
     replay.settle_leaves()
     handed_out.refuse_inner(args[:1], "retain_grad")
@@ -215,7 +212,7 @@ def retain_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     hooks.retain(func, args, kwargs)
 
 
-def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def to_numpy(func: Func, args: Args, kwargs: Words) -> Any:
     """Run numpy() or __array__, which torch refuses for tensors that require a gradient."""
     if args[0].requires_grad and not kwargs.get("force"):
         func(torch.empty(0, requires_grad=True, device="cpu"), *args[1:], **kwargs)
@@ -230,7 +227,7 @@ def to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return array
 
 
-def reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def reduce(func: Func, args: Args, kwargs: Words) -> Any:
     """Run copy.copy() or pickle, which make a leaf with the `requires_grad` of the original."""
     with reports.Asking(reports.name_of(func)):
         number = _core.read(args[0])
@@ -240,19 +237,19 @@ def reduce(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, An
     return func(number, *args[1:], **kwargs)
 
 
-def deepcopy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def deepcopy(func: Func, args: Args, kwargs: Words) -> Any:
     """Run copy.deepcopy(), which torch refuses for a value that has a gradient function."""
     if args[0].requires_grad and not args[0].is_leaf:
         func(torch.empty(0, requires_grad=True).view_as(torch.empty(0)), *args[1:], **kwargs)
     return reduce(func, args, kwargs)
 
 
-def live(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def live(func: Func, args: Args, kwargs: Words) -> Any:
     """Run a call that needs the real autograd graph, such as registering a hook, at once."""
     return _core.live_with_all(func, args, kwargs, True)
 
 
-def of_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def of_tensor(func: Func, args: Args, kwargs: Words) -> Any:
     """Answer from the real tensor if there is one, as of an input: nothing runs for that."""
     real = _core.real(args[0])
     return live(func, args, kwargs) if real is None else func(real, *args[1:], **kwargs)
@@ -264,7 +261,7 @@ def _is_view(lazy: LazyTensor) -> bool:
     return value is None or _core.value(value)[9] is not None
 
 
-def of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def of_memory(func: Func, args: Args, kwargs: Words) -> Any:
     """Answer _is_view or storage_offset. A pending value that is no view needs no computing."""
     lazy = args[0]
     is_known = is_pending(lazy) and _core.describe(lazy) is not None
@@ -273,7 +270,7 @@ def of_memory(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return func(_empty_like(args[0]), *args[1:], **kwargs)
 
 
-def of_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def of_node(func: Func, args: Args, kwargs: Words) -> Any:
     """Answer grad_fn: for a pending value a stand-in, which runs the program only when it is used
     as a node."""
 
@@ -291,7 +288,7 @@ def of_node(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return handed_out.node_of(args[0], of_graph(func, args, kwargs))
 
 
-def of_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def of_graph(func: Func, args: Args, kwargs: Words) -> Any:
     """Answer a question about a tensor's place in autograd's graph, in which a pending value
     without a gradient has none."""
     description = _core.describe(args[0]) if is_pending(args[0]) else None
@@ -300,7 +297,7 @@ def of_graph(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return of_tensor(func, args, kwargs)
 
 
-def in_transform(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def in_transform(func: Func, args: Args, kwargs: Words) -> Any:
     """Run a call inside a transform, a trace or the capture of a CUDA graph at once: its tensors
     mean nothing outside. What was recorded before the transform runs first, and outside of it."""
     is_ours = surroundings.is_transforming() or get_proxy_mode() is not None
@@ -339,7 +336,7 @@ def str_lazy(lazy: Any) -> str:
     return str(graph_names.as_in_eager(lazy, number))
 
 
-def format_lazy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def format_lazy(func: Func, args: Args, kwargs: Words) -> str:
     """Run Tensor.__format__: of a single number as of a float, of others as `str` has it."""
     if args[0].dim() > 0:
         return object.__format__(args[0], *args[1:], **kwargs)
@@ -348,7 +345,7 @@ def format_lazy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     return str(func(number, *args[1:], **kwargs))
 
 
-def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def rrelu(func: Func, args: Args, kwargs: Words) -> Any:
     """Draw the slopes of rrelu() in training, one for each negative number, and record the product
     of the input with them."""
     words: dict[str, Any] = {"lower": 1 / 8, "upper": 1 / 3, "training": False, "generator": None}
@@ -364,7 +361,7 @@ def rrelu(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return x.contiguous() * _core.like(slopes, x)  # torch's result is contiguous
 
 
-def poisson(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def poisson(func: Func, args: Args, kwargs: Words) -> Any:
     """Run poisson() on the read input: how often it draws depends on the numbers."""
     x = args[0] if args else kwargs.get("input")
     if type(x) is not LazyTensor or len(args) > 1 or "generator" in kwargs:
@@ -374,8 +371,6 @@ def poisson(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     drawn = _core.like(torch.poisson(real), x)
     return drawn + x * 0 if x.requires_grad and torch.is_grad_enabled() else drawn
 
-
-Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 #: Ops by name: the handlers that replace torch's functions, most of which have no row.
 HANDLERS: dict[str, Handler] = {

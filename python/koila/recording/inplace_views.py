@@ -7,7 +7,6 @@ write that changes no number, followed by the view, which then becomes the value
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from koila import _core
 from koila.basics import table
 from koila.basics.enter import call_with_lazies
+from koila.basics.table import Args, Func, Words
 from koila.planning import planner
 from koila.staged import hooks
 
@@ -32,7 +32,7 @@ def touch(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def record(func: Func, args: Args, kwargs: Words) -> Any:
     """Record such a call; NotImplemented where it has to run live."""
     x, rest = (args[0], args[1:]) if args else (None, ())
     if type(x) is not _core.LazyTensor or _core.storage(x) is None:

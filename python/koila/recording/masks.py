@@ -4,7 +4,6 @@ other inputs can still be cut into chunks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -15,6 +14,7 @@ from torch.overrides import has_torch_function
 from koila import _core
 from koila.basics import config
 from koila.basics.enter import call_with_lazies
+from koila.basics.table import Args, Func, Words, words_of
 from koila.recording import written
 from koila.reporting import reports
 from koila.running import arrays
@@ -36,7 +36,7 @@ def _read_number(tensor: Tensor) -> Tensor:
         return _core.read(tensor) if type(tensor) is LazyTensor else tensor
 
 
-def select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def select(func: Func, args: Args, kwargs: Words) -> Any:
     """Record x[mask]. If the mask chooses equally many entries in each row, the result has the rows
     of x. Otherwise the call is recorded with the indices of the mask, as torch computes it."""
     if len(args) != 2 or kwargs or config.is_one_chunk():
@@ -80,9 +80,9 @@ def select_masked(x: Tensor, mask: Tensor, n_each: int) -> Any:
     return x[mask]
 
 
-def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def masked_select(func: Func, args: Args, kwargs: Words) -> Any:
     """Record masked_select() as `select` does."""
-    words = {**dict(zip(("input", "mask"), args, strict=False)), **kwargs}
+    words = words_of(("input", "mask"), args, kwargs)
     if words.keys() != {"input", "mask"} or config.is_one_chunk():
         return NotImplemented
     x, mask = words["input"], words["mask"]
@@ -95,14 +95,14 @@ def masked_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 # Writes through a mask ----------------------------------------------------------------------------
 
 
-def masked_scatter(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def masked_scatter(func: Func, args: Args, kwargs: Words) -> Any:
     """Record x.masked_scatter(mask, source) by rows.
 
     If each row gets equally many entries of the source, these are cut with the rows. Otherwise each
     row looks its entries up in the whole source.
     """
     names = "input", "mask", "source"
-    words = {**dict(zip(names, args, strict=False)), **kwargs}
+    words = words_of(names, args, kwargs)
     if words.keys() != set(names) or config.is_one_chunk():
         return NotImplemented
     if not all(isinstance(word, Tensor) for word in words.values()):
@@ -142,7 +142,7 @@ def _scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
     return made.reshape(x.shape)
 
 
-def assign(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def assign(func: Func, args: Args, kwargs: Words) -> Any:
     """Record x[mask] = source, with one entry of the source where the mask is True, by rows."""
     if len(args) != 3 or type(args[0]) is not LazyTensor or kwargs or config.is_one_chunk():
         return NotImplemented

@@ -7,13 +7,13 @@ That is what torch does if `out` has the shape, dtype and layout of the result. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from koila import _core
 from koila.basics import table
+from koila.basics.table import Args, Func, Words
 from koila.staged import meta
 
 LazyTensor = _core.LazyTensor
@@ -44,7 +44,7 @@ def _is_apart(func: Any, targets: list[torch.Tensor], given: list[torch.Tensor])
     )
 
 
-def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def record(func: Func, args: Args, kwargs: Words) -> Any:
     """Record a call with `out=`; NotImplemented where it has to run live."""
     rest = {name: value for name, value in kwargs.items() if name != "out"}
     targets = list(meta.tensors(kwargs["out"]))

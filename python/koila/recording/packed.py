@@ -27,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from koila import _core
 from koila.basics import config, packing, table
 from koila.basics.enter import call_with_lazies
+from koila.basics.table import Args, Func, Words, words_of
 from koila.memory import uneven
 from koila.random import noise_drawn
 from koila.reporting import reports
@@ -99,10 +100,10 @@ def _select(x: Tensor, dim: int, index: Tensor, is_own: bool) -> Tensor:
     return made
 
 
-def index_select(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def index_select(func: Func, args: Args, kwargs: Words) -> Any:
     """Record index_select and remember its input. If it undoes an earlier one of torch's own,
     return the input of that."""
-    words: dict[str, Any] = dict(zip(("input", "dim", "index"), args, strict=False), **kwargs)
+    words = words_of(("input", "dim", "index"), args, kwargs)
     x: Any = words.get("input")
     dim, index = words.get("dim"), words.get("index")
     is_known = len(words) == 3 and isinstance(x, LazyTensor)
@@ -138,7 +139,7 @@ def _gather(made_of: _Packed) -> Tensor:
     return data
 
 
-def pack(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def pack(func: Func, args: Args, kwargs: Words) -> Any:
     """Handle _pack_padded_sequence(input, lengths, batch_first)."""
     if len(args) != 3 or kwargs or type(args[0]) is not LazyTensor or config.is_one_chunk():
         return NotImplemented
@@ -177,7 +178,7 @@ def pad_now(data: Tensor, sizes: Tensor, *words: Any) -> Any:
 def _or_else(
     handler: Callable[..., Any], own: Callable[..., Any]
 ) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    def handle(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def handle(func: Func, args: Args, kwargs: Words) -> Any:
         made = handler(func, args, kwargs)
         if made is not NotImplemented:
             return made
@@ -204,7 +205,7 @@ def _with_rows(numbers: Tensor, made_of: _Packed) -> Tensor:
     return _core.like(numbers.to(first_step.device), first_step)
 
 
-def layer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def layer(func: Func, args: Args, kwargs: Words) -> Any:
     """Record a recurrent layer over a packed sequence: (data, batch_sizes, hx, params, has_biases,
     num_layers, dropout, train, bidirectional)."""
     is_packed = len(args) == 9 and not kwargs and isinstance(args[1], Tensor)
@@ -266,7 +267,7 @@ def _unsorted(state: Tensor, order: Tensor | None, inverse: Tensor | None) -> Te
     return state.index_select(1, inverse.to(state.device))
 
 
-def pad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def pad(func: Func, args: Args, kwargs: Words) -> Any:
     """Handle _pad_packed_sequence(data, batch_sizes, batch_first, padding_value, total_length)."""
     made_of = _lookup(_packed, args[0]) if len(args) == 5 and not kwargs else None
     if made_of is None or config.is_one_chunk():

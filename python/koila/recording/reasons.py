@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from koila.basics import surroundings, table
+from koila.basics.table import Args, Func, Words
 from koila.reporting import reports
 from koila.running import kept_casts
 
@@ -18,7 +18,7 @@ _DYNAMIC = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _COMPILED = torch.jit.ScriptFunction, torch.jit.ScriptModule, torch._C.ScriptMethod
 
 
-def why(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> str:
+def why(func: Func, args: Args, kwargs: Words | None) -> str:
     """Return why a call is not recorded, and what to do about it: a text that follows "since"."""
     name, owner = reports.name_of(func), getattr(func, "__self__", None)
     seen = surroundings.of_call()
@@ -55,7 +55,7 @@ _REENTRANT = torch.utils.checkpoint.CheckpointFunction
 _FULL_BACKWARD_HOOK = torch.nn.modules._functions.BackwardHookFunction
 
 
-def _why_op(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _why_op(name: str, args: Args, kwargs: Words) -> str:
     """Return why a call of an op of torch is not recorded."""
     tensors = [one for one in pytree.tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
     if any(one.layout is not torch.strided for one in tensors):

@@ -5,17 +5,16 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from koila import _core
 from koila.basics import config
+from koila.basics.table import Args, Func, Handler, Words
 from koila.running import arrays
 
 LazyTensor = _core.LazyTensor
-Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _NUMBERS = frozenset("int SymInt number float Scalar".split())
 
@@ -86,7 +85,7 @@ def _read_index(item: Any, is_saved: bool) -> Any:
     return _read(item) if type(item) is LazyTensor else item.item()
 
 
-def _read_indexing(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _read_indexing(args: Args) -> tuple[Any, ...]:
     index = args[1]
     items = index if isinstance(index, tuple) else (index,)
     is_saved = torch.is_grad_enabled() and any(
@@ -130,9 +129,7 @@ def _is_number_word(kinds: frozenset[str] | None) -> bool:
     return kinds is not None and bool(kinds & _NUMBERS) and "Tensor" not in kinds
 
 
-def _read_words(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _read_words(name: str, args: Args, kwargs: Words) -> tuple[tuple[Any, ...], dict[str, Any]]:
     positions, keywords = _words(name)
     if name in _READ_TENSORS and any(getattr(arg, "dtype", None) is torch.bool for arg in args[1:]):
         return args, kwargs  # torch does not take it for a number here
@@ -160,7 +157,7 @@ def instead(name: str, handler: Handler | None) -> Handler:
     call, which is recorded then, with numbers in place of lazy tensors where torch takes a number;
     if there are none, it calls the op's own handler."""
 
-    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(func: Func, args: Args, kwargs: Words) -> Any:
         given = (*args, *kwargs.values())
         read, words = args, kwargs  # the arguments, with numbers that were read
         if name in ("__getitem__", "__setitem__"):  # Ops by name: both have an index in brackets

@@ -17,17 +17,15 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from koila import _core
 from koila.basics import holders, lines
+from koila.basics.table import Args, Func, Handler, Words
 from koila.planning import planner
 from koila.staged import meta
-
-Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 #: References to an argument while koila asks for their number: of the arguments, and two of the
 #: question.
@@ -117,14 +115,14 @@ def _target(code: types.CodeType, offset: int) -> _Target | None:
     return _Target(same[-1].opname, names, method, is_whole)
 
 
-def _takes_gradient(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _takes_gradient(args: Args, kwargs: Words) -> bool:
     """Return whether a gradient flows through what a call writes."""
     return torch.is_grad_enabled() and any(
         type(one) is _core.LazyTensor and one.requires_grad for one in meta.leaves((args, kwargs))
     )
 
 
-def _has_waiting_rows(x: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _has_waiting_rows(x: torch.Tensor, args: Args, kwargs: Words) -> bool:
     """Return whether a call writes a pending value with as many rows as `x`. A write to `x` itself
     would compute it now, and backward() would run all that it was computed from once more."""
     for one in meta.leaves((args, kwargs)) if torch.is_grad_enabled() else ():
@@ -161,9 +159,7 @@ def _is_replaceable(x: Any) -> bool:
     )
 
 
-def _may_replace(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], frame: types.FrameType
-) -> _Target | None:
+def _may_replace(func: Func, args: Args, kwargs: Words, frame: types.FrameType) -> _Target | None:
     """Return how `frame` gets the plain tensor that its call writes, if one name at most holds it,
     and a lazy copy may take its place."""
     if frame.f_code.co_filename.startswith(lines.INSIDE):
@@ -221,11 +217,7 @@ class _Names:
 
 
 def _write_copy(
-    func: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    frame: types.FrameType,
-    target: _Target,
+    func: Func, args: Args, kwargs: Words, frame: types.FrameType, target: _Target
 ) -> Any:
     """Write a lazy copy of the first argument, and give it to the name that holds the argument."""
     names = _Names(frame, target.load)
@@ -244,7 +236,7 @@ def _write_copy(
 def instead(handler: Handler | None) -> Handler:
     """Return what is tried if a call that writes its first argument cannot be recorded."""
 
-    def record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record(func: Func, args: Args, kwargs: Words) -> Any:
         kind = type(args[0]) if args and not planner.is_whole() else None
         result = NotImplemented
         if kind is torch.Tensor:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from koila.basics.rows import WIDENED
-from koila.basics.table import names_of, parse
+from koila.basics.table import Args, Func, Words, names_of, parse
 
 
 class Call:
@@ -39,9 +39,9 @@ class Call:
 
     def __init__(
         self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        func: Func,
+        args: Args,
+        kwargs: Words,
         signature: str,
         dtype: torch.dtype,
         start: int = 0,

@@ -21,6 +21,7 @@ from koila import _core
 from koila.basics import engine
 from koila.basics.enter import call_with_lazies
 from koila.basics.rows import CONTINUOUS, WIDENED
+from koila.basics.table import words_of
 from koila.reductions import products
 
 
@@ -168,7 +169,7 @@ CALLS = {goes_on: name for name, (_, goes_on) in _MADE.items()}
 
 def record(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Record a scan along the rows as two calls; NotImplemented: as a single one."""
-    words = dict(zip(("input", "dim"), args, strict=False), **kwargs)
+    words = words_of(("input", "dim"), args, kwargs)
     x, dtype = words.pop("input", None), words.pop("dtype", None)
     dim = words.pop("dim", words.pop("axis", None))
     if type(x) is not _core.LazyTensor or not isinstance(dim, int) or words:

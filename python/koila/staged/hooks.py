@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from koila import _core
 from koila.basics import surroundings
+from koila.basics.table import Args, Func, Words
 from koila.basics.threads import in_turn
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -47,7 +48,7 @@ def hooked() -> list[int]:
     return [value for value, hooks in _core.notes().get("hooks", {}).items() if hooks]
 
 
-def _on_tensor(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_tensor(func: Func, args: Args, kwargs: Words) -> Any:
     """Call a method that registers a hook on the real tensor of a lazy one.
 
     An input and a computed lazy have a real tensor, whose hooks autograd calls. If the lazy needs
@@ -70,7 +71,7 @@ def _renew_node(real: torch.Tensor) -> None:
 
 
 @in_turn
-def register(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def register(func: Func, args: Args, kwargs: Words) -> Any:
     """Replace Tensor.register_hook for a lazy tensor."""
     value = _core.hook(args[0])
     if value is None or len(args) != 2 or kwargs:
@@ -91,7 +92,7 @@ def register_live(lazy: Any, hook: Hook) -> None:
 
 
 @in_turn
-def retain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def retain(func: Func, args: Args, kwargs: Words) -> None:
     """Replace Tensor.retain_grad for a lazy tensor."""
     value = _core.hook(args[0], True)
     if value is None:

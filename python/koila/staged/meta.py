@@ -11,6 +11,7 @@ import torch
 
 from koila import _core
 from koila.basics import counting
+from koila.basics.table import Args, Func, Words
 from koila.staged.cache import remember
 
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, _core.LazyTensor})
@@ -145,7 +146,7 @@ def _read_out(tensor: Any, inputs: set[int], device: int, are_strides_known: boo
     return (tensor.dtype, tuple(tensor.shape), strides, tensor.requires_grad, device)
 
 
-def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Answer:
+def _ask(func: Func, args: Args, kwargs: Words) -> _Answer:
     device = _device_of((args, kwargs))
     if device is None:
         raise _UnknownError
@@ -183,9 +184,7 @@ def _ask(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     return type(result), outs, held
 
 
-def infer(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> _Answer | None:
+def infer(func: Func, args: Args, kwargs: Words | None) -> _Answer | None:
     """Infer the results of a call from its arguments' metadata, and cache the answer.
 
     Returns:
@@ -213,7 +212,7 @@ def infer(
 
 
 def refusal(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None, is_illegal: bool
+    func: Func, args: Args, kwargs: Words | None, is_illegal: bool
 ) -> tuple[type[Exception], tuple[Any, ...], None] | None:
     """Return the type and the arguments of the error that torch raises for a call whose sizes or
     dtypes are illegal; None: it is legal. Unless inference has found it illegal (`is_illegal`), it
@@ -233,9 +232,7 @@ def refusal(
     return type(of_zeros), of_zeros.args, None
 
 
-def _error_of(
-    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], number: int
-) -> Exception | None:
+def _error_of(func: Func, args: Args, kwargs: Words, number: int) -> Exception | None:
     """Return the error that torch raises if all elements of each lazy tensor are `number`."""
 
     def filled(lazy: torch.Tensor) -> torch.Tensor:
@@ -254,7 +251,7 @@ def _error_of(
     return None
 
 
-def _writes(func: Callable[..., Any]) -> bool:
+def _writes(func: Func) -> bool:
     """Tell whether a call writes an operand: torch refuses to write the expanded tensors of
     `_error_of`, so such a call cannot be checked."""
     name = getattr(func, "__name__", "")
@@ -265,7 +262,7 @@ def _writes(func: Callable[..., Any]) -> bool:
 _OF_SIZES = frozenset({RuntimeError, IndexError, ValueError, TypeError})
 
 
-def _is_refused(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_refused(func: Func, args: Args, kwargs: Words) -> bool:
     """Tell whether a call raises on meta tensors."""
     if infer(func, args, kwargs) is not None:
         return False
@@ -294,7 +291,7 @@ def size_method(shape: torch.Size) -> Callable[..., Any]:
     return torch.empty(shape, device="meta").size
 
 
-def draw_like(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def draw_like(func: Func, args: Args, kwargs: Words) -> Any:
     """Run randn_like(lazy) or a function like it at once: it reads only the sizes of the tensor.
     Return a lazy tensor of the numbers drawn; or NotImplemented if the strides of `lazy`, and so
     the order in which numbers fill the result, are not known."""

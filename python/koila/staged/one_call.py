@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from koila import _core
 from koila.basics import rows
+from koila.basics.table import Args, Func, Words
 
 
 def stand_in(value: int, place: rows.Place | None, n_rows: int) -> torch.Tensor:
@@ -20,7 +20,7 @@ def stand_in(value: int, place: rows.Place | None, n_rows: int) -> torch.Tensor:
     return torch.ones(shape, dtype=info[0], device=info[10])
 
 
-def make(_: int, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def make(_: int, func: Func, args: Args, kwargs: Words) -> Any:
     """Run a call as it was recorded."""
     return func(*args, **kwargs)
 
