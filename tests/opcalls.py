@@ -122,6 +122,8 @@ def describe(name: str, args: Any, kwargs: Any, places: Any = None, *, brief: bo
     return f"{name}({', '.join(words)}) places={places}"
 
 
+#: By the name of a reduction: its number of parts.
+N_PARTS = {name: n_parts for name, n_parts, *_ in _core.parts_table()}
 #: Rows that are recorded as two calls where they couple rows; samples may have the second of them.
 IN_TWO_CALLS = ("batch_norm", "softmax", "log_softmax", "cumprod", "cumsum", "logcumsumexp")
 
@@ -137,7 +139,7 @@ def check_classes(
         return lambda *args, **kwargs: Call(func, args, kwargs, signature, whole.dtype, start, rows)
 
     for sizes in partitions(rows):
-        parts: list[list[torch.Tensor]] = [[] for _ in range(reduction.n_parts)]
+        parts: list[list[torch.Tensor]] = [[] for _ in range(N_PARTS["CLASSES"])]
         start = 0
         for n in sizes:
             call = run_chunk(call_at(start), args, kwargs, said, rows, start, start + n)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from koila import _core
-from koila.reductions.partials import REDUCTIONS
 from koila.staged.facts import ONCE, REDUCE, REDUCTION_NAMES, ROWS, Node, Run
 from koila.staged.program import Program
+from opcalls import N_PARTS
 
 
 class Model:
@@ -148,7 +148,7 @@ class Model:
         if node.mode != REDUCE:
             return ()
         if node.late_stage is None:
-            return tuple(range(REDUCTIONS[REDUCTION_NAMES[node.reduce]].n_parts))
+            return tuple(range(N_PARTS[REDUCTION_NAMES[node.reduce]]))
         stages = (node.stage, node.late_stage)
         return tuple(part for part, at in enumerate(stages) if at == stage)
 

@@ -20,6 +20,7 @@ from koila.reductions import norms, sums
 from koila.reductions.partials import REDUCTIONS
 from koila.reductions.reduction import Call, Reduction
 from koila.staged.program import Program
+from opcalls import N_PARTS
 
 inf, nan = torch.inf, torch.nan
 SIGNATURES = {row["name"]: row["call"] for row in _core.op_table()}
@@ -77,7 +78,7 @@ def run_chunks(
         parts = [a.narrow(dims[k], start, n) if k in dims else a for k, a in enumerate(args)]
         chunks.append(Call(call.func, tuple(parts), call.kwargs, call.signature, call.dtype))
         start += n
-    by_chunk = [reduction.partials(range(reduction.n_parts), chunk) for chunk in chunks]
+    by_chunk = [reduction.partials(range(N_PARTS[kind]), chunk) for chunk in chunks]
     partials = [list(of_all) for of_all in zip(*by_chunk, strict=True)]
     return as_tuple(reduction.combine(partials, call))
 
@@ -421,7 +422,7 @@ def test_a_linear_tail_is_linear_in_the_parts(kind: str) -> None:
 
     def parts_of(scores: Tensor) -> list[Tensor]:
         call = Call(func, (scores, *args[1:]), {}, SIGNATURES[row], torch.float64)
-        return list(reduction.partials(range(reduction.n_parts), call))
+        return list(reduction.partials(range(N_PARTS[kind]), call))
 
     call = Call(func, args, {}, SIGNATURES[row], torch.float64)
     parts, others = parts_of(args[0]), parts_of(args[0].detach().flip(0) * 2 + 1)

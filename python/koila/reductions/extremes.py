@@ -22,8 +22,6 @@ class Extreme(Reduction):
     combining gives each chunk a share of the gradient in proportion to its ties.
     """
 
-    n_parts = 2
-
     @staticmethod
     def is_max(call: Call) -> bool:
         return call.func.__name__.endswith("max")
@@ -69,8 +67,6 @@ class Extreme(Reduction):
 class LogSumExp(Reduction):
     """logsumexp: the parts are the maximum, detached, and the sum of exp(x - maximum)."""
 
-    n_parts = 2
-
     @staticmethod
     def finite(x: torch.Tensor) -> torch.Tensor:
         """Replace infinities by 0."""
@@ -103,9 +99,8 @@ class LogSumExp(Reduction):
 
 
 class Shares(LogSumExp):
-    """The reduction of a softmax over the batch (`batch_softmax.shares`)."""
-
-    n_parts = 3  # as many as var_mean has, whose row in the op table the call uses; two are read
+    """The reduction of a softmax over the batch (`batch_softmax.shares`). It has as many parts as
+    var_mean, whose row in the op table the call uses; two are read."""
 
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x, dim = call.word("input"), call.word("dim")
@@ -118,9 +113,9 @@ class Shares(LogSumExp):
 
 
 class Starts(Reduction):
-    """The value from which each chunk of a running sum starts (`scans.py`), concatenated."""
+    """The value from which each chunk of a running sum starts (`scans.py`), concatenated. That of
+    cumprod has as many parts as prod, whose row in the op table the call uses; others have one."""
 
-    n_parts = 2  # as many as prod has, whose row in the op table cumprod uses; others make one
     is_by_chunk = True
 
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
@@ -215,8 +210,6 @@ class Norm(Reduction):
 
 class Prod(Reduction):
     """prod: the product of the products of chunks (`products.py`)."""
-
-    n_parts = 2
 
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x, dim = call.word("input").to(call.wide), call.word("dim")

@@ -29,7 +29,6 @@ class Again(Reduction):
 class Loss(Reduction):
     """Losses averaged over elements: the parts are the sum and the number of terms."""
 
-    n_parts = 2
     counts = frozenset((1,))
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
@@ -107,8 +106,6 @@ class Classes(LogSumExp):
     of the chunk (with label smoothing, mixed with the scores of all classes), and from the first
     chunk alone the weight of each label and whether it counts.
     """
-
-    n_parts = 4
 
     def partials(self, parts: Sequence[int], call: Call) -> tuple[torch.Tensor, ...]:
         x = call.word("input").to(call.wide)

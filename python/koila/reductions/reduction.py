@@ -7,7 +7,7 @@ accumulation dtype, at least float32, so that sums of halves do not overflow, an
 do not round worse than a single one.
 
     reduction = partials.REDUCTIONS["MEAN"]
-    made = [reduction.partials(range(reduction.n_parts), chunk) for chunk in chunks]
+    made = [reduction.partials((0, 1), chunk) for chunk in chunks]  # as many as reductions.def says
     value = reduction.combine(list(zip(*made)), call)
 """
 
@@ -153,7 +153,6 @@ Partials = Callable[..., tuple[torch.Tensor, ...]]
 class Reduction:
     """One way to split a reduction."""
 
-    n_parts = 1
     counts: frozenset[int] = frozenset()  #: the parts that are numbers of terms, known from sizes
     is_by_chunk = False  #: the value has a slice for each chunk, and a chunk reads only its own
 

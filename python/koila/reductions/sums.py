@@ -33,7 +33,6 @@ class Sum(Reduction):
 class Mean(Reduction):
     """mean: the parts are the sum and the number of terms."""
 
-    n_parts = 2
     counts = frozenset((1,))
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
@@ -46,10 +45,10 @@ class Mean(Reduction):
         return ratio(parts, call.dtype)
 
 
-class NanMean(Reduction):
+class NanMean(Mean):
     """nanmean: the parts are the sum of the elements that are not nan, and their number."""
 
-    n_parts = 2
+    counts = frozenset()  # their number is not known from sizes
 
     def partial(self, part: int, call: Call) -> torch.Tensor:
         x, keepdim = call.word("input"), call.word("keepdim", False)
@@ -59,15 +58,10 @@ class NanMean(Reduction):
             return counted
         return torch.nansum(x, over, keepdim, dtype=call.wide)
 
-    def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
-        return ratio(parts, call.dtype)
-
 
 class Var(Reduction):
     """var, std and var_mean: the parts are the number of terms, the mean, and the sum of squared
     deviations from it; they are combined by Chan's formula."""
-
-    n_parts = 3
 
     @staticmethod
     def options(call: Call) -> tuple[Any, bool, float]:
