@@ -9,6 +9,7 @@ do.
 from __future__ import annotations
 
 import dis
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ import torch
 
 from koila import _core
 from koila.basics import config, lines
+from koila.basics.engine import nodes_behind
 from koila.memory import budget
 from koila.messages.words import size
 from koila.planning import logs, planner
@@ -160,19 +162,13 @@ def _advice(drawn: str) -> str:
 
 def _bytes_of(roots: Iterable[Any], n_rows: int) -> int:
     """Return the bytes of the results in a graph whose dim 0 has `n_rows` entries."""
-    waiting = [root.grad_fn for root in roots if getattr(root, "grad_fn", None) is not None]
-    seen, n_bytes = set(waiting), 0
-    while waiting and len(seen) < _MOST_NODES:
-        node = waiting.pop()
+    on_graphs, n_bytes = (root for root in roots if hasattr(root, "grad_fn")), 0
+    for node in itertools.islice(nodes_behind(on_graphs), _MOST_NODES):
         for made in node._input_metadata:
             # The shape of a nested tensor is no row of numbers.
             shape = torch.Size(() if getattr(made, "is_nested_tensor", False) else made.shape)
             if len(shape) > 0 and shape[0] == n_rows:
                 n_bytes += shape.numel() * made.dtype.itemsize
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                waiting.append(following)
     return n_bytes
 
 

@@ -127,9 +127,7 @@ def move_on() -> None:
     if waiting:
         check_undisturbed()
         starts: dict[int, torch.Tensor] = _core.notes().setdefault("starts", {})
-        is_busy = _core.is_busy()
-        _core.set_busy(True)
-        try:
+        with surroundings.making_calls():
             for i, first_out, n_outs in waiting:
                 generator = generator_of(_core.value(first_out)[10])
                 state = generator_state.get(generator)
@@ -140,8 +138,6 @@ def move_on() -> None:
                     raise
                 starts[i] = state
                 _core.note_drawn(i)
-        finally:
-            _core.set_busy(is_busy)
     note_drawn()
 
 

@@ -13,10 +13,13 @@ from koila.running import replay
 @in_turn
 def flush(why: str) -> None:
     """Run what is pending, in chunks or whole; do nothing during a replay."""
-    if _core.is_busy():
-        return
+    if not _core.is_busy():
+        _flush(why, False)
+
+
+def _flush(why: str, is_no_grad_only: bool) -> None:
     with reports.Asking(why):
-        if not replay.read_all(False):
+        if not replay.read_all(is_no_grad_only):
             _core.flush()
 
 
@@ -37,10 +40,7 @@ def _flush_no_grad(why: str) -> None:
     if _core.is_busy():
         return
     is_lighter = generators.let_go()
-    if not _core.has_no_grad():
-        if is_lighter:
-            _core.close()
-        return
-    with reports.Asking(why):
-        if not replay.read_all(True):
-            _core.flush()
+    if _core.has_no_grad():
+        _flush(why, True)
+    elif is_lighter:
+        _core.close()

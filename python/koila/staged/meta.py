@@ -239,15 +239,12 @@ def _error_of(func: Func, args: Args, kwargs: Words, number: int) -> Exception |
         return torch.full((), number, dtype=lazy.dtype, device=lazy.device).expand(lazy.shape)
 
     args, kwargs = map_nested((args, kwargs), _core.LazyTensor, filled)
-    was_enabled = torch.is_grad_enabled()
     # The exit of a torch.no_grad() block would run the pending program.
-    torch._C._set_grad_enabled(False)
-    try:
-        func(*args, **kwargs)
-    except Exception as error:
-        return error.with_traceback(None) if type(error) in _OF_SIZES else None
-    finally:
-        torch._C._set_grad_enabled(was_enabled)
+    with torch.set_grad_enabled(False):
+        try:
+            func(*args, **kwargs)
+        except Exception as error:
+            return error.with_traceback(None) if type(error) in _OF_SIZES else None
     return None
 
 
