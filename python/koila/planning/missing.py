@@ -67,9 +67,8 @@ class _Choice:
         self._rerun: set[int] = set()  # bodies that run once more, since their graphs are let go
         self._recomputed: set[int] = set()  # bodies that run once more for their results
         self._near: set[int] = set()  # values that cheap calls read: these must be in memory
-        self._sources: set[int] = (
-            set()
-        )  # values of which others are recomputed: they are not recomputed
+        #: Values of which others are recomputed: they are not recomputed.
+        self._sources: set[int] = set()
 
     def can_be(self, value: int, policy: Policy) -> bool:
         """Tell whether a value can have a policy beside those that were chosen."""

@@ -90,11 +90,8 @@ class Plan:
         strategy = self.strategy._replace(
             n_pieces=min(2 * self.strategy.n_pieces, self.strategy.second_size)
         )
-        return (
-            None
-            if strategy == self.strategy
-            else (program, dataclasses.replace(self, strategy=strategy))
-        )
+        is_smaller = strategy != self.strategy
+        return (program, dataclasses.replace(self, strategy=strategy)) if is_smaller else None
 
     def _halved(self, most: int) -> Plan:
         """Return the plan with twice the chunks, at most `most`; under a limit of the process, with

@@ -169,10 +169,10 @@ class Strategies:
         return (1 + more) * (1 + n_chunks * of_chunk / max(1, amounts.made))
 
     def _price_of_policies(self, strategy: Strategy) -> float:
-        key = strategy.n_segments == 0, strategy.policies
-        if key not in self._results.prices:
-            self._results.prices[key] = self._policies(strategy).price(strategy.policies)
-        return self._results.prices[key]
+        prices, key = self._results.prices, (strategy.n_segments == 0, strategy.policies)
+        if key not in prices:
+            prices[key] = self._policies(strategy).price(strategy.policies)
+        return prices[key]
 
     def _policies(self, strategy: Strategy) -> Policies:
         """Return the policies for bodies that are cut as for a strategy with one segment, or
@@ -396,9 +396,8 @@ class Strategies:
         estimate = self.option(base).estimate
         missing = Missing(self._program.cut_for(base), self._policies(base), self._can_offload)
         budgets = dict.fromkeys((n for n in _CHUNKS if n <= estimate.rows), CHUNK_SHARE * allowed)
-        chosen: dict[
-            int, tuple[float, Strategy, float]
-        ] = {}  # by chunks: price, strategy, spare bytes
+        #: By number of chunks: price, strategy, spare bytes.
+        chosen: dict[int, tuple[float, Strategy, float]] = {}
         hopeless: set[int] = set()  # numbers of chunks in which it fits with no policies
         for _ in range(_N_MEASURED if missing.options else 0):
             most = math.inf if found is None else self.cost(*found)

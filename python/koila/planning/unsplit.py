@@ -309,9 +309,8 @@ class _Trace:
         is none of the program's."""
         if type(given) is LazyTensor:
             value = _core.id(given)
-            if value is not None and value < len(
-                self.env
-            ):  # else it was recorded after the program
+            # A larger number is of a value that was recorded after the program.
+            if value is not None and value < len(self.env):
                 return value
             given = _core.real(given)
         if given is None:

@@ -124,10 +124,6 @@ def _schemas(name: str) -> list[Any]:
     ]
 
 
-def _has_effect(schema: Any) -> bool:
-    return any(one.alias_info is not None for one in (*schema.arguments, *schema.returns))
-
-
 def _row_of(func: Callable[..., Any], name: str) -> str | None:
     """Return the row of a callable. A method with another order of arguments has its own row."""
     if isinstance(func, types.MethodDescriptorType) and f"Tensor_{name}" in table.ROWS:
@@ -139,7 +135,8 @@ def _row_of(func: Callable[..., Any], name: str) -> str | None:
 def _register_op(func: Callable[..., Any], name: str) -> None:
     schemas = _schemas(name)
     is_random = plain.draws(name)
-    is_pure = bool(schemas) and not any(_has_effect(schema) for schema in schemas)
+    words = [word for schema in schemas for word in (*schema.arguments, *schema.returns)]
+    is_pure = bool(schemas) and all(word.alias_info is None for word in words)
     returns = [[str(one.type) for one in schema.returns] for schema in schemas]
     returns_list = bool(schemas) and all(types == ["List[Tensor]"] for types in returns)
     has_meta = is_pure and not is_random and name not in META_UNRELIABLE

@@ -18,15 +18,7 @@ from koila import _core
 from koila.basics.engine import leaves_behind
 from koila.staged import hooks, noise
 from koila.staged.cache import FACTS, ProgramCache, cache_of
-from koila.staged.facts import (
-    ONCE,
-    Amounts,
-    Import,
-    Infos,
-    Node,
-    Run,
-    is_data,
-)
+from koila.staged.facts import ONCE, Amounts, Import, Infos, Node, Run, is_data
 from koila.staged.schedule import AS_IT_IS, Op, Policy, Schedule, Strategy
 
 #: What the core tells of a program, and all that depends on how its bodies are cut into segments.
