@@ -12,7 +12,6 @@ from koila.messages.memory_plan import MemoryPlan
 from koila.planning import limits
 from koila.planning.explain import forecast, numbers, numbers_of_whole, roots_of, why_nothing
 from koila.staged.program import Program
-from koila.staged.schedule import AS_IT_IS
 
 
 @in_turn
@@ -50,17 +49,7 @@ def plan(*losses: Any) -> MemoryPlan:
     is_graph = any(root.requires_grad for root in roots)
     if not program.axes or program.unstageable is not None:
         allowed, summary = limits.allowed_for(program), numbers_of_whole(program, is_graph)
-        return plan_program.of(program, is_graph, AS_IT_IS, 1, 1, allowed, summary=summary)
-    expected = forecast(program, is_graph)
-    return plan_program.of(
-        program,
-        is_graph,
-        expected.strategy,
-        expected.n_chunks,
-        expected.unit,
-        max(0.0, limits.allowed_for(program)),
-        fits=expected.fits,
-        costs=expected.costs,
-        measured=expected.estimate,
-        summary=numbers(program, is_graph, expected),
-    )
+        return plan_program.of(program, is_graph, plan_program.Way(), allowed, summary)
+    expected, allowed = forecast(program, is_graph), max(0.0, limits.allowed_for(program))
+    summary = numbers(program, is_graph, expected)
+    return plan_program.of(program, is_graph, expected.way, allowed, summary)

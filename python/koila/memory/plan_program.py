@@ -7,6 +7,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -17,9 +18,20 @@ from koila.messages.moments import BACKWARD, FORWARD, OPTIMIZER, Moment, Value
 from koila.staged import layers
 from koila.staged.facts import name_of_call, where_of_node
 from koila.staged.program import Program
-from koila.staged.schedule import Strategy
+from koila.staged.schedule import AS_IT_IS, Strategy
 
 _N_LARGEST = 10
+
+
+class Way(NamedTuple):
+    """How a program is run."""
+
+    strategy: Strategy = AS_IT_IS
+    n_chunks: int = 1
+    unit: int = 1  # the rows of a chunk are a multiple of it
+    fits: bool = True  # in the bytes that the program may use
+    costs: str = ""  # what saves memory beside chunks, in words
+    estimate: estimates.Estimate | None = None  # None: it is yet to be measured
 
 
 def _held_from(program: Program, course: Sequence[estimates.Course]) -> list[tuple[int, int]]:
@@ -84,37 +96,19 @@ def _largest(program: Program, names: layers.Names, rows: int) -> tuple[Value, .
 def of(
     program: Program,
     is_graph: bool,
-    strategy: Strategy,
-    n_chunks: int,
-    unit: int,
+    way: Way,
     allowed: float,
-    *,
-    fits: bool = True,
-    costs: str = "",
-    summary: Sequence[str] = (),
-    measured: estimates.Estimate | None = None,
+    summary: Sequence[str],
     names: layers.Names | None = None,
 ) -> MemoryPlan:
-    """Return the memory plan of a program.
-
-    Args:
-        program: the program.
-        is_graph: whether it is differentiated.
-        strategy: how it is scheduled.
-        n_chunks: the number of chunks.
-        unit: the rows of a chunk are a multiple of it.
-        allowed: the bytes that the program may use.
-        fits: whether it fits in these.
-        costs: what saves memory beside chunks, in words.
-        summary: the first sentences of the plan.
-        measured: the estimate for this way; None: it is measured here, as for a live run always.
-        names: the names of its layers, if they were found before: that searches all objects.
-    """
+    """Return the memory plan of a program that may use `allowed` bytes. `is_graph`: it is
+    differentiated. `summary`: the first sentences of the plan. `names`: those of its layers, if
+    they were found before: that searches all objects."""
+    strategy, n_chunks, unit, fits, costs, estimate = way
     cut = program.cut_for(strategy)
-    is_live = n_chunks == 1 and strategy == Strategy()
-    if measured is None or is_live:
-        measured = estimates.estimate(cut, is_graph, strategy, is_live)
-    estimate = measured
+    is_live = n_chunks == 1 and strategy == AS_IT_IS
+    if estimate is None or is_live:  # a live run is always measured here
+        estimate = estimates.estimate(cut, is_graph, strategy, is_live)
     rows = max(1, largest(estimate.rows, n_chunks, unit))
     course = estimate.course(rows)
     # Moments after the last instruction, when gradients and results are delivered, are backward.

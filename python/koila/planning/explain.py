@@ -12,7 +12,7 @@ from koila import _core
 from koila.basics import config, lines
 from koila.basics.rows import Bounds, largest
 from koila.basics.threads import in_turn
-from koila.memory import estimates
+from koila.memory.plan_program import Way
 from koila.messages import cards, layer_table
 from koila.messages.errors import MemoryLimitError
 from koila.messages.layer_table import Layer
@@ -172,13 +172,7 @@ class Forecast(NamedTuple):
     text: str
     program: Program  # with its bodies cut into segments as they would be
     schedule: Schedule
-    fits: bool
-    n_chunks: int
-    unit: int  # the rows of a chunk are a multiple of it
-    strategy: Strategy
-    costs: str  # what saves memory beside chunks, in words
-    #: Of that program and strategy; None: it does not fit.
-    estimate: estimates.Estimate | None = None
+    way: Way
 
 
 def forecast(program: Program, is_graph: bool) -> Forecast:
@@ -188,7 +182,8 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
     except MemoryLimitError as error:
         text, schedule = f"it does not fit: {error}", program.schedule(is_graph)
         least = strategies.Strategies(program, is_graph).least()
-        return Forecast(text, program, schedule, False, least.n_chunks, 1, least.strategy, "")
+        way = Way(least.strategy, least.n_chunks, fits=False)
+        return Forecast(text, program, schedule, way)
     strategy = planned.strategy
     cut = program.cut_for(strategy)
     estimate = strategies.Strategies(program, is_graph).option(strategy).estimate
@@ -212,8 +207,8 @@ def forecast(program: Program, is_graph: bool) -> Forecast:
         text = f"so it runs in {chunked} and takes {size(needed)}"
     more = how or (schedule_words.kept_in_words(cut, schedule) if n_chunks > 1 else "")
     text += f", with {more}" if more else ""
-    n, unit = planned.n_chunks, planned.unit
-    return Forecast(text, cut, schedule, True, n, unit, strategy, more, estimate)
+    way = Way(strategy, planned.n_chunks, planned.unit, True, more, estimate)
+    return Forecast(text, cut, schedule, way)
 
 
 def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
@@ -226,7 +221,7 @@ def numbers(program: Program, is_graph: bool, expected: Forecast) -> list[str]:
     if asked is not None:
         found.append(f"config(chunks={asked}) is set")
     found += expected.text.splitlines()
-    if expected.fits:
+    if expected.way.fits:
         least, asked_limit = refusals.limits_of(program, is_graph), config.get("memory_limit")
         is_short, short = asked_limit is not None and least.least > asked_limit, ""
         if is_short and least.coming:

@@ -117,7 +117,8 @@ def refusal(needs: Needs, program: Program, said: str = "") -> MemoryLimitError:
     large = (
         _large(program, names, needs.fixed) if is_whole else f"what {call} holds for its samples"
     )
-    found = limits_of(program, bool(program.roots))
+    is_graph = bool(program.roots)
+    found = limits_of(program, is_graph)
     error = MemoryLimitError(
         f"{answer(found, needed, has, needs.n_bytes <= left)}\n"
         f"{in_lines(_state_to_come(found))}"
@@ -132,19 +133,9 @@ def refusal(needs: Needs, program: Program, said: str = "") -> MemoryLimitError:
     if needs.n_bytes > left:
         error.least_limit = in_tenths(found.least)
     with contextlib.suppress(MemoryError):  # the error goes without its plan if memory is short
-        option = Strategies(program, bool(program.roots)).least()
-        error.plan = plan_program.of(
-            program,
-            bool(program.roots),
-            option.strategy,
-            option.n_chunks,
-            1,
-            left,
-            fits=False,
-            summary=str(error).splitlines(),
-            measured=option.estimate,
-            names=names,
-        )
+        least = Strategies(program, is_graph).least()
+        way = plan_program.Way(least.strategy, least.n_chunks, fits=False, estimate=least.estimate)
+        error.plan = plan_program.of(program, is_graph, way, left, str(error).splitlines(), names)
     return error
 
 
