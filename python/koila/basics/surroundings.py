@@ -240,12 +240,9 @@ def inside() -> contextlib.AbstractContextManager[Any]:
         return stack.pop_all()
 
 
-def _none(*_: Any) -> None:
-    """Stand for the functions of node creation hooks, which torch before 2.14 does not have."""
-
-
-_push_node_hook: Callable[[Any], None] = getattr(_hooks, "_push_node_creation_hook", _none)
-_pop_node_hook: Callable[[], None] = getattr(_hooks, "_pop_node_creation_hook", _none)
+# torch before 2.14 does not have them, nor calls what replaces them.
+_push_node_hook: Any = getattr(_hooks, "_push_node_creation_hook", None)
+_pop_node_hook: Any = getattr(_hooks, "_pop_node_creation_hook", None)
 
 
 def push_node_hook(hook: Any) -> None:

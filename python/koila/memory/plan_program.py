@@ -13,8 +13,7 @@ import torch
 
 from koila.basics.rows import largest
 from koila.memory import budget, estimates, optimizers
-from koila.messages.memory_plan import MemoryPlan
-from koila.messages.moments import BACKWARD, FORWARD, OPTIMIZER, Moment, Value
+from koila.messages.memory_plan import BACKWARD, FORWARD, OPTIMIZER, MemoryPlan, Moment, Value
 from koila.staged import layers
 from koila.staged.facts import name_of_call, where_of_node
 from koila.staged.program import Program

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patches of attributes of tensors: x.data and x.numpy(), whose writes torch does not count,
-attributes that are set to a lazy, and parameters made of one."""
+"""Patches of attributes of tensors: methods that write in place, x.data and x.numpy(), whose writes
+torch does not count, attributes that are set to a lazy, and parameters made of one.
+
+Before plain torch writes a tensor, pending calls that read it run, and parts that were cut off keep
+a copy of it."""
 
 from __future__ import annotations
 
@@ -13,12 +16,19 @@ from koila import _core
 from koila.basics import lines
 from koila.basics.threads import in_turn
 from koila.messages.errors import KoilaError
-from koila.patches import patching, writes
+from koila.patches import patching
 from koila.planning import left_plain
-from koila.recording import parts
+from koila.recording import bridge, parts
 from koila.reporting import reports
 from koila.running import kept_casts, read_numbers, recomputed
 from koila.staged import aliases
+
+#: Methods that change flags of a tensor, and not its numbers.
+_NO_WRITES = ("requires_grad_", "detach_")
+#: The operators that write: `x += y`.
+_OPERATORS = tuple(
+    f"__i{name}__" for name in "add sub mul div floordiv mod and or xor lshift rshift".split()
+)
 
 
 def patch() -> None:
@@ -26,6 +36,7 @@ def patch() -> None:
     _patch_data()
     _patch_setters()
     _patch_parameter()
+    _patch_writes()
 
 
 def share(tensor: torch.Tensor) -> None:
@@ -40,6 +51,34 @@ def share(tensor: torch.Tensor) -> None:
 def _watch(tensor: torch.Tensor) -> None:
     if not _core.is_busy():
         parts.watch_here(tensor)
+
+
+def _patch_writes() -> None:
+    """Go before each method of a tensor that writes it."""
+    for name, descriptor in vars(torch._C.TensorBase).items():
+        is_named = name.endswith("_") and not name.endswith("__")
+        if name in _NO_WRITES or not (is_named or name in _OPERATORS):
+            continue
+        before = functools.partial(bridge.before_plain_write, descriptor)
+        patching.replace_in_c(descriptor, before, True)
+    item: Any = torch.Tensor.__setitem__
+    if not _core.before_set_item(functools.partial(bridge.before_plain_write, item)):
+        raise RuntimeError(f"koila cannot go before {item!r} of this torch")
+    name = "embedding_renorm_"  # F.embedding(..., max_norm=...) calls it
+    patching.replace(torch, name, going_before(getattr(torch, name)))
+
+
+@patching.wrapper
+def going_before(original: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function that writes its first argument: what is pending reads the tensor first, and
+    parts keep a copy."""
+    if _core.is_busy() or patching.holds_lazy(args):
+        return original(*args, **kwargs)
+    after = bridge.before_plain_write(original, args[0])
+    result = original(*args, **kwargs)
+    if after is not None:
+        after()
+    return result
 
 
 def _patch_data() -> None:
@@ -68,7 +107,7 @@ def _patch_data() -> None:
 
     own_numpy = patching.replace_in_c(torch._C.TensorBase.numpy, numpy)
 
-    @writes.going_before
+    @going_before
     def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
         original.__set__(tensor, value)
 

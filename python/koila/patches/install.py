@@ -15,6 +15,7 @@ import torch.functional
 import torch.overrides
 import torch.utils._device
 import torch.utils.checkpoint
+from torch.distributions import Distribution, Geometric
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import (
@@ -26,7 +27,7 @@ from koila import _core
 from koila.basics import engine, lines, surroundings, switches
 from koila.memory import optimizers, order, storages
 from koila.messages.errors import HiddenFrames
-from koila.patches import attributes, distributions, patching, tracers, transforms, writes
+from koila.patches import attributes, patching, tracers
 from koila.planning import left_plain, optimizer_steps
 from koila.random import generators, plain
 from koila.recording import bridge, flush, handed_out, handlers, replicated, sharded
@@ -128,12 +129,6 @@ def _patch_grad_modes() -> None:
         patching.replace(mode, "__exit__", leave)
 
 
-def _patch_fast_paths() -> None:
-    nn = torch.nn
-    for module in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder):
-        patching.wrap(module, ("forward",), _real_in_evaluation)
-
-
 @patching.wrapper
 def _real_in_evaluation(original: Any, args: Any, kwargs: Any) -> Any:
     """Run the forward of a module on real tensors in evaluation: without gradients it calls a fused
@@ -144,10 +139,8 @@ def _real_in_evaluation(original: Any, args: Any, kwargs: Any) -> Any:
     return original(*args, **kwargs)
 
 
-def _patch_generator() -> None:
-    names = """get_state set_state manual_seed seed clone_state graphsafe_get_state
-    graphsafe_set_state get_offset set_offset"""
-    patching.wrap(torch._C.Generator, names.split(), _drawing_first)
+_OF_GENERATORS = """get_state set_state manual_seed seed clone_state graphsafe_get_state
+graphsafe_set_state get_offset set_offset""".split()
 
 
 @patching.wrapper
@@ -275,6 +268,18 @@ def _patch_handler() -> None:
         patching.replace(owner, "handle_torch_function", handle)
 
 
+@patching.wrapper
+def _naming_a_tensor(original: Any, args: Any, kwargs: Any) -> Any:
+    """Run a check of torch.distributions, whose errors name the class of a value: they say of a
+    lazy what they say of a tensor."""
+    try:
+        return original(*args, **kwargs)
+    except ValueError as error:
+        said = (str(arg) for arg in error.args)
+        error.args = tuple(arg.replace("(LazyTensor of", "(Tensor of") for arg in said)
+        raise
+
+
 def _patch_optimizers() -> None:
     """Note each optimizer when it is made or copied: its first step will make state. Note the
     buckets of each DistributedDataParallel module."""
@@ -338,16 +343,17 @@ def _install() -> None:
     _patch_checkpoint()
     _patch_node_hooks()
     _patch_factories()
-    transforms.patch()
     _patch_grad_modes()
-    _patch_fast_paths()
+    nn = torch.nn
+    for module in (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder):
+        patching.wrap(module, ("forward",), _real_in_evaluation)
     attributes.patch()
-    distributions.patch()
-    writes.patch()
+    patching.wrap(Distribution, ("__init__", "_validate_sample"), _naming_a_tensor)
+    patching.wrap(Geometric, ("__init__",), _naming_a_tensor)
     _patch_set()
     _patch_as_subclass()
     _patch_variable()
-    _patch_generator()
+    patching.wrap(torch._C.Generator, _OF_GENERATORS, _drawing_first)
     _patch_switches()
     _patch_graphs()
     _patch_nodes()

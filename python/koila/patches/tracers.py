@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Patch what traces or compiles the user's functions: it would see the empty placeholder of a
-lazy. It gets real tensors, and calls on lazies that a traced function refers to run at once."""
+"""Patch what traces, compiles or transforms the user's functions, or differentiates them: it would
+see the empty placeholder of a lazy. It gets real tensors, and calls on lazies that a traced
+function refers to run at once."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from koila import _core
 from koila.basics import lines
 from koila.messages.errors import KoilaError
 from koila.patches import patching
-from koila.planning import logs, planner
+from koila.planning import logs, planner, unsplit
 from koila.reporting import reports
 from koila.running import unwritten
 
@@ -49,6 +50,7 @@ def patch() -> None:
         original = unwritten.written_first(getattr(owner, name), True)
         patching.replace(owner, name, _counted(patching.live_if_lazy(original, True)))
     _patch_scripts()
+    _patch_transforms()
     export = patching.live_if_lazy(patching.returning_tensors(torch.export.export), True)
     patching.replace(torch, "compile", _refreshed(torch.compile, "torch.compile"))
     patching.replace(torch.export, "export", _refreshed(export, "torch.export"))
@@ -94,6 +96,43 @@ def _patch_scripts() -> None:
         # A program that runs in chunks is cut before the call.
         live = patching.live_if_lazy(call, False, _core.live_with_all)
         patching.replace(owner, "__call__", live)
+
+
+def _patch_transforms() -> None:
+    """Patch torch.func: it would wrap the placeholder of a lazy before any call is dispatched."""
+    vmap: Any = torch._functorch.vmap
+    transforms: Any = torch._functorch.eager_transforms
+    live = functools.partial(patching.live_if_lazy, is_plain=True)
+    live_transform = functools.partial(live, run=unsplit.transform)
+    patching.wrap(vmap, ("_add_batch_dim",), live)
+    patching.wrap(torch._functorch.apis, ("vmap_impl",), live_transform)
+    names = "grad_impl grad_and_value_impl vjp_impl _vjp_with_argnums jvp_impl _jvp_with_argnums"
+    patching.wrap(transforms, names.split(), live_transform, may_lack=True)
+    for owner in (transforms, torch.func):
+        patching.wrap(owner, ("functionalize",), _transformed)
+    # In a transform, or on a level of forward-mode AD, calls on lazies run at once.
+    for owner in (vmap, transforms):
+        for name, step in (("increment", 1), ("decrement", -1)):
+            kinds = (f"_{kind}_{name}_nesting" for kind in ("vmap", "grad", "jvp", "func"))
+            counting = _counting(_core.count_interpreters, step)
+            patching.wrap(owner, kinds, counting, may_lack=True)
+    for name, step in (("enter_dual_level", 1), ("exit_dual_level", -1)):
+        counting = _counting(_core.count_dual_levels, step)
+        patching.wrap(torch.autograd.forward_ad, (name,), counting)
+    for name in ("gradcheck", "gradgradcheck"):
+        check = patching.returning_tensors(getattr(torch.autograd, name))
+        patching.replace(torch.autograd, name, live(check))
+
+
+@patching.wrapper
+def _transformed(original: Any, args: Any, kwargs: Any) -> Any:
+    """Transform a function such that it gets real tensors."""
+    return patching.live_if_lazy(original(*args, **kwargs), True, unsplit.transform)
+
+
+def _counting(count: Callable[[int], None], step: int) -> Callable[[Any], Any]:
+    """Return a wrapper of functions that enter (1) or leave (-1) what the recorder counts."""
+    return lambda original: patching.then(original, lambda *_, **__: count(step))
 
 
 def refresh() -> None:
