@@ -69,8 +69,7 @@ def _refuse_missing_values(parser: argparse.ArgumentParser, words: list[str]) ->
 
 
 def _count_own(words: list[str]) -> int:
-    """Return how many arguments are the launcher's: those before the script, or up to the module's
-    name."""
+    """Return how many arguments are the launcher's: those up to the script or the module's name."""
     at = 0
     while at < len(words) and words[at].startswith("-"):
         if words[at].startswith("-m"):

@@ -47,8 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def configure(args: argparse.Namespace) -> None:
-    """Set the options for the process. Raise a ValueError if they are not valid, or exclude each
-    other."""
+    """Set the process's options. Raise a ValueError if they are invalid or exclude each other."""
     if args.chunks is not None and args.memory_limit is not None:
         raise ValueError(
             "--chunks sets the number of chunks, --memory-limit takes as few chunks as fit: give "

@@ -94,8 +94,7 @@ def last_batch() -> tuple[int, int]:
 
 
 def _run_what_is_watched() -> None:
-    """Run pending calls that read memory of another library: fetching the next batch may fill it
-    again."""
+    """Run pending calls that read memory of another library, which the next batch may fill."""
     if _core.notes().get("watched"):
         flush_no_grad("the next batch")
 

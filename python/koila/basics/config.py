@@ -38,8 +38,7 @@ class Settings(NamedTuple):
     option: str = ""
 
     def written(self) -> str:
-        """Return the option that set the memory_limit, or the call of config() that makes these
-        settings."""
+        """Return the option that set the memory_limit, or a call of config() that sets all."""
         if self.option:
             return self.option
         given = self._asdict().items()

@@ -72,8 +72,7 @@ class Function(torch.autograd.Function, metaclass=_Direct):
 
 
 class Instead(Function):
-    """Return the numbers of another tensor, in its memory, in place of a tensor, to which the
-    gradient goes."""
+    """Replace a tensor by another one's numbers, in its memory; the gradient goes to the first."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -119,8 +118,7 @@ def thawed(leaf: torch.Tensor) -> torch.Tensor:
 
 
 def call_for_torch(func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function whose result torch's C++ gets: in it, calls on lazies run at once and return
-    tensors."""
+    """Call a function for torch's C++: in it, calls on lazies run at once and return tensors."""
     before = _core.set_in_function(True)
     try:
         return func(*args, **kwargs)

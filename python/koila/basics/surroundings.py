@@ -167,8 +167,7 @@ def _is_below_autograd() -> bool:
 
 
 def is_transforming() -> bool:
-    """Return whether a transform of torch.func, or torch.jit.trace, sees the calls of this
-    thread."""
+    """Return whether torch.jit.trace or a transform of torch.func sees this thread's calls."""
     trace, transform = _C._get_tracing_state(), _functorch.peek_interpreter_stack()
     return trace is not None or transform is not None
 
@@ -230,8 +229,7 @@ def in_outside(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def inside() -> contextlib.AbstractContextManager[Any]:
-    """Wrap a call of the user's code, such as a hook, from koila's own work: all is enabled
-    again."""
+    """Wrap a call of the user's code, such as a hook, from koila's own work: all is on again."""
     if not _state.disabled:
         return contextlib.nullcontext()
     with contextlib.ExitStack() as stack:

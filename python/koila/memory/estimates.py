@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The predicted bytes of a program's step, by the core's measure, and the largest chunk that
-fits."""
+"""The bytes of a program's step, as the core predicts them, and the largest chunk that fits."""
 
 from __future__ import annotations
 

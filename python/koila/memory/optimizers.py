@@ -47,8 +47,7 @@ _TAKEN: dict[type[torch.optim.Optimizer], _Taken] = {
 
 #: The optimizers that have made a step.
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-#: The optimizers that have made no step; None: those of the time before koila's patches are to be
-#: found.
+#: The optimizers that have made no step; None: those before koila's patches are to be found.
 _to_step: weakref.WeakSet[torch.optim.Optimizer] | None = None
 
 

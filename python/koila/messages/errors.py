@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 
 class KoilaError(RuntimeError):
-    """koila cannot run a program with the numbers of eager mode; the text names op, line,
-    reason."""
+    """koila cannot run a program with eager's numbers; the text names op, line, reason."""
 
     __module__ = "koila"  # a traceback shows the name that a script catches it by
 
@@ -100,8 +99,7 @@ def _is_of_call(error: BaseException) -> bool:
     return any(note.startswith("koila: recorded at") for note in getattr(error, "__notes__", ()))
 
 
-# Texts of errors of torch, oneDNN and CUDA's libraries that mean out of memory, whatever their
-# type.
+# Texts of errors of torch, oneDNN and CUDA's libraries, of any type, that mean out of memory.
 _OUT_OF_MEMORY = (
     "can't allocate memory",
     "could not create a primitive",

@@ -173,8 +173,7 @@ def _patch_switches() -> None:
 
 
 def _patch_graphs() -> None:
-    """A CUDA graph captures what runs meanwhile: pending calls run before it, and nothing is
-    recorded in it."""
+    """A CUDA graph captures what runs: pending calls run before it, and none is recorded in it."""
     graph: Any = torch.cuda.CUDAGraph
     begin, end = graph.capture_begin, graph.capture_end
 
@@ -212,8 +211,7 @@ def _patch_set() -> None:
 
 
 def _patch_as_subclass() -> None:
-    """Tensor.as_subclass is not dispatched: a lazy stays one as a plain tensor, and runs as another
-    class."""
+    """Tensor.as_subclass is not dispatched: a lazy stays lazy as a tensor, else the call runs."""
     live = patching.live_if_lazy(torch.Tensor.as_subclass, True)
 
     def patched(tensor: Any, cls: Any) -> Any:

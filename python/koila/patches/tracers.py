@@ -76,8 +76,7 @@ def _refreshed(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 @patching.wrapper
 def _counted(original: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function such that calls on lazies in it, to which a traced function may refer, run at
-    once."""
+    """Run a function such that calls on lazies that a traced function refers to run at once."""
     _core.count_interpreters(1)
     try:
         return original(*args, **kwargs)

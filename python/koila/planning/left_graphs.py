@@ -39,8 +39,7 @@ def _further_of(program: Program, whole: float) -> float:
 
 
 def _course_of(program: Program) -> tuple[float, float, float]:
-    """Return the bytes of a whole run: at most before its backward, as that begins, and at most in
-    it."""
+    """Return the bytes of a whole run: the most before its backward, as that begins, and in it."""
     moments = estimates.estimate(program, True, is_live=True).course(1)
     before = [one.n_bytes for one in moments if not one.is_back] or [0.0]
     return max(before), before[-1], max(one.n_bytes for one in moments if one.is_back)

@@ -33,8 +33,7 @@ _LEAST_READ = 2**20  # bytes: reads of fewer are not named
 _MOST_NODES = 10_000
 #: By line of a backward: bytes of results on the whole batch, and where noise may be drawn.
 _by_line: dict[str, tuple[int, str]] = {}
-#: By the line of a backward call: the lines that its warnings have named as a cause; "" stands for
-#: noise.
+#: By the line of a backward call: the lines that its warnings have named as causes; "": noise.
 _reported: dict[str, set[str]] = {}
 
 
@@ -141,8 +140,7 @@ def _report(roots: Iterable[Any], line: str, n_rows: int, what: str) -> None:
 
 
 def _advice(drawn: str) -> str:
-    """Return what to do about a backward of plain tensors; `drawn` says where noise may be
-    drawn."""
+    """Return what to do about a backward of plain tensors. `drawn`: where noise may be drawn."""
     found, left = [], _calls()
     if not (left or reports.is_batch_used() or _core.pending_bytes(True)):
         found.append("koila.lazy() changes nothing in place: pass what it returns to the model")

@@ -93,8 +93,7 @@ def _waits_for(program: Program, run: Run) -> Node | None:
 
 
 def hook_in_words(program: Program, run: Run) -> str:
-    """Describe a hook on a result of a body, for which its backward has to wait; empty if there is
-    none."""
+    """Describe a hook on a result of a body, for which its backward waits; may be empty."""
     hooked = next(filter(hooks.is_on, run.exports), None)
     made = program.node_of(hooked) if hooked is not None else None
     if made is None:
@@ -127,8 +126,7 @@ def head_of(program: Program, passes: Mapping[int, Passes], run: Run, position: 
 
 
 def checkpoints_in_words(program: Program, strategy: Strategy) -> str:
-    """Describe what becomes of the activations in the script's checkpoints; empty if there are
-    none."""
+    """Describe what becomes of activations in the script's checkpoints; empty if it has none."""
     if not program.has_checkpoints:
         return ""
     how = "recomputed before their backward" if strategy.n_segments > 0 else "kept"
@@ -179,8 +177,7 @@ def _n_bytes(program: Program, values: Iterable[int]) -> str:
 
 
 def kept_in_words(program: Program, schedule: Schedule) -> str:
-    """Describe the activations that one pass over the chunks keeps for a later one; empty if there
-    are none."""
+    """Describe the activations that a pass over the chunks keeps for a later one; may be empty."""
     kept = _kept(program, schedule)
     return f"{_ACTIVATIONS}{kept} kept" if kept else ""
 

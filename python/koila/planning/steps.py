@@ -16,8 +16,7 @@ from koila.staged.cache import remember
 from koila.staged.program import Program
 
 _N_SHARES = 256
-#: By the number of calls before a read: the bytes of the whole step divided by those of these
-#: calls.
+#: By the number of calls before a read: the bytes of the whole step, divided by theirs.
 _shares: dict[int, float] = {}
 
 

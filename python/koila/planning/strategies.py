@@ -46,8 +46,7 @@ _GIVEN = 1 / 8
 
 
 class Option(NamedTuple):
-    """A strategy for running a program, with its predicted memory and its number of calls a
-    chunk."""
+    """A strategy for running a program, its predicted memory and its number of calls a chunk."""
 
     strategy: Strategy
     estimate: estimates.Estimate
@@ -76,8 +75,7 @@ class Fitting(NamedTuple):
 
 
 def can_offload(program: Program) -> bool:
-    """Tell whether activations can be offloaded to something other than the memory that is
-    short."""
+    """Tell whether activations can be offloaded to other memory than that which is short."""
     return all(map(offload.is_worth_it, devices_of(program)))
 
 
@@ -91,8 +89,7 @@ class _Results:
     options: dict[Strategy, Option]
     #: By `Strategy.cuts`: the segments of all bodies; 0: the program cannot run so.
     n_cut: dict[tuple[int, bool], int] = dataclasses.field(default_factory=dict)
-    #: By strategy: the values that bodies leave for others and that it offloads, frees or
-    #: recomputes.
+    #: By strategy: the values between bodies that it offloads, frees or recomputes.
     freed: dict[Strategy, frozenset[int]] = dataclasses.field(default_factory=dict)
     #: By whether the script's checkpoints are ignored: the policies that are tried, and by policies
     #: the time that they add.
@@ -175,8 +172,7 @@ class Strategies:
         return prices[key]
 
     def _policies(self, strategy: Strategy) -> Policies:
-        """Return the policies for bodies that are cut as for a strategy with one segment, or
-        none."""
+        """Return the policies for bodies cut as for a strategy with one segment, or none."""
         base = Strategy(min(1, strategy.n_segments))
         return Policies(self._program.cut_for(base), self._is_back, base)
 
@@ -371,8 +367,7 @@ class Strategies:
     def cheapest(
         self, some: Iterable[Strategy], allowed: float, found: Fitting | None = None
     ) -> Fitting | None:
-        """Return the cheapest of some strategies that fits; `found` if none is cheaper than
-        that."""
+        """Return the cheapest of some strategies that fits; `found` if none is cheaper."""
         price = math.inf if found is None else self.cost(*found)
         for strategy in sorted(some, key=self._least_price):
             if self._least_price(strategy) >= price:

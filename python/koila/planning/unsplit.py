@@ -339,8 +339,7 @@ def _traced(program: Program, *args: Any, **words: Any) -> _Trace | None:
 
 
 def _differentiate(trace: _Trace, of: Derivative) -> None:
-    """Differentiate on meta tensors, and if the derivative is deep, run the backward that
-    follows."""
+    """Differentiate on meta tensors, and if the derivative is deep, run the backward after it."""
     leaves = [leaf for leaf in trace.leaves.values() if leaf.requires_grad]
     heads = [one for one in (trace.of(output, False) for output in of.outputs) if one is not None]
     by = leaves if of.inputs is None else [trace.of(one, True) for one in of.inputs]

@@ -68,8 +68,7 @@ def bytes_whole(i: int, first_out: int) -> int:
 
 
 def why_others(i: int, first_out: int) -> str:
-    """Return why a random call in chunks draws other numbers than in eager mode; empty: it draws
-    the same."""
+    """Return why a random call draws other numbers in chunks than eager; empty: it does not."""
     device = _core.value(first_out)[10]
     is_other = is_pinning(i, first_out)
     return f"in chunks it draws other numbers than eager on {device}" if is_other else ""
@@ -318,8 +317,7 @@ class Draws:
             generators.set_to(generator, self.starts[i] if cell is None else cell)
         else:
             self._go_to(i, bounds[0], generator)
-        # The layout of an input may differ from that in a whole run, also for a call that runs
-        # once.
+        # The layout of an input may differ from a whole run's, also for a call that runs once.
         noises = self.noises.get(i)
         if noises and not noise.fits(noises[0], args):
             drawn = [one.draw(generator, tuple(args[0].shape)) for one in noises]
@@ -350,8 +348,7 @@ class Draws:
         )
 
     def commit(self) -> None:
-        """Record the draws of this run as final: later runs of these calls draw the same
-        numbers."""
+        """Record the draws of this run as final: later runs of these calls draw the same."""
         self.leave()
         if not self.program.is_drawing:
             generators.let_go()

@@ -73,8 +73,7 @@ def note_drawn() -> None:
 
 
 def _disturb_others() -> None:
-    """Note that this thread moved the generators: other threads no longer expect a certain
-    state."""
+    """Note that this thread moved the generators: others no longer expect a certain state."""
     for thread in list(_expected):
         if thread is not this_thread():
             _expected.pop(thread, None)

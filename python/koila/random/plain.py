@@ -105,8 +105,7 @@ def _bound_within_torch(bound: list[tuple[Any, str, Any]]) -> list[tuple[Any, st
 
 
 def watch(before: Callable[[], None]) -> None:
-    """Note that a recorded call of this thread has yet to draw: plain draws now call `before`
-    first."""
+    """Note that a recorded call of this thread has yet to draw: plain draws call `before` first."""
     global _before
     with _lock:
         _before = before

@@ -43,8 +43,7 @@ from koila.staged.program import Program
 
 
 class _State(threading.local):
-    """What to call after the step of an optimizer that runs on this thread, by the optimizer's
-    id."""
+    """By id of an optimizer whose step runs on this thread: what to call after the step."""
 
     def __init__(self) -> None:
         self.after_step: dict[int, Callable[[], None]] = {}

@@ -35,8 +35,7 @@ class SecondRun:
     def __init__(self, cut: Cut, numbers: dict[int, torch.Tensor]) -> None:
         # It holds no root: autograd's graph may lead from one back to what holds this object.
         self.cut = weakref.ref(cut)
-        #: What these values are computed from: handed out with them, and made outside of the
-        #: checkpoint.
+        #: What these values are made of: handed out with them, and made outside of the checkpoint.
         self.numbers = numbers
         self.n_readers: dict[int, int] = {}
         #: Numbers that were computed, each with the number of readers that have yet to take it.

@@ -390,8 +390,7 @@ def root_of(tensor: torch.Tensor) -> Root | None:
 
 
 def note_hook(tensor: torch.Tensor) -> None:
-    """Note that a hook sees the gradient of a tensor, if it, or what it is a view of, was handed
-    out."""
+    """Note that a hook sees the gradient of a tensor if it, or its base, was handed out."""
     root = root_of(tensor) or _view_behind(tensor.grad_fn)[0]
     if root is not None:
         root.has_hook = True

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Handlers of torch calls on lazies that are neither recorded as they are nor simply run on real
-tensors."""
+"""Handlers of torch calls on lazies that are neither just recorded nor just run on tensors."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ _OF_LAYOUT = frozenset(("stride", "is_contiguous", "dim_order"))
 
 
 def _stand_in(obj: Any, is_of_layout: bool) -> Any:
-    """Return a tensor without memory that answers like a pending lazy; None if the answer is not
-    known yet."""
+    """Return a tensor without memory that answers as a pending lazy; None: it is not known yet."""
     if type(obj) is not LazyTensor:
         return obj
     real = _core.real(obj)
@@ -271,8 +269,7 @@ def of_memory(func: Func, args: Args, kwargs: Words) -> Any:
 
 
 def of_node(func: Func, args: Args, kwargs: Words) -> Any:
-    """Answer grad_fn: for a pending value a stand-in, which runs the program only when it is used
-    as a node."""
+    """Answer grad_fn: of a pending value a stand-in, which runs the program once it is used."""
 
     def whole(lazy: Any) -> Any:
         if is_pending(lazy):

@@ -63,8 +63,7 @@ def select(func: Func, args: Args, kwargs: Words) -> Any:
 
 
 def _n_each(x: Any, mask: Any) -> int | None:
-    """Return how many entries a mask chooses in each entry of dim 0; None if the numbers differ or
-    are 0."""
+    """Return how many entries a mask chooses in each entry of dim 0; None: 0, or unequal."""
     if not isinstance(x, Tensor) or not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
         return None
     if mask.dim() < 2 or mask.shape != x.shape[: mask.dim()] or mask.numel() == 0:

@@ -147,8 +147,7 @@ def is_read(tensor: torch.Tensor) -> bool:
 
 
 def that_read(tensor: torch.Tensor) -> dict[Cut, list[int]]:
-    """Return the parts that have not run backward yet and read this memory, with their leaves in
-    it."""
+    """Return the parts that have yet to run backward and read this memory, with leaves in it."""
     found: dict[Cut, list[int]] = {}
     for cut in that_depend_on((tensor,)):
         roots = cut.waiting

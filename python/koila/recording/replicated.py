@@ -103,8 +103,7 @@ def is_sink(function: Any, args: tuple[Any, ...]) -> bool:
 
 
 def behind_outputs(module: Callable[[], Any], *outputs: Any) -> tuple[Any, ...]:
-    """Replace torch's function: note the parameters that backward has to visit, and return the
-    outputs."""
+    """Replace torch's function: note the parameters that backward has to visit."""
     model = module()
     if torch.is_grad_enabled():
         before = waiting.pop(model, None)

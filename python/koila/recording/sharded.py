@@ -41,8 +41,7 @@ Holds = Callable[[Any], bool]
 
 _FSDP = "torch.distributed.fsdp"
 _patched: set[type] = set()
-#: By id: parameters that torch wanted to free while pending calls read them, and the function that
-#: frees them.
+#: By id: parameters that pending calls read when torch wanted to free them, and what frees them.
 kept: dict[int, tuple[Any, Callable[[Any], None]]] = {}
 
 

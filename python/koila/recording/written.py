@@ -27,8 +27,7 @@ from koila.basics.table import Args, Func, Handler, Words
 from koila.planning import planner
 from koila.staged import meta
 
-#: References to an argument while koila asks for their number: of the arguments, and two of the
-#: question.
+#: References to an argument while koila asks for their number: `args`, and two of the question.
 _N_ASKED = 3
 
 _LOADS = "LOAD_FAST", "LOAD_GLOBAL", "LOAD_NAME"
@@ -60,8 +59,7 @@ def _is_private(real: torch.Tensor) -> bool:
 
 
 def _is_own(lazy: Any) -> bool:
-    """Return whether a lazy has its number, without a gradient, in memory that no other tensor
-    has."""
+    """Return whether a lazy has its number, without a gradient, in memory of its own."""
     real = _core.real(lazy)
     if type(real) is not torch.Tensor or _core.is_input(lazy):
         return False

@@ -125,8 +125,7 @@ class Classes(LogSumExp):
     def scores(call: Call, x: torch.Tensor) -> torch.Tensor:
         at = call.word("target") - call.start
         is_here = (at >= 0) & (at < x.shape[1])
-        # Not gather(), which would save the scores: after torch's own call the script may write
-        # them in place.
+        # Not gather(), which saves the scores: the script may write them after torch's own call.
         numbers = [torch.arange(n, device=at.device) for n in at.shape]
         terms = torch.meshgrid(*numbers, indexing="ij")
         found: torch.Tensor = x.movedim(1, -1)[(*terms, torch.where(is_here, at, 0))]

@@ -111,8 +111,7 @@ class Total(engine.Function):
 
 
 class _Starts(engine.Function):
-    """The start of each chunk: the product of the totals before it. A nan behind a zero is
-    negative."""
+    """The start of each chunk: the product of totals before. A nan behind a zero is negative."""
 
     @staticmethod
     def forward(ctx: Any, dim: int, *parts: Tensor) -> Tensor:

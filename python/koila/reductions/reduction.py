@@ -77,8 +77,7 @@ class Call:
 
 
 def widen(value: Any) -> Any:
-    """Convert a tensor of a half dtype, or those in a list, to the dtype they are accumulated
-    in."""
+    """Convert tensors of a half dtype, one or in a list, to the dtype they are accumulated in."""
     if isinstance(value, torch.Tensor):
         return value.to(WIDENED[value.dtype])
     if isinstance(value, (list, tuple)):

@@ -20,8 +20,7 @@ TESTED = ("2.13", "2.14", "2.15")
 #: The least version that the package requires.
 LEAST = "2.10"
 
-#: Private names of torch that koila uses only when a program runs: `check` looks for them at
-#: import.
+#: Private names of torch that koila uses only when a program runs: `check` looks for them.
 _USED_LATER = (
     "_C._autograd._get_sequence_nr",
     "_C._current_graph_task_id",

@@ -32,8 +32,7 @@ _count: Any = torch._C._storage_Use_Count
 
 
 def noted(tensor: torch.Tensor) -> torch.Tensor:
-    """Note that a tensor, while it lives, shares its memory with others of another version; return
-    it."""
+    """Return a tensor; note, while it lives, that others of another version share its memory."""
     if tensor.layout is torch.strided and not torch.nn.parameter.is_lazy(tensor):
         key = tensor.untyped_storage()._cdata
         forget = functools.partial(_forget, key, id(tensor))
@@ -66,8 +65,7 @@ def note_others(tensor: torch.Tensor) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> StorageWeakRef | None:
-    """Return a weak reference to the memory of a tensor; None if it has none of its own, as a
-    sparse tensor."""
+    """Return a weak reference to the memory of a tensor; None if it has none, as a sparse one."""
     # The parameters of modules such as nn.LazyLinear raise in their torch functions.
     with torch._C.DisableTorchFunctionSubclass():
         is_strided = tensor.layout is torch.strided

@@ -48,8 +48,7 @@ def inside(x: torch.Tensor) -> torch.Tensor:
 
 
 def begin(lazy: Any) -> bool:
-    """Record that a pending lazy becomes a leaf that requires grad. Return whether that could be
-    recorded."""
+    """Record that a pending lazy becomes a leaf that requires grad. Return whether it did."""
     if lazy.dim() == 0 or not _core.is_pending_here(lazy) or surroundings.of_call():
         return False  # torch sees another placeholder; or the user's code sees the call
     if torch.is_inference_mode_enabled():

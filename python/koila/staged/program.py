@@ -113,8 +113,7 @@ class Program:
         self.infos = Infos()
         #: A cached function of the number of a value.
         self.info = self.infos.__getitem__
-        #: A cache of `planning/strategies.py`: the measures of this program, with and without
-        #: backward.
+        #: A cache of `planning/strategies.py`: this program's measures, with and without backward.
         self.measured: dict[bool, Any] = {}
         #: A cache of `memory/estimates.py`: the noise that calls draw; None: not found yet.
         self.noise: bytes | None = None
@@ -255,8 +254,7 @@ class Program:
         return any(info.place is not None and 0 not in info.shape for info in infos)
 
     def takes_rows(self, node: Node) -> bool:
-        """Tell whether all outputs of a call are views with rows, so that calls on them run by
-        chunks."""
+        """Tell whether all outputs of a call are views with rows: calls on them run by chunks."""
         infos = [self.info(v) for v in node.outs]
         return all(info.view is not None and info.place is not None for info in infos)
 
