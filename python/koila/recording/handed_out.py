@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -30,29 +30,8 @@ task: Callable[[], int] = torch._C._current_graph_task_id
 _VIEW = "koila: a view of what was handed out"
 
 
-class Part(Protocol):
-    """The interface of a part (`Cut` in `cut.py`) that these nodes use."""
-
-    before_call: str
-    handed: list[weakref.ref[Root]]
-    passes: dict[int, Pass]
-
-    @property
-    def inner(self) -> frozenset[int]:
-        """The values that differentiated calls of the part read."""
-
-    def go_back(self, group: Group) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of the leaves of a group."""
-
-    def go_back_twice(
-        self,
-        roots: Sequence[Root],
-        leaves: Sequence[torch.Tensor],
-        behind: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        seconds: Sequence[torch.Tensor | None],
-    ) -> list[torch.Tensor | None]:
-        """Return the gradients of `gradients` and of the leaves `behind` them."""
+#: A `Cut`: `cut.py` imports this module.
+Part = Any
 
 
 class Memory:
