@@ -28,11 +28,9 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _wait_for_cuda(device: torch.device) -> None:
-    torch.cuda.current_stream(device).synchronize()
-
-
-_WAITS: dict[str, Callable[[torch.device], None]] = {"cuda": _wait_for_cuda}
+_WAITS: dict[str, Callable[[torch.device], None]] = {
+    "cuda": lambda device: torch.cuda.current_stream(device).synchronize()
+}
 
 
 def wait_for_copy(device: torch.device) -> None:

@@ -15,10 +15,6 @@ _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 _entered: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def _never(*_: Any) -> bool:
-    return False
-
-
 def _without_check(func: types.FunctionType) -> types.FunctionType:
     """Return a copy of a function that does not check whether to call __torch_function__.
 
@@ -35,7 +31,7 @@ def _without_check(func: types.FunctionType) -> types.FunctionType:
     )
     twin.__kwdefaults__ = func.__kwdefaults__
     _entered[func] = twin  # before its closure is copied, which may contain the function itself
-    scope.update(dict.fromkeys(_CHECKS, _never))
+    scope.update(dict.fromkeys(_CHECKS, lambda *_: False))
     for name in func.__code__.co_names:
         called = scope.get(name)
         if name.startswith("_") and isinstance(called, types.FunctionType):

@@ -16,12 +16,8 @@ def invert(order: Tensor) -> Tensor:
 
 def keys_of(lengths: Tensor, order: Tensor | None) -> Tensor:
     """Return a number for each row, larger for rows that come first in the packed sequence. So any
-    rows can be packed in the order that they have there, also those of one length.
-
-    Args:
-        lengths: the length of each row, [n_rows] int64.
-        order: the rows in the order of the packed sequence; None: they are in that order.
-    """
+    rows can be packed in the order that they have there, also those of one length. `order`: the
+    rows in the order of the packed sequence; None: they are in that order."""
     n_rows = lengths.numel()
     ranks = torch.arange(n_rows) if order is None else invert(order)
     return lengths * n_rows + (n_rows - 1 - ranks)

@@ -124,13 +124,9 @@ def estimate(
     """Predict the bytes that a program needs, beside what exists already; with its backward if
     `is_graph`.
 
-    Args:
-        program: the program.
-        is_graph: whether it is differentiated.
-        strategy: how it is scheduled.
-        is_live: return the moments of a live run, of the whole batch in the order of the calls.
-        graphs: returns the bytes of a backward through graphs that exist already.
-        whole: the bytes of a live run, if these are known: they are not computed again.
+    `is_live`: return the moments of a live run, of the whole batch in the order of the calls.
+    `graphs` returns the bytes of a backward through graphs that exist already. `whole`: the bytes
+    of a live run, if these are known: they are not computed again.
     """
     states = _STATE * program.is_drawing, draws.bytes_kept()
     policy = strategy.as_tuple(is_graph, is_live)

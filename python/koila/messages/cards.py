@@ -86,18 +86,11 @@ def html(
     picture: str = "",
     rows: Sequence[tuple[str, ...]] = (),
 ) -> str:
-    """Return a card: lines with a fact each, tables, and a list of calls that unfolds.
+    """Return a card, as HTML of at most 50 KB: lines with a fact each, tables, and a list of calls
+    that unfolds. Its title is the name of the function whose result it is.
 
-    Args:
-        title: the name of the function that the card is the result of.
-        lines: the facts; an indented line belongs to the one before it.
-        layers: the layers, with the bytes that they keep for backward.
-        calls: the calls, after a first line that is shown in any case.
-        picture: an SVG, shown below the facts.
-        rows: another table; its first row is the head.
-
-    Returns:
-        HTML of at most 50 KB.
+    An indented line belongs to the one before it. The first of `calls` is shown in any case. Below
+    the facts come `picture`, an SVG, and `rows`, another table whose first row is its head.
     """
     facts = [part for line in lines for part in line.splitlines()]
     made = [_STYLE, f"<div class=koila-card><h4>{escaping.escape(title)}</h4>"]

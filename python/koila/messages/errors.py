@@ -66,7 +66,9 @@ def hide_frames(error: BaseException) -> None:
         frames.append(found)
         found = found.tb_next
     is_own = bool(frames) and frames[-1].tb_frame.f_code.co_filename.startswith(_OWN)
-    is_expected = isinstance(error, KoilaError) or _is_of_call(error) or not is_own
+    notes = getattr(error, "__notes__", ())  # a recorded call that raises gets one with its line
+    is_of_call = any(note.startswith("koila: recorded at") for note in notes)
+    is_expected = isinstance(error, KoilaError) or is_of_call or not is_own
     if _SHOWS_FRAMES or not is_expected:
         return
     kept: list[TracebackType] = []
@@ -92,11 +94,6 @@ class HiddenFrames:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             hide_frames(error)
-
-
-def _is_of_call(error: BaseException) -> bool:
-    """Tell whether a recorded call raised an error: koila then added a note with its line."""
-    return any(note.startswith("koila: recorded at") for note in getattr(error, "__notes__", ()))
 
 
 # Texts of errors of torch, oneDNN and CUDA's libraries, of any type, that mean out of memory.

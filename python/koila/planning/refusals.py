@@ -292,13 +292,9 @@ def too_large(
 ) -> MemoryLimitError:
     """Return the error for calls that run on the whole batch and do not fit.
 
-    Args:
-        program: the pending program.
-        what: a sentence that names the calls and why they run whole.
-        needed: the bytes that they need.
-        left: the bytes that are left for them.
-        large: what takes most of these bytes; may be empty.
-        is_stopped: a call was stopped when it needed so much; how much more it needs is not known.
+    `what` names the calls and why they run whole, `large` what takes most of the bytes `needed`; it
+    may be empty. `is_stopped`: a call was stopped when it needed so much; how much more it needs is
+    not known.
     """
     needs, has = sizes(needed, max(left, 0.0))
     n_bytes = as_limit(program, needed)

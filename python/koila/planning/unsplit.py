@@ -63,16 +63,8 @@ def check(func: Func, why: str, of: Derivative | None = None) -> Left | None:
     """Check that all pending calls fit whole, with their backward, and log why they run whole.
     Called before they run for a call that needs their real graph.
 
-    Args:
-        func: the call.
-        why: the reason it cannot run in chunks.
-        of: what it differentiates.
-
-    Returns:
-        The bytes that are left, if those that the call needs are not known; None: it fits.
-
-    Raises:
-        MemoryLimitError: it needs more than is left.
+    Return the bytes that are left, if those that the call needs are not known; None: it fits. Raise
+    a MemoryLimitError if it needs more than is left. `of`: what it differentiates.
     """
     reports.give_reason(why)
     if planner.is_whole():
@@ -173,18 +165,12 @@ def _of_derivative(program: Program, of: Derivative) -> float | None:
 def reached_by_gradients(
     program: Program, outputs: Sequence[int], name: Callable[[Any], int], names: Collection[int]
 ) -> dict[int, frozenset[int]] | None:
-    """Find what the gradients of a program's leaves depend on, according to torch's graph of them.
+    """Find what the gradients of a program's leaves depend on, according to torch's graph of them:
+    the calls are differentiated on meta tensors. None: they cannot be run on these.
 
-    Args:
-        program: the calls, which are differentiated on meta tensors.
-        outputs: the values that are differentiated.
-        name: returns the name, a number, of a leaf's real tensor.
-        names: the names to look for: of leaves, and of the gradients of outputs, which are -1, -2,
-            …
-
-    Returns:
-        By the name of a leaf: the names that its gradient depends on. None: the calls cannot be run
-        on meta tensors.
+    `name` returns the name, a number, of a leaf's real tensor. `names` are those to look for: of
+    leaves, and of the gradients of outputs, which are -1, -2, … Return, by the name of a leaf,
+    those that its gradient depends on.
     """
     try:
         with surroundings.making_calls():

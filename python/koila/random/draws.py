@@ -98,14 +98,8 @@ def run_again(
     """Run a call live that drew random numbers in an earlier run, with the same numbers. Running
     statistics that it wrote then are not written again.
 
-    Args:
-        i: the call.
-        axis: the axis of its rows.
-        inputs: its inputs, as (value, place of its rows, tensor).
-        first_out: its first output.
-        n_outs: the number of its outputs.
-        is_written: it writes its first input in place.
-        n_values: the number of values on the tape.
+    `inputs` are (value, place of its rows, tensor). `is_written`: the call writes the first of them
+    in place. `n_values`: of the tape.
     """
     notes = _core.notes()
     outs = range(first_out, first_out + n_outs)

@@ -157,11 +157,8 @@ def _recurrent(
     """Describe the dropout masks of a recurrent net: one for the output of each layer but the last,
     time-major, with all directions.
 
-    Args:
-        source: the input, padded.
-        hidden: the first states.
-        words: the arguments of the call from the number of layers on.
-        keys: of a packed sequence, the keys of its rows and their number.
+    `source` is the input, padded; `words` are the arguments from the number of layers on; `keys`
+    are those of the rows of a packed sequence, and their number.
     """
     n_layers, p, _, is_both, is_batch_first = words[:5]
     time, batch = (1, 0) if is_batch_first else (0, 1)

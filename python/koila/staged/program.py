@@ -366,13 +366,8 @@ class Program:
     def schedule(
         self, is_graph: bool, strategy: Strategy = AS_IT_IS, n_chunks: int = 0
     ) -> Schedule:
-        """Return the schedule of the program.
-
-        Args:
-            is_graph: the roots are differentiated.
-            strategy: how memory is saved beside chunks.
-            n_chunks: the number of chunks; 0: not known yet.
-        """
+        """Return the schedule of the program. `is_graph`: the roots are differentiated. `n_chunks`:
+        0 if it is not known yet."""
         return self.cache.schedule(self.handle, strategy.as_tuple(is_graph, n_chunks=n_chunks))
 
     @functools.cached_property
@@ -465,13 +460,9 @@ class Program:
         return values + [last] * (self.info(last).storage == storage)
 
     def gradient_part(self, run: Run, made: Iterable[int]) -> Run:
-        """Return, as a run, the calls of a barrier that gradients go through.
-
-        Args:
-            run: the barrier.
-            made: the values that exist already. Of the reductions that the barrier combines, the
-                new run has those whose first result is among these.
-        """
+        """Return, as a run, the calls of a barrier that gradients go through. Of the reductions
+        that it combines, the new run has those whose first result is among `made`, the values that
+        exist already."""
         found = _core.gradient_part(self.handle, run.index, list(made))
         index, nodes, imports, exports, combined = found
         part = Run(index, run.stage, run.axis, nodes=nodes, imports=imports, exports=exports)
