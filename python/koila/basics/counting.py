@@ -90,8 +90,7 @@ class Held(NamedTuple):
 
 def held(call: Callable[[], Any], operands: Sequence[Tensor]) -> tuple[Any, Held]:
     """Run a call on meta tensors, which reads `operands`, and its backward. Return the result of
-    the call, and the bytes that it holds. Its backward counts 0 if torch cannot run that on meta
-    tensors."""
+    the call, and the bytes that it holds. Its backward counts 0 if torch cannot run it there."""
     with Counter() as forward:
         made = call()
     results = made if isinstance(made, tuple | list) else (made,)

@@ -64,8 +64,7 @@ class Function(torch.autograd.Function, metaclass=_Direct):
     """A base for koila's own autograd functions, whose calls cost less.
 
     torch's `apply` checks all arguments in Python for transforms of functorch, and koila's patch of
-    it for lazy tensors; that of the node looks for the function to call. koila's own functions need
-    neither.
+    it for lazy tensors; that of the node looks for the function to call. koila's need neither.
     """
 
     apply: Any = vars(torch._C._FunctionBase)["apply"]
@@ -181,8 +180,7 @@ def backward(
     inputs: Sequence[torch.Tensor] = (),
 ) -> None:
     """Run a backward pass from outputs with these gradients, and accumulate the gradients of
-    leaves: of all, or of `inputs` alone if there are any. `is_retained`: keep the graphs for
-    another pass."""
+    leaves: of all, or of `inputs` alone if there are any. `is_retained`: keep the graphs."""
     run_backward(tuple(outputs), tuple(gradients), keep_graph=is_retained, inputs=tuple(inputs))
 
 

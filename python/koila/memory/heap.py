@@ -79,8 +79,7 @@ def reuse_freed() -> None:
 
 
 #: A step may take this share of its limit and this many bytes beyond it before free pages are
-#: returned, less what libraries have taken since the first limit: a process may take 16 MiB for
-#: both.
+#: returned, less what libraries have taken since the first limit: 16 MiB may go for both.
 _SHARE, _MARGIN = 0.03, 10 * 2**20
 #: Libraries take memory in a process's first steps, and when a step brings new calls. So what the
 #: process takes beside tensors is measured anew at the start of this many steps, after a step in

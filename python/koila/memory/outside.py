@@ -32,8 +32,7 @@ _OF_SECOND = "BackwardBackward"
 _ABOVE = 1.1
 
 #: The memory that a backward formula holds beside the gradients that it returns, as a multiple of
-#: the result of its call. By the lower-case name of the op without underscores, which torch's nodes
-#: have.
+#: the result of its call. By the op's name as in torch's nodes: lower-case, without underscores.
 _HELD = {row["name"].replace("_", ""): max(row["held"][1]) for row in _core.op_table()}
 
 

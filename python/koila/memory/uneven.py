@@ -118,8 +118,7 @@ def parts(
 ) -> tuple[float, float, float, float]:
     """Return how many times the average steps, and turns, the worst chunk of `rows` rows has; then
     the same of the worst of the `n_pieces` pieces of a chunk that its last layers run in.
-    `all_lengths` are, for each axis, the lengths of its rows (int64); `n_rows`: of the longest
-    axis."""
+    `all_lengths` are, for each axis, the lengths of its rows; `n_rows`: of the longest axis."""
     n_chunks = -(-n_rows // max(rows, 1))
     if n_chunks == n_pieces == 1:
         return 1.0, 1.0, 1.0, 1.0

@@ -71,9 +71,7 @@ def _patch_engine() -> None:
         return run(roots, *args, **words)
 
     # A lazy may be given as the gradient of a plain tensor: the engine would read its placeholder.
-    with_real_gradients = patching.live_if_lazy(
-        in_eagers_order, is_plain=True, run=_core.live_with_all
-    )
+    with_real_gradients = patching.live_if_lazy(in_eagers_order, True, _core.live_with_all)
 
     def noted(roots: Any, *args: Any, **words: Any) -> Any:
         is_backward = words.get("accumulate_grad")  # and not autograd.grad()

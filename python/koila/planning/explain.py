@@ -123,9 +123,8 @@ def _described(
         n_calls = [last[i] for i in run.nodes].count(run.index)
         n_chunks, n_rows = len(rows) or 1, max(rows, default=None)
         stages.append(Stage(position, n_calls, n_chunks, n_rows, str(of_run), why))
-    return Scheduled(
-        tuple(stages), schedule_words.strategy_in_words(program, strategy, schedule), named
-    )
+    in_words = schedule_words.strategy_in_words(program, strategy, schedule)
+    return Scheduled(tuple(stages), in_words, named)
 
 
 def report_of(

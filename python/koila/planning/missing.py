@@ -182,8 +182,7 @@ class Missing:
 
     def choose(self, n_bytes: Mapping[int, float], allowed: float) -> tuple[bytes, float] | None:
         """Return policies with which a step fits into `allowed` bytes, and the bytes that they free
-        beyond that; None if there are none. The step needs `n_bytes`, by instruction, if all values
-        are kept."""
+        beyond that; None if there are none. The step needs `n_bytes`, by instruction, with none."""
         banned: set[int] = set()  # values that cheap calls cannot recompute beside the others
         while True:
             over = {at: need - allowed for at, need in n_bytes.items() if need > allowed}

@@ -128,10 +128,8 @@ class Policies:
 
     def retained(self) -> set[int]:
         """Return the bodies whose graphs are retained if all values are kept."""
-        steps = self.plain.steps
-        return {
-            step.runs[0].index for step in steps if step.op == Op.RUN and step.graph == Graph.RETAIN
-        }
+        steps, retained = self.plain.steps, (Op.RUN, Graph.RETAIN)
+        return {step.runs[0].index for step in steps if (step.op, step.graph) == retained}
 
 
 def _of(by_body: Sequence[Sequence[int]], some: Iterable[int]) -> list[int]:

@@ -293,8 +293,7 @@ def too_large(
     """Return the error for calls that run on the whole batch and do not fit.
 
     `what` names the calls and why they run whole, `large` what takes most of the bytes `needed`; it
-    may be empty. `is_stopped`: a call was stopped when it needed so much; how much more it needs is
-    not known.
+    may be empty. `is_stopped`: a call was stopped at so much, and may need more.
     """
     needs, has = sizes(needed, max(left, 0.0))
     n_bytes = as_limit(program, needed)

@@ -103,8 +103,7 @@ def hook_in_words(program: Program, run: Run) -> str:
 
 def why_twice(program: Program, run: Run, passes: Passes) -> tuple[str, Node | None]:
     """Return why the chunks of a body run forward before their backward is possible, and the call
-    for which; empty if they do not, or if it is recomputed in segments, which `strategy_in_words`
-    describes."""
+    for which; empty if they do not, or in segments, which `strategy_in_words` describes."""
     if not run.is_body or passes.back == 0 or passes.forward < 2 or passes.n_segments > 1:
         return "", None
     if hooked := hook_in_words(program, run):

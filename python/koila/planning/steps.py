@@ -27,8 +27,7 @@ def _cut_off() -> tuple[int, float]:
 
 def whole(program: Program, so_far: float) -> float | None:
     """Predict the bytes that a step needs whole, without the calls on earlier tapes, from those
-    that its calls on this tape so far need, with their graph. None: no such step has been seen to
-    its end."""
+    that its calls on this tape so far need, with their graph. None: no such step has ended yet."""
     n_before, before = _cut_off()
     more = _shares.get(n_before + program.n_nodes)
     return None if more is None else more * (before + so_far) - before

@@ -129,8 +129,7 @@ class Strategies:
     """The strategies to run a program.
 
     A strategy is measured once, and not at all if the measure of another rules it out: it cannot
-    fit in more rows than a strategy that saves more memory, and cannot cost less than it would in
-    these rows.
+    fit in more rows than a strategy that saves more memory, nor cost less than in these rows.
     """
 
     def __init__(self, program: Program, is_graph: bool) -> None:
@@ -210,9 +209,8 @@ class Strategies:
         """Yield the strategies that free activations which cheap calls can recompute, then those
         that keep a part of the activations between bodies and recompute the others."""
         rematerializing, recomputing, _ = self._families(base)
-        yield from (
-            base._replace(policies=policies) for policies in (*rematerializing, *recomputing)
-        )
+        for policies in (*rematerializing, *recomputing):
+            yield base._replace(policies=policies)
 
     def larger_chunks(self) -> tuple[Strategy, ...]:
         """Return the strategies that fit more rows, for a program that fits in chunks as it is."""

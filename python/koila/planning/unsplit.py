@@ -4,8 +4,7 @@
 For a derivative with a graph (`create_graph=True`) and the backward through that graph, the
 recorded calls are run and differentiated on meta tensors, and the bytes alive at the worst moment
 are counted. If that is impossible, since a shape depends on numbers or a transform of torch.func
-calls the user's code, bytes are counted during the real run, which is stopped if they exceed what
-is left.
+calls the user's code, bytes are counted in the real run, which stops if they exceed what is left.
 """
 
 from __future__ import annotations
@@ -306,8 +305,7 @@ class _Trace:
 
     def of(self, given: Any, is_input: bool) -> Tensor | None:
         """Return the meta tensor of a tensor of the user; None: it has none. Of a leaf that is
-        differentiated with respect to (`is_input`), return the leaf itself and not the clone that
-        calls read."""
+        differentiated with respect to (`is_input`), return the leaf and not the clone of calls."""
         value = self.value_of(given)
         if value is None:
             return None

@@ -162,8 +162,7 @@ def _before_step(optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
 
 def _note_unseen(before: list[tuple[torch.Tensor, int | None]]) -> None:
     """After the step of an optimizer that changed no versions, as a fused one: refuse a backward of
-    pending calls that would read the new parameters. These are given with their versions before
-    it."""
+    pending calls that would read the new parameters. `before`: with their versions."""
     for one, version in before:
         if aliases.version_of(one) == version:
             aliases.lose(_core.leaves_of(one))

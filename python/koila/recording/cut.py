@@ -245,15 +245,14 @@ class Cut:
         by_value: dict[int, frozenset[int]] | None = None
         if watched and "whole" not in self.__dict__:
             by_value = _core.held(roots[0].lazy, self._behind_gradients, (roots, watched), {})
+        if by_value is None:  # not known: on all of them
+            by_value = dict.fromkeys(map(id, leaves), frozenset(watched))
         with torch.no_grad():
             is_some = len(leaves) < len(behind)
             found = self.gradients_of(roots, gradients, leaves, True, is_some)
         alike: dict[frozenset[int], list[int]] = defaultdict(list)
         for i, leaf in enumerate(leaves):
-            reached = (
-                frozenset(watched) if by_value is None else by_value.get(id(leaf), frozenset())
-            )
-            alike[reached].append(i)
+            alike[by_value.get(id(leaf), frozenset())].append(i)
         made: list[torch.Tensor | None] = [None] * len(leaves)
         tensors = {-1 - i: one for i, one in enumerate(gradients)} | {id(t): t for t in behind}
         for reached, some in alike.items():

@@ -24,6 +24,7 @@ from koila.basics import (
     table,
     threads,
 )
+from koila.basics.table import Handler
 from koila.memory import order
 from koila.messages import errors
 from koila.planning import left_plain
@@ -105,7 +106,7 @@ class Entry(NamedTuple):
 
     kind: int
     name: str  # torch's name for it
-    handler: Callable[..., Any] | None = None  # HANDLER: its replacement; an OP may have one too
+    handler: Handler | None = None  # HANDLER: its replacement; an OP may have one too
     has_meta: bool = False  # OP: its schema neither writes nor aliases: meta tensors can infer it
     returns_list: bool = False  # its schema returns a list of tensors
     is_random: bool = False
@@ -149,9 +150,7 @@ def _register_op(func: Callable[..., Any], name: str) -> None:
     _core.register(func, entry)
 
 
-def _register_own(
-    func: Any, name: str, row: str, handler: Callable[..., Any] | None = None
-) -> None:
+def _register_own(func: Any, name: str, row: str, handler: Handler | None = None) -> None:
     """Register a function of koila's that is recorded by a row."""
     _core.register(func, Entry(OP, name, handler, row=row, container=tuple))
 

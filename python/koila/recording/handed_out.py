@@ -88,8 +88,7 @@ class Root(Memory):
 
     def is_inner(self, value: int) -> bool:
         """Return whether a call of the part reads `value` (this value or a view of it) to compute
-        another value that was handed out. The gradient that comes through that call does not reach
-        the tensor."""
+        another value that was handed out: the gradient of that call never gets to the tensor."""
         others = (handed() for handed in self.cut.handed)
         return any(one not in (None, self) for one in others) and value in self.cut.inner
 

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from koila import _core
 from koila.basics import surroundings
+from koila.basics.table import Func
 from koila.recording.cut import Copy, Cut
 from koila.running import arrays, visible
 from koila.staged import aliases, meta
@@ -76,7 +77,7 @@ def _memory_of_leaves() -> set[StorageWeakRef | None]:
 
 
 @surroundings.in_outside
-def before_write(func: Callable[..., Any], given: Any) -> list[tuple[Cut, dict[int, Copy]]]:
+def before_write(func: Func, given: Any) -> list[tuple[Cut, dict[int, Copy]]]:
     """Copy the arguments of a call that is about to run, where parts read them: the call may write
     them, and the parts read them again in their backward. Return the copies, for `after_write`.
 
@@ -96,9 +97,7 @@ def after_write(kept: list[tuple[Cut, dict[int, Copy]]]) -> None:
         cut.keep_what_it_reads(copies)
 
 
-def keep_copies(
-    func: Callable[..., Any], tensors: tuple[torch.Tensor, ...]
-) -> Callable[[], None] | None:
+def keep_copies(func: Func, tensors: tuple[torch.Tensor, ...]) -> Callable[[], None] | None:
     """Copy tensors that parts read, before they are written. Return what to call after that."""
     if not _state.cuts:
         return None

@@ -97,9 +97,8 @@ def _parameters_of(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:
 def is_sink(function: Any, args: tuple[Any, ...]) -> bool:
     """Return whether this is the function that DDP puts its outputs through, and `behind_outputs`
     can replace it."""
-    return (
-        function is _module._DDPSink and not args[0]().static_graph and not surroundings.of_call()
-    )
+    is_theirs = function is _module._DDPSink and not args[0]().static_graph
+    return is_theirs and not surroundings.of_call()
 
 
 def behind_outputs(module: Callable[[], Any], *outputs: Any) -> tuple[Any, ...]:

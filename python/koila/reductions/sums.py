@@ -86,9 +86,8 @@ class Var(Reduction):
         mean = mean if keepdim else mean.squeeze(over) if over else mean
         if self.has_mean(call) and mean.device.type == "cpu" and not mean.isfinite().all():
             squares = engine.Instead.apply(squares, torch.where(mean.isinf(), mean.real, squares))
-            mean = engine.Instead.apply(
-                mean, torch.var_mean(x, over, correction=0, keepdim=keepdim)[1]
-            )
+            _, own = torch.var_mean(x, over, correction=0, keepdim=keepdim)
+            mean = engine.Instead.apply(mean, own)
         made = n, mean, squares
         return tuple(map(made.__getitem__, parts))
 

@@ -252,8 +252,7 @@ def _kept(program: Program) -> dict[int, list[tuple[int, bool]]]:
 
 def largest_kept(program: Program, most: int) -> list[tuple[int, int, bool]]:
     """Return the `most` largest tensors that autograd saves for backward, the largest first: the id
-    of the call that made it, its bytes for the whole batch, and whether they grow with the
-    samples."""
+    of the call that made it, its bytes for the whole batch, and whether they grow with it."""
     found = (
         (node, n_bytes, is_rows)
         for node, amounts in _kept(program).items()

@@ -93,8 +93,7 @@ def _found(value: int, layouts: dict[int, _Layout]) -> _Layout:
 
 def _stand_in(value: int, place: rows.Place | None, layout: _Layout | None) -> torch.Tensor:
     """Return ones that lie in memory as two rows of a value; zeros for indices. `place`: where a
-    call finds its rows; None: it reads the whole value. `layout`: its layout, if it was found
-    out."""
+    call finds its rows; None: it reads the whole value. `layout`: its own, if found."""
     info = Info.of(value)
     shape, strides = info.shape, _strides_of(info) or (layout.strides if layout else None)
     if place is not None:

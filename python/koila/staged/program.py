@@ -178,12 +178,8 @@ class Program:
 
     def aside(self) -> list[Node]:
         """Return the calls with a graph that leads to no root."""
-        return [
-            node
-            for node in self.nodes.values()
-            if any(self.info(value).requires_grad for value in node.outs)
-            and not any(map(self.needs_gradient, node.outs))
-        ]
+        apart = (n for n in self.nodes.values() if not any(map(self.needs_gradient, n.outs)))
+        return [n for n in apart if any(self.info(value).requires_grad for value in n.outs)]
 
     @functools.cached_property
     def wanted(self) -> list[int]:
