@@ -25,8 +25,7 @@ OWN_WIDTH = frozenset(one for one in WIDENED if WIDENED[one] is one)
 
 _data: Any = torch._C.TensorBase.data
 
-#: Kernels are fastest on multiples of this many rows, and matrix products round the same in a first
-#: and a second run.
+#: On multiples of this many rows kernels are fastest, and products round the same in each run.
 UNIT = 8
 
 
@@ -179,8 +178,7 @@ def cut(tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds) -> torch.
 def put(
     tensor: torch.Tensor, place: Place, rows: int, bounds: Bounds, part: torch.Tensor, is_more: bool
 ) -> None:
-    """Write `part` to the rows in `bounds` of a whole tensor with `rows` rows, or if `is_more`, add
-    it to them."""
+    """Write `part` to the rows in `bounds` of a whole tensor of `rows` rows; `is_more`: add it."""
     to = _part(tensor, place, rows, bounds)
     _, dim, outer, _ = place
     if outer > 1:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes that optimizers take: the state that they keep between steps, and what a step allocates
-beside it."""
+"""The bytes that optimizers take: their state, and what a step allocates beside it."""
 
 from __future__ import annotations
 

@@ -45,8 +45,7 @@ _gaps = _Gaps()
 
 
 def note_gap(start: int, end: int, moved: int) -> None:
-    """Note that a run skipped numbers from `moved` on, for plain nodes that have the numbers from
-    `start` to `end`."""
+    """Note that a run skipped numbers from `moved` on, for plain nodes from `start` to `end`."""
     if len(_gaps.starts) >= _N_GAPS:
         _gaps.clear()
     _gaps.starts.append(start)

@@ -70,8 +70,7 @@ def _patch_writes() -> None:
 
 @patching.wrapper
 def going_before(original: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function that writes its first argument: what is pending reads the tensor first, and
-    parts keep a copy."""
+    """Run a function that writes its argument: pending calls read it first, parts keep a copy."""
     if _core.is_busy() or patching.holds_lazy(args):
         return original(*args, **kwargs)
     after = bridge.before_plain_write(original, args[0])

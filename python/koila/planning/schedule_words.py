@@ -70,8 +70,7 @@ def passes_of(schedule: Schedule) -> dict[int, Passes]:
 
 
 def _waits_for(program: Program, run: Run) -> Node | None:
-    """Return the call that the backward of a body needs, and that needs all of its chunks; None
-    if it is not known."""
+    """Return the call that a body's backward needs, of all its chunks; None: it is not known."""
     if run.stage == program.last_body:
         return program.node(program.tail_node) if program.tail_node is not None else None
     made, imports = set(run.exports), program.imports

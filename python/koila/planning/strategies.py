@@ -22,8 +22,7 @@ from koila.staged.schedule import AS_IT_IS, WITHOUT_CHECKPOINTS, Op, Policy, Str
 # The share of the allowed memory to plan with: predictions do not know how allocators round, nor
 # the buffers inside kernels.
 CHUNK_SHARE = 0.9
-# The values of the fields of a Strategy that are tried: n_pieces of rows, n_pieces of a second
-# axis, n_segments.
+# Values of a Strategy's fields that are tried: n_pieces of rows, of a second axis, n_segments.
 _PIECES = 2, 4, 8, 16, 32
 _PIECES_ALONG = 2, 4, 8, 16, 32, 64
 SEGMENTS = 2, 3, 4, 6, 8, 12, 16, 32, 64
@@ -338,8 +337,7 @@ class Strategies:
     # The search.
 
     def _fitting(self, strategy: Strategy, allowed: float, price: float) -> Fitting | None:
-        """Return a strategy with the rows in which it fits; None if it does not, or is not cheaper
-        than `price`."""
+        """Return a strategy with the rows that fit; None: none do, or it is not below `price`."""
         if self._holds(strategy) > CHUNK_SHARE * allowed or not self.is_there(strategy):
             return None
         if strategy.n_pieces == 1 and strategy.n_segments <= 1:

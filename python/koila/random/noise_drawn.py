@@ -39,8 +39,7 @@ def _words(method: str, dtype: torch.dtype, values: tuple[Any, ...]) -> int:
     for n_words in (1, 2):
         for n_elements in (SIXTEEN, 999, _MANY):
             drawn, moved = (torch.Generator().manual_seed(n_elements) for _ in range(2))
-            # normal_() draws pairs of numbers, and the generator keeps the second one: both start
-            # with one kept.
+            # normal_() draws pairs, of which the generator keeps the second: both start with one.
             for generator in (drawn, moved):
                 for of in (torch.float32, torch.float64):
                     torch.empty(1, dtype=of, device="cpu").normal_(generator=generator)

@@ -146,8 +146,7 @@ def _empty_like(lazy: torch.Tensor) -> torch.Tensor:
 
 
 def new(func: Func, args: Args, kwargs: Words) -> Any:
-    """Run x.new(2, 3), which uses only the type of x. x.new(other) is on the graph of `other`, and
-    runs live."""
+    """Run x.new(2, 3), which uses only the type of x. x.new(other), on a graph, runs live."""
     if type(args[0]) is not LazyTensor or any(
         isinstance(argument, torch.Tensor) for argument in (*args[1:], *kwargs.values())
     ):

@@ -32,8 +32,7 @@ waiting: weakref.WeakKeyDictionary[Any, _Visits] = weakref.WeakKeyDictionary()
 
 
 class _Visits:
-    """The parameters that the outputs of a forward were computed from, and which of them backward
-    has visited."""
+    """The parameters that a forward's outputs were made of, and which backward has visited."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self.parameters = {id(one): one for one in parameters}
@@ -95,8 +94,7 @@ def _parameters_of(outputs: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def is_sink(function: Any, args: tuple[Any, ...]) -> bool:
-    """Return whether this is the function that DDP puts its outputs through, and `behind_outputs`
-    can replace it."""
+    """Return whether this is DDP's function for outputs, and `behind_outputs` can replace it."""
     is_theirs = function is _module._DDPSink and not args[0]().static_graph
     return is_theirs and not surroundings.of_call()
 

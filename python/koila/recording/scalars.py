@@ -21,8 +21,7 @@ _NUMBERS = frozenset("int SymInt number float Scalar".split())
 #: The dtypes of which a tensor without dims, as an index, selects an entry.
 _INTS = frozenset((torch.int8, torch.int16, torch.int32, torch.int64))
 
-#: Ops by name: arguments that may be a tensor and of which torch uses only the number; its schemas
-#: do not show that.
+#: Ops by name: arguments that are numbers, also as tensors, although schemas do not say so.
 _READ_TENSORS = {
     "narrow": "start",
     "repeat_interleave": "repeats",

@@ -170,8 +170,7 @@ def _gather_again(state: Any) -> None:
 
 
 class _Reduce:
-    """Hook on the gradient of a gathered parameter: have torch reduce the gradients at the end of
-    this backward."""
+    """Hook on a gathered parameter's gradient: torch reduces gradients as this backward ends."""
 
     def __init__(self, state: Any) -> None:
         self.state = state

@@ -119,8 +119,7 @@ def _laid_out(program: Program, node: Node, out: int, tensor: torch.Tensor) -> t
 
 
 def _strides_of_whole(program: Program, node: Node, out: int) -> tuple[int, ...] | None:
-    """Return the strides of torch's own result, found on meta tensors; None: the strides of an
-    input are not known."""
+    """Return the strides of torch's own result, by meta tensors; None: an input's are not known."""
     env: list[torch.Tensor | None] = [None] * program.n_values
     for value in set(program.reads(node)):
         info = program.info(value)

@@ -150,8 +150,7 @@ def batch_norm(
     var: Tensor | None = None,
     mean: Tensor | None = None,
 ) -> Tensor:
-    """Normalize with the results of `batch_moments`; without them, in a whole run, call torch's own
-    function."""
+    """Normalize with the results of `batch_moments`, or in a whole run by torch's own function."""
     words = weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled
     if var is None or mean is None:
         return _batch_norm(x, *words)
@@ -205,6 +204,5 @@ class Again(float):
 
 
 def without_again(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a call with plain numbers for `Again`, so that nothing is updated a
-    second time."""
+    """Return arguments with plain numbers for `Again`, so that nothing is updated twice."""
     return tuple(float(arg) if isinstance(arg, Again) else arg for arg in args)

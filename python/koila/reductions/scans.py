@@ -124,8 +124,7 @@ def _starts_of_exponentials(parts: list[list[Tensor]], dim: int) -> Tensor:
 def _starts_of_sums(parts: list[list[Tensor]], dim: int) -> Tensor:
     (totals,) = parts
     first = torch.zeros_like(totals[0])
-    # torch sums integers in int64. Converting to fewer bits afterwards wraps around as a sum in
-    # fewer bits does.
+    # torch sums integers in int64: converted to fewer bits they wrap around as a sum in those does.
     return torch.cat([first, *totals[:-1]], dim).cumsum(dim).to(first.dtype)
 
 

@@ -30,8 +30,7 @@ _DTYPES = frozenset(
 #: returns its input's dtype. `_ask` casts the inputs to this dtype, and the result back.
 _ASKED_IN = {"_grouped_mm": torch.bfloat16}
 
-#: Functions whose meta kernels report other strides than the real kernels return, even if all
-#: inputs are row-major.
+#: Functions whose meta kernels report other strides than real ones, also for row-major inputs.
 LAID_OUT_OTHERWISE = frozenset(
     "fft_hfft2 fft_hfftn fft_rfft2 fft_rfftn linalg_eig linalg_svd nonzero_static svd".split()
 )

@@ -269,8 +269,7 @@ class Program:
 
     @property
     def is_part(self) -> bool:
-        """Whether the program is a part that the bridge cut off, whose results others already hold
-        (`bridge.py`)."""
+        """Whether it is a part that the bridge cut off, whose results others already hold."""
         return bool(self._unwanted)
 
     @property
@@ -368,8 +367,7 @@ class Program:
 
     @functools.cached_property
     def _however_cut(self) -> tuple[tuple[Node, str] | None, tuple[Node, str] | None]:
-        """What makes the program unstageable however its bodies are cut: a write through .data, and
-        other calls."""
+        """What makes it unstageable however it is cut: a write through .data, and other calls."""
         if self._data_write is not None and (self.roots or _does_graph_keep_written()):
             why = (
                 "its memory is written through .data, which changes what is kept for backward; "
