@@ -670,7 +670,7 @@ MUTANTS = [
     Mutant(
         "storages: gradients of leaves of earlier programs do not count",
         "python/koila/memory/storages.py",
-        "_core.note_storages([*held, *_leaves_again(held)])",
+        "_core.note_storages(held + [ref() for ref in list(_leaves.values())])",
         "_core.note_storages(held)",
         "tests/test_storages.py",
     ),

@@ -264,7 +264,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     monkeypatch.setattr(heap._core, "return_free", made.return_free)
     monkeypatch.setattr(heap._core, "fix_malloc", lambda *given: made.fixed.append(given))
     monkeypatch.setattr(heap._core, "watch_resident", lambda n: made.bounds.append(n) or made)
-    monkeypatch.setattr(heap._core, "stop_resident", lambda handle: made.stopped)
+    monkeypatch.setattr(heap._core, "stop_resident", lambda: made.stopped)
     monkeypatch.setattr(heap, "_threshold", None)
     monkeypatch.setattr(heap, "_beside", None)
     monkeypatch.setattr(heap, "_at_first", 0)

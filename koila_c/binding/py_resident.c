@@ -9,15 +9,6 @@
 #include "resident.h"
 #include "reuse.h"
 
-static const char WATCH[] = "koila.resident.watch";
-
-static void
-release_watch(PyObject *handle)
-{
-    int64_t n_returns = 0;
-    (void)kl_resident_stop(PyCapsule_GetPointer(handle, WATCH), &n_returns);
-}
-
 KL_DEFINE(resident, ignored)
 {
     return PyLong_FromLongLong(kl_resident_bytes());
@@ -26,29 +17,13 @@ KL_DEFINE(resident, ignored)
 KL_DEFINE(watch_resident, bound)
 {
     long long n_bytes = PyLong_AsLongLong(bound);
-    if (n_bytes == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    KlResident *watch = kl_resident_watch(n_bytes);
-    if (watch == NULL) {
-        return Py_NewRef(Py_None);
-    }
-    PyObject *handle = PyCapsule_New(watch, WATCH, release_watch);
-    if (handle == NULL) {
-        (void)kl_resident_stop(watch, &(int64_t){0});
-    }
-    return handle;
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(kl_resident_watch(n_bytes));
 }
 
-KL_DEFINE(stop_resident, handle)
+KL_DEFINE(stop_resident, ignored)
 {
-    KlResident *watch = PyCapsule_GetPointer(handle, WATCH);
     int64_t n_returns = 0;
-    if (watch == NULL || PyCapsule_SetDestructor(handle, NULL) < 0) {
-        return NULL;
-    }
-    (void)PyCapsule_SetName(handle, NULL); /* it is of no use any more */
-    long long most = kl_resident_stop(watch, &n_returns);
+    long long most = kl_resident_stop(&n_returns);
     return Py_BuildValue("LL", most, (long long)n_returns);
 }
 

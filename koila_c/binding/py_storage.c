@@ -9,6 +9,7 @@
 #include "py_state.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "alloc.h"
 
@@ -16,6 +17,8 @@
 #define KL_IDLE_MAX 10000
 /* From this size on, ask whether memory is a mapped file, which takes a millisecond. */
 #define KL_FILE_BYTES (16 << 20)
+#define KL_N_RECENT 1024
+#define KL_RECENT(storage) state.recent[((uintptr_t)(storage) >> 4) % KL_N_RECENT]
 
 /* The first fields of a StorageImpl, since torch 2.10. The strong count is the low half of the counts. */
 typedef struct Storage {
@@ -43,8 +46,10 @@ typedef struct Range {
 static struct {
     PyObject *counted;        /* dict: address of a storage -> torch's weak reference to it */
     Py_ssize_t n_counted_max; /* above this number the dead ones are looked for */
-    PyObject *is_file;        /* dict: address -> whether this large storage is a mapped file */
-    Range *ranges;            /* [n_ranges_max] scratch */
+    const Storage *recent[KL_N_RECENT]; /* some of `counted`, by a part of the address */
+    PyObject *is_file;  /* dict: address -> whether this large storage is a mapped file */
+    bool has_unsettled; /* a storage was noted since the last query that may be one */
+    Range *ranges;      /* [n_ranges_max] scratch */
     size_t n_ranges_max;
     PyObject *parts;   /* storages.py: the tensors that one without a storage consists of */
     int n_idle;        /* collections since the last query */
@@ -85,6 +90,12 @@ kl_storage_may_be_shared(PyObject *tensor)
     return is_others || is_noted;
 }
 
+static bool
+may_be_file(const Storage *storage)
+{
+    return !storage->is_resizable && bytes_of(storage) >= KL_FILE_BYTES;
+}
+
 /* Forget the storages that are dead. 0 or -1. */
 static int
 forget_dead(void)
@@ -95,6 +106,7 @@ forget_dead(void)
     while (counted != NULL && PyDict_Next(counted, &at, &key, &weak)) {
         const Storage *storage = PyLong_AsVoidPtr(key);
         if ((uint32_t)storage->counts == 0) {
+            KL_RECENT(storage) = NULL;
             (void)PyDict_DelItem(state.is_file, key);
             PyErr_Clear(); /* few are there */
             (void)PyDict_DelItem(state.counted, key);
@@ -109,18 +121,21 @@ forget_dead(void)
 static int
 keep(const Storage *storage)
 {
+    if (KL_RECENT(storage) == storage || bytes_of(storage) == 0) {
+        return 0;
+    }
     PyObject *object = NULL, *weak = NULL, *key = PyLong_FromVoidPtr((void *)(uintptr_t)storage);
-    int is_kept = key == NULL              ? -1
-                  : bytes_of(storage) == 0 ? 1
-                                           : PyDict_Contains(state.counted, key);
+    int is_kept = key == NULL ? -1 : PyDict_Contains(state.counted, key);
     if (is_kept == 0) {
         object = PyObject_CallMethod(kl_py.untyped_storage, "_new_with_weak_ptr", "O", key);
         /* None: it died meanwhile */
         bool is_alive = object != NULL && object != Py_None;
         weak = is_alive ? PyObject_CallOneArg(kl_py.storage_weak_ref, object) : NULL;
         bool is_noted = weak != NULL && PyDict_SetDefault(state.counted, key, weak) != NULL;
-        is_kept = is_noted || object == Py_None ? 1 : -1;
+        is_kept = is_noted ? 1 : object == Py_None ? 0 : -1;
+        state.has_unsettled |= is_noted && may_be_file(storage);
     }
+    KL_RECENT(storage) = is_kept > 0 ? storage : NULL;
     KL_DROP(weak, object, key);
     return is_kept < 0                                            ? -1
            : PyDict_GET_SIZE(state.counted) > state.n_counted_max ? forget_dead()
@@ -131,6 +146,7 @@ static void
 forget_all(void)
 {
     PyDict_Clear(state.is_file);
+    memset(state.recent, 0, sizeof(state.recent));
     PyDict_Clear(state.counted);
 }
 
@@ -268,18 +284,16 @@ KL_DEFINE(storage_bytes, ignored)
     PyObject *key = NULL, *weak = NULL;
     Py_ssize_t at = 0;
     size_t n = 0, total = 0;
-    if (forget_dead() < 0) {
-        return NULL;
-    }
-    if (KL_RESERVE(&state, ranges, (size_t)PyDict_GET_SIZE(state.counted)) != KL_OK) {
+    if (forget_dead() < 0 ||
+        KL_RESERVE(&state, ranges, (size_t)PyDict_GET_SIZE(state.counted)) != KL_OK) {
         return PyErr_NoMemory();
     }
     while (PyDict_Next(state.counted, &at, &key, &weak)) {
         const Storage *storage = PyLong_AsVoidPtr(key);
-        size_t n_bytes = PyDict_GetItem(state.is_file, key) != Py_True ? bytes_of(storage) : 0;
+        size_t n_bytes = bytes_of(storage);
         if (storage->is_resizable) {
             total += n_bytes;
-        } else if (n_bytes > 0) {
+        } else if (!may_be_file(storage) || PyDict_GetItem(state.is_file, key) != Py_True) {
             state.ranges[n++] = (Range){storage->data, storage->data + n_bytes};
         }
     }
@@ -287,34 +301,26 @@ KL_DEFINE(storage_bytes, ignored)
     return PyLong_FromSize_t(total);
 }
 
-KL_DEFINE(unsettled_storages, ignored)
+KL_DEFINE(settle_storages, ask)
 {
-    PyObject *key = NULL, *weak = NULL, *counted = PyDict_Copy(state.counted);
-    PyObject *result = counted != NULL ? PyList_New(0) : NULL;
+    PyObject *key = NULL, *weak = NULL;
+    PyObject *counted = state.has_unsettled ? PyDict_Copy(state.counted) : PyDict_New();
     Py_ssize_t at = 0;
-    while (result != NULL && PyDict_Next(counted, &at, &key, &weak)) {
+    bool is_done = counted != NULL;
+    while (is_done && PyDict_Next(counted, &at, &key, &weak)) {
         const Storage *storage = PyLong_AsVoidPtr(key);
-        bool may_be_file = (uint32_t)storage->counts > 0 && !storage->is_resizable &&
-                           bytes_of(storage) >= KL_FILE_BYTES;
-        if (may_be_file && PyDict_GetItem(state.is_file, key) == NULL) {
-            PyObject *address = PyLong_FromVoidPtr((void *)(uintptr_t)storage->data);
-            kl_py_add(&result, Py_BuildValue("(ON)", key, address));
+        bool is_there = (uint32_t)storage->counts > 0 && may_be_file(storage);
+        if (is_there && PyDict_Contains(state.is_file, key) == 0) {
+            PyObject *is_file = PyObject_CallFunction(
+                ask, "N", PyLong_FromVoidPtr((void *)(uintptr_t)storage->data));
+            is_done = is_file != NULL && (PyDict_Contains(state.counted, key) == 0 ||
+                                          PyDict_SetItem(state.is_file, key, is_file) == 0);
+            Py_XDECREF(is_file);
         }
     }
+    state.has_unsettled = !is_done;
     Py_XDECREF(counted);
-    return result;
-}
-
-KL_DEFINE(settle_storage, args)
-{
-    PyObject *key = NULL, *is_file = NULL;
-    if (!PyArg_ParseTuple(args, "O!O!:settle_storage", &PyLong_Type, &key, &PyBool_Type,
-                          &is_file) ||
-        (PyDict_Contains(state.counted, key) == 1 &&
-         PyDict_SetItem(state.is_file, key, is_file) < 0)) {
-        return NULL;
-    }
-    return Py_NewRef(Py_None);
+    return is_done ? Py_NewRef(Py_None) : NULL;
 }
 
 /* What storages.py compares with torch's own answers, as the structs above read it. */

@@ -168,8 +168,31 @@ def test_files_are_settled() -> None:
     x = torch.frombuffer(bytearray(2**24), dtype=torch.uint8)
     small = torch.frombuffer(bytearray(2**10), dtype=torch.uint8)
     assert noted(x, small) == 2**24 + 2**10
-    ((key, address),) = _core.unsettled_storages()
-    assert (key, address) == (x.untyped_storage()._cdata, x.data_ptr())
-    _core.settle_storage(key, True)
-    assert _core.unsettled_storages() == []
+    asked: list[int] = []
+
+    def ask(address: int) -> bool:
+        asked.append(address)
+        return True
+
+    def fail(address: int) -> bool:
+        raise KeyError(address)
+
+    with pytest.raises(KeyError):
+        _core.settle_storages(fail)
+    for _ in range(2):
+        _core.settle_storages(ask)
+    assert asked == [x.data_ptr()], "once"
     assert _core.storage_bytes() == 2**10
+    other = torch.frombuffer(bytearray(2**24), dtype=torch.uint8)
+    assert noted(other) == 2**24 + 2**10
+    _core.settle_storages(lambda _: False)
+    assert noted(other) == 2**24 + 2**10
+
+
+def test_a_storage_in_the_place_of_one_that_died() -> None:
+    """It counts, although its address was noted before."""
+    for n in range(1, 200):
+        kept = [torch.zeros(n) for _ in range(40)]
+        assert noted(*kept) == 40 * 4 * n
+        assert noted(*kept) == 40 * 4 * n
+        del kept

@@ -203,13 +203,21 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def taken(device: torch.device, held: Iterable[torch.Tensor]) -> int:
-    """Return the bytes of all tensors on a device, `held` included; of `held` alone if the device
-    keeps no count."""
-    with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
-        if device.type == "cpu":
+    """Return the bytes of all tensors on a device, `held` and their gradients included; of these
+    alone if the device keeps no count."""
+    if device.type == "cpu":
+        with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
             return storages.n_bytes(list(held))
-        n_held = _storage_bytes(t for t in held if t.device == device)
+    n_held = _held_bytes(device, held)
     return max(n_held, taken_on_cuda(device)) if device.type == "cuda" else n_held
+
+
+def _held_bytes(device: torch.device, held: Iterable[torch.Tensor]) -> int:
+    """Return the bytes of tensors on a device, and of their gradients."""
+    with torch._C.DisableTorchFunctionSubclass():  # as above
+        here = [tensor for tensor in held if tensor.device == device]
+        grads = [tensor.grad for tensor in here if tensor.is_leaf]
+    return _storage_bytes(here + [grad for grad in grads if grad is not None])
 
 
 def outside(device: torch.device, held: Iterable[torch.Tensor]) -> int:
@@ -218,7 +226,7 @@ def outside(device: torch.device, held: Iterable[torch.Tensor]) -> int:
     if config.get("memory_limit") is None:
         return 0
     held = list(held)
-    return max(0, taken(device, held) - _storage_bytes(t for t in held if t.device == device))
+    return max(0, taken(device, held) - _held_bytes(device, held))
 
 
 #: What `counted` calls the gradients of parameters.
@@ -231,29 +239,23 @@ def counted(
     """Return what counts against `config(memory_limit=)` on a device: kinds of tensors with their
     bytes. A storage counts for the first of its kinds. `parameters` are the leaves that a program
     reads, `entered` all tensors that it reads."""
-    with torch._C.DisableTorchFunctionSubclass():  # they could run the pending program
-        return _counted(device, parameters, entered)
-
-
-def _counted(
-    device: torch.device, parameters: Sequence[torch.Tensor], entered: Iterable[torch.Tensor]
-) -> list[tuple[str, int]]:
-    here = [t for t in entered if t.device == device and t.layout == torch.strided]
-    leaves = [t for t in parameters if t.device == device and t.layout == torch.strided]
-    foreign = [t for t in here if t.numel() and not t.untyped_storage().resizable()]
-    kinds = (
-        ("parameters", leaves),
-        (GRADIENTS, [t.grad for t in leaves if t.grad is not None]),
-        ("optimizer state", [t for t in optimizers.state() if t.device == device]),
-        ("tensors in NumPy's or shared memory", foreign),
-        ("the batch and other inputs", here),
-    )
     found, before, all_before = [], 0, list[torch.Tensor]()
-    for name, tensors in kinds:
-        all_before += tensors
-        total = _storage_bytes(all_before)
-        found += [(name, total - before)] if total > before else []
-        before = total
+    with torch._C.DisableTorchFunctionSubclass():  # they could run the pending program
+        here = [t for t in entered if t.device == device and t.layout == torch.strided]
+        leaves = [t for t in parameters if t.device == device and t.layout == torch.strided]
+        foreign = [t for t in here if t.numel() and not t.untyped_storage().resizable()]
+        kinds = (
+            ("parameters", leaves),
+            (GRADIENTS, [t.grad for t in leaves if t.grad is not None]),
+            ("optimizer state", [t for t in optimizers.state() if t.device == device]),
+            ("tensors in NumPy's or shared memory", foreign),
+            ("the batch and other inputs", here),
+        )
+        for name, tensors in kinds:
+            all_before += tensors
+            total = _storage_bytes(all_before)
+            found += [(name, total - before)] if total > before else []
+            before = total
     others = taken(device, all_before) - before
     return [*found, ("other tensors", others)] if others > 0 else found
 
@@ -268,7 +270,8 @@ def free_bytes(
 
     Args:
         device: where the step runs.
-        held: the existing tensors of the step, which count against `config(memory_limit=)`.
+        held: the existing tensors of the step, which count against `config(memory_limit=)`, as do
+            their gradients.
         is_alone: ignore all other tensors.
         needed: the most that the step will allocate, if known. If many times as much was free a
             moment ago, that number is used again.
@@ -281,7 +284,7 @@ def free_bytes(
     if limit is None:
         return free
     if is_alone:
-        return max(0, min(free, limit - _storage_bytes(t for t in held if t.device == device)))
+        return max(0, min(free, limit - _held_bytes(device, held)))
     return max(0, min(free, limit - taken(device, held)))
 
 

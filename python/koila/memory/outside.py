@@ -156,7 +156,9 @@ def note_kept(tensors: Iterable[torch.Tensor]) -> None:
     """Count the saved tensors of graphs against a limit: most have no Python object, so the garbage
     collector does not know them."""
     if config.get("memory_limit") is not None:
-        storages.n_bytes([one for node in nodes_behind(tensors) for one in _kept_by(node)])
+        kept = [one for node in nodes_behind(tensors) for one in _kept_by(node)]
+        storages.note_leaves(one for one in kept if one.requires_grad and one.is_leaf)
+        storages.n_bytes(kept)
 
 
 #: By the type of a node: its attributes that hold saved tensors.

@@ -22,7 +22,8 @@ def n_bytes() -> int | None:
 class Peak:
     """Measures the peak of resident private memory between its creation and `stop`.
 
-    A thread samples every few milliseconds; a peak between two samples is missed.
+    A thread samples every few milliseconds; a peak between two samples is missed. Peaks that are
+    measured at the same time, by several threads, count from the first start.
 
     Args:
         start: the bytes from which the peak is measured; None: those that are resident now.
@@ -30,16 +31,20 @@ class Peak:
             freed memory is returned to the system.
     """
 
+    _is_watching = False
+
     def __init__(self, start: int | None = None, bound: int = _NO_BOUND) -> None:
         self._start = n_bytes() if start is None else start
-        self._watch = _core.watch_resident(bound)
         self.n_returns = 0  #: how often freed memory was returned
+        self._is_watching = _core.watch_resident(bound)
 
     def stop(self) -> int | None:
         """Stop measuring, and return the peak bytes beyond those at the start; None: the kernel
         does not say."""
-        watch, self._watch = self._watch, None
-        if watch is None or self._start is None:
+        is_watching, self._is_watching = self._is_watching, False
+        if not is_watching:
             return None
-        most, self.n_returns = _core.stop_resident(watch)
-        return most - self._start
+        most, self.n_returns = _core.stop_resident()
+        return None if self._start is None else most - self._start
+
+    __del__ = stop  # an exception may come between

@@ -162,9 +162,9 @@ def _look() -> None:
 def n_bytes(held: list[torch.Tensor]) -> int:
     """Return the bytes of all tensors on the CPU, `held` included."""
     _look()
-    _core.note_storages([*held, *_leaves_again(held)])
-    _settle()
-    return _core.storage_bytes() + _in_buckets()
+    _core.note_storages(held + [ref() for ref in list(_leaves.values())])
+    _core.settle_storages(_is_in_file)
+    return _core.storage_bytes() + (_in_buckets() if len(_buckets) else 0)
 
 
 def note_buckets(module: Any) -> None:
@@ -183,15 +183,13 @@ def _in_buckets() -> int:
     )
 
 
-def _leaves_again(held: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaves that earlier calls held: each may have got a gradient since, of which
-    nobody has made a Python object yet."""
-    earlier = [leaf for ref in list(_leaves.values()) if (leaf := ref()) is not None]
-    for tensor in held:
-        if id(tensor) not in _leaves and tensor.requires_grad and tensor.is_leaf:
-            key = id(tensor)
-            _leaves[key] = weakref.ref(tensor, functools.partial(_leaves.pop, key))
-    return earlier
+def note_leaves(leaves: Iterable[torch.Tensor]) -> None:
+    """From now on, count the gradients of leaves while these exist: nobody may have made Python
+    objects of them."""
+    for leaf in leaves:
+        if id(leaf) not in _leaves:
+            key = id(leaf)
+            _leaves[key] = weakref.ref(leaf, functools.partial(_leaves.pop, key))
 
 
 def look_again(is_final: bool) -> bool:
@@ -205,14 +203,9 @@ def look_again(is_final: bool) -> bool:
     return True
 
 
-def _settle() -> None:
-    """Stop counting large storages that are mapped files: the system can drop their pages."""
-    unsettled = _core.unsettled_storages()
-    if not unsettled:
-        return
-    files = list(_mapped_files())
-    for key, address in unsettled:
-        _core.settle_storage(key, any(start <= address < end for start, end in files))
+def _is_in_file(address: int) -> bool:
+    """Tell whether an address is in a mapped file: the system can drop its pages."""
+    return any(start <= address < end for start, end in _mapped_files())
 
 
 def _mapped_files() -> Iterable[tuple[int, int]]:

@@ -26,23 +26,20 @@ def whole_share() -> float:
 
 
 def _tensors_of_step(program: Program) -> list[torch.Tensor]:
-    """Return the existing tensors that belong to the step: inputs, parameters, their gradients, and
-    the state of optimizers."""
-    with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
-        _, frozen = program.by_gradient
-        all_grads = [leaf.grad for leaf in (*frozen, *program.parameters)]
-        grads = [grad for grad in all_grads if grad is not None]
+    """Return the existing tensors that belong to the step, without gradients: inputs, parameters,
+    and the state of optimizers."""
+    storages.note_leaves(program.parameters)
     behind = program.parameters if program.on_graphs else []  # else they are among those that enter
-    return program.entered + behind + grads + optimizers.state()
+    return program.entered + behind + optimizers.state()
 
 
 def allowed_for(program: Program, is_alone: bool = False, needed: float = math.inf) -> float:
     """Return the bytes that a program may use: the least of its devices, since the bytes that it
     needs are summed over all of them. `is_alone`: ignore tensors that do not belong to the step.
     `needed`: the most that it needs, if known; see `budget.free_bytes`."""
-    held = _tensors_of_step(program)
-    devices = devices_of(program)
-    return float(min(budget.free_bytes(device, held, is_alone, needed) for device in devices))
+    held = _tensors_of_step(program) if config.get("memory_limit") is not None else []
+    free = [budget.free_bytes(one, held, is_alone, needed) for one in devices_of(program)]
+    return float(min(free))
 
 
 def outside(program: Program) -> float:

@@ -7,7 +7,7 @@ import torch
 
 from koila.basics import config
 from koila.basics.lines import script_line
-from koila.memory import budget, optimizers
+from koila.memory import budget, optimizers, storages
 from koila.messages.words import size, sizes
 from koila.planning import limits, logs
 from koila.reporting import reports
@@ -23,8 +23,8 @@ def report_over_limit(optimizer: torch.optim.Optimizer) -> None:
     if limit is None or not stepping:
         return
     coming, temporary = optimizers.of_step(optimizer)
-    grads = [one.grad for one in stepping if one.grad is not None]
-    held = [*stepping, *grads, *optimizers.state()]
+    storages.note_leaves(stepping)
+    held = stepping + optimizers.state()
     needed = budget.taken(stepping[0].device, held) + coming + temporary
     if needed <= limit:
         return
