@@ -169,20 +169,14 @@ def test_what_does_not_fit_is_told_and_not_raised() -> None:
 
 def test_it_shows_as_it_is() -> None:
     """Without print() too: in a terminal, and in a notebook."""
-
-    class Printer:
-        shown = ""
-
-        def text(self, words: str) -> None:
-            self.shown += words
-
     x, _ = batch()
-    text = koila.explain(nn.Linear(6, 5)(x).sum(), full=True)
-    printer = Printer()
-    text._repr_pretty_(printer, False)
+    loss = nn.Linear(6, 5)(x).sum()
+    text, plan = koila.explain(loss, full=True), koila.plan(loss)
     assert isinstance(text, str)
     assert "<h4>koila.explain</h4>" in text._repr_html_()
-    assert repr(text) == printer.shown and str(text) == "\n".join(text.splitlines())
+    assert str(text) == "\n".join(text.splitlines())
+    pretty = pytest.importorskip("IPython.lib.pretty").pretty
+    assert (pretty(text), pretty(plan)) == (repr(text), repr(plan))
     *shown, hint = repr(text).splitlines()
     assert "\n".join(shown) == str(text)
     assert hint == "(print() leaves this line out; to save it: Path('explain.txt').write_text(...))"

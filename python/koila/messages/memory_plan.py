@@ -155,9 +155,6 @@ class MemoryPlan:
         ends = ".html, .json, .trace.json, .pickle or .txt"
         return f"{self}\n(print() leaves this line out; .save('plan.svg') saves it, or {ends})"
 
-    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        printer.text(repr(self))
-
     def _repr_html_(self) -> str:
         return cards.html("koila.plan", self.lines(), picture=self.svg(), rows=self.table())
 

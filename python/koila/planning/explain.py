@@ -279,9 +279,6 @@ class Explanation(str):
     def __repr__(self) -> str:
         return f"{self}\n{hint_to_save('explain.txt')}"
 
-    def _repr_pretty_(self, printer: Any, is_cycle: bool) -> None:
-        printer.text(repr(self))
-
     def _repr_html_(self) -> str:
         return cards.html("koila.explain", self.lines, self.layers, self.calls)
 

@@ -19,11 +19,6 @@ from koila.basics.table import Args, Func, Handler, Words
 from koila.planning import planner
 
 
-def broadcast_to(x: Tensor, *size: Any) -> Any:
-    """Record `broadcast_to` as `expand`, as ATen does."""
-    return x.expand(*size)
-
-
 def broadcast_tensors(*tensors: Any) -> Any:
     """Return tensors that have the common shape as they are, and expand the others to it.
     `expand_as` a lazy that has the shape tells the recorder which dim has the rows."""
@@ -287,7 +282,7 @@ _COMPOSED: dict[str, Callable[..., Any]] = {
     "atleast_2d": _all(_matrix),
     "atleast_3d": _all(_block),
     "broadcast_tensors": broadcast_tensors,
-    "broadcast_to": broadcast_to,
+    "broadcast_to": lambda x, *size: x.expand(*size),
     "bucketize": bucketize,
     "column_stack": column_stack,
     "ctc_loss": ctc_loss,

@@ -233,8 +233,7 @@ def _tiled_halves() -> Iterator[torch.dtype]:
     """Yield those dtypes whose kernels take channels last: bfloat16 with AMX, float16 always."""
     is_allowed = _most() in ("", "ALL", "DEFAULT") or "AMX" in _most()
     has_amx = torch.cpu._is_amx_tile_supported() and is_allowed
-    is_tiled = {torch.bfloat16: has_amx, torch.float16: True}
-    return (dtype for dtype in _blocked_halves() if is_tiled[dtype])
+    return (dtype for dtype in _blocked_halves() if dtype is torch.float16 or has_amx)
 
 
 def _emulated_halves() -> tuple[torch.dtype, ...]:
