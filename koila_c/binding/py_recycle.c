@@ -5,16 +5,9 @@
 
 #define KL_FREE_MAX 256
 
-/* A TensorImpl begins with its vtable and its reference counts: the strong count is the low half; the high half,
- * below one bit, is the weak count, of which all strong references together hold one. */
-typedef struct Impl {
-    void *vtable;
-    uint64_t counts;
-} Impl;
-
 /* Since torch 2.10 the object owns its TensorImpl, and these fields follow the object's header. */
 typedef struct TensorObject {
-    PyObject_HEAD const Impl *impl;
+    PyObject_HEAD const KlImpl *impl;
     PyObject *backward_hooks;
     PyObject *post_accumulate_grad_hooks;
 } TensorObject;

@@ -163,6 +163,14 @@ typedef struct KlPyCall {
 
 #define KL_N_DEVICES 2
 
+/* The first fields of torch's TensorImpl. The low half of the counts is that of strong references; the high half, below
+ * one bit, is the weak count, of which all strong references together hold one. */
+typedef struct KlImpl {
+    void *vtable;
+    uint64_t counts;
+    const struct StorageImpl *storage; /* NULL: sparse, opaque, or undefined */
+} KlImpl;
+
 /* Everything that the whole module shares, filled once at import. It is a global, since koila._core cannot exist
  * twice in a process: torch forbids sub-interpreters. */
 typedef struct KlPyState {
@@ -184,16 +192,16 @@ typedef struct KlPyState {
     PyObject *devices;                    /* list of torch.device; index = KlMeta.device */
     PyObject *device_names[KL_N_DEVICES]; /* str: device types whose autocast state is tracked */
     PyObject *dtypes[KL_N_DTYPES];
-    const void *no_gradient; /* the impl that a tensor without a gradient has for one */
-    Py_ssize_t slot_offset;  /* of LazyTensor's one slot, which holds its Value */
-    uint64_t n_backwards;    /* backward passes so far: graphs older than one may be freed */
-    uint64_t n_axis_keys;    /* batches so far */
-    uint64_t n_looks;        /* ends of blocks, backwards, batches: leaves may have changed since */
-    int64_t n_transforms;    /* torch.func transforms and tracers running on any thread */
-    int64_t n_dual_levels;   /* levels of forward-mode AD that are on */
-    int64_t n_cut_off;       /* tapes that were cut off and still exist */
-    int64_t n_aside;         /* tapes that are set aside */
-    uint32_t reductions;     /* bit i: KlReduce i can be split */
+    const KlImpl *no_gradient; /* the impl that a tensor without a gradient has for one */
+    Py_ssize_t slot_offset;    /* of LazyTensor's one slot, which holds its Value */
+    uint64_t n_backwards;      /* backward passes so far: graphs older than one may be freed */
+    uint64_t n_axis_keys;      /* batches so far */
+    uint64_t n_looks;      /* ends of blocks, backwards, batches: leaves may have changed since */
+    int64_t n_transforms;  /* torch.func transforms and tracers running on any thread */
+    int64_t n_dual_levels; /* levels of forward-mode AD that are on */
+    int64_t n_cut_off;     /* tapes that were cut off and still exist */
+    int64_t n_aside;       /* tapes that are set aside */
+    uint32_t reductions;   /* bit i: KlReduce i can be split */
     uint32_t blocked_halves, tiled_halves, emulated_halves; /* as KlCall's */
     int64_t block_width;                                    /* as KlCall's */
     bool is_flash_allowed;                                  /* as KlCall's */
@@ -278,11 +286,11 @@ PyObject *kl_meta_strides(const KlMeta *meta);
 
 /* Whether two real tensors share memory, or torch cannot tell. */
 bool kl_meta_may_alias(PyObject *left, PyObject *right);
-/* Since torch 2.10 a tensor object holds a pointer to its c10::TensorImpl right behind the object header. */
-static inline const void *
+/* Since torch 2.10 a tensor object holds a pointer to its TensorImpl right behind the object header. */
+static inline const KlImpl *
 kl_meta_impl(PyObject *tensor)
 {
-    return *(void **)((char *)tensor + sizeof(PyObject));
+    return *(const KlImpl **)((char *)tensor + sizeof(PyObject));
 }
 /* Whether a real tensor requires a gradient; -1 on failure. */
 int kl_meta_requires_grad(PyObject *tensor);

@@ -20,8 +20,8 @@
 #define KL_N_RECENT 1024
 #define KL_RECENT(storage) state.recent[((uintptr_t)(storage) >> 4) % KL_N_RECENT]
 
-/* The first fields of a StorageImpl, since torch 2.10. The strong count is the low half of the counts. */
-typedef struct Storage {
+/* The first fields of torch's StorageImpl, since torch 2.10; the counts are as in KlImpl. */
+typedef struct StorageImpl {
     void *vtable;
     uint64_t counts;
     const char *data;
@@ -31,13 +31,6 @@ typedef struct Storage {
     bool is_symbolic;  /* then n_bytes is no number */
     bool is_resizable; /* torch's own memory: no other storage shares it */
 } Storage;
-
-/* The first fields of a TensorImpl. */
-typedef struct Impl {
-    void *vtable;
-    uint64_t counts;
-    const Storage *storage; /* NULL: sparse, opaque, or undefined */
-} Impl;
 
 typedef struct Range {
     const char *start, *end;
@@ -56,18 +49,6 @@ static struct {
     bool is_following; /* young objects are looked at before each collection */
 } state;
 
-static inline const Impl *
-impl_of(PyObject *tensor)
-{
-    return kl_meta_impl(tensor);
-}
-
-static inline const Impl *
-grad_of(const Impl *impl)
-{
-    return *kl_py.lib_grad(impl);
-}
-
 /* The bytes of a storage on the CPU; 0 for FakeTensors, which claim bytes and have none. */
 static size_t
 bytes_of(const Storage *storage)
@@ -79,7 +60,7 @@ bytes_of(const Storage *storage)
 bool
 kl_storage_may_be_shared(PyObject *tensor)
 {
-    const Impl *impl = impl_of(tensor);
+    const KlImpl *impl = kl_meta_impl(tensor);
     const Storage *storage = impl != NULL ? impl->storage : NULL;
     bool is_others = storage != NULL && !storage->is_resizable && bytes_of(storage) > 0;
     bool is_any = storage != NULL && kl_py.aliased != NULL && PyDict_GET_SIZE(kl_py.aliased) > 0;
@@ -157,11 +138,11 @@ forget_all(void)
 static int
 note_tensor(PyObject *tensor)
 {
-    const Impl *impl = impl_of(tensor);
+    const KlImpl *impl = kl_meta_impl(tensor);
     if (impl == NULL) {
         return 0; /* it is being created */
     }
-    const Impl *both[] = {impl, grad_of(impl)};
+    const KlImpl *both[] = {impl, *kl_py.lib_grad(impl)};
     bool is_made_up = false;
     for (int i = 0; i < 2; i++) {
         const Storage *storage = both[i]->storage;
@@ -330,7 +311,7 @@ KL_DEFINE(storage_fields, tensor)
     if (!PyObject_TypeCheck(tensor, kl_py.tensor_base)) {
         return PyErr_Format(PyExc_TypeError, "storage_fields: a tensor is wanted");
     }
-    const Impl *impl = impl_of(tensor), *grad = grad_of(impl);
+    const KlImpl *impl = kl_meta_impl(tensor), *grad = *kl_py.lib_grad(impl);
     const Storage *storage = impl->storage != NULL ? impl->storage : &none;
     return Py_BuildValue("(KKKIOK)", (unsigned long long)(uintptr_t)impl->storage,
                          (unsigned long long)(uintptr_t)storage->data,
