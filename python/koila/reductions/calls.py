@@ -70,14 +70,9 @@ def is_of_parts(program: Program, value: int) -> bool:
     return node is not None and node.mode == REDUCE and not is_by_chunk(program, node.first_out)
 
 
-def dim_of_chunks(program: Program, node: Node) -> int | None:
-    """Return the dim along which the value of a reduction has a slice for each chunk; None: all
-    chunks read the whole value."""
-    split = split_of(program, node)
-    if not split.reduction.is_by_chunk:
-        return None
-    call = split.make(*_core.call(node.id))
-    dim = call.word("dim")
+def dim_of_chunks(program: Program, node: Node) -> int:
+    """Return the dim along which the value of a reduction has a slice for each chunk."""
+    dim = split_of(program, node).make(*_core.call(node.id)).word("dim")
     return int(dim) % len(program.info(node.first_out).shape)
 
 
@@ -87,10 +82,10 @@ def bits_of_all() -> int:
 
 
 def combine(
-    program: Program, node: Node, parts: list[list[torch.Tensor]]
+    program: Program, node: Node, split: Split, parts: list[list[torch.Tensor]]
 ) -> tuple[torch.Tensor, ...]:
     """Return the outputs of a reduction from the partials of all chunks, parts[part][chunk]."""
-    reduction, _, make = split_of(program, node)
+    reduction, _, make = split
     value = reduction.combine(parts, make(*_core.call(node.id)))
     values = tuple(value) if isinstance(value, tuple | list) else (value,)
     if reduction.is_by_chunk:

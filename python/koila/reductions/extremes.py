@@ -31,7 +31,7 @@ class Extreme(Reduction):
         if part == 0:
             return call.run()
         over, keepdim = dims(x, call.word("dim")), call.word("keepdim", False)
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             op = torch.amax if self.is_max(call) else torch.amin
             best = op(x, over, True)
             ties = (x == best) | ((x != x) & (best != best))
@@ -39,7 +39,7 @@ class Extreme(Reduction):
 
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> torch.Tensor:
         values, ties = parts
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             stack = torch.stack(values)
             best = stack.amax(0) if self.is_max(call) else stack.amin(0)
             holds = (stack == best) | ((stack != stack) & (best != best))
@@ -59,7 +59,7 @@ class Extreme(Reduction):
             ]
         )
         # Rounding may make the sum of the shares differ from the value in the last bit: correct it.
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             rest = torch.where(best.isfinite(), best - mixed, 0)
         return (mixed + rest).to(call.dtype)
 

@@ -269,7 +269,7 @@ class Moments(Var):
     def combine(self, parts: list[list[torch.Tensor]], call: Call) -> Any:
         ns = tuple(map(torch.Tensor.item, parts[0]))
         if sum(ns) and parts[1][0].device.type == "cpu":
-            with torch.no_grad():
+            with torch.set_grad_enabled(False):
                 pooled = _pooled(ns, parts[1], parts[2])
                 is_finite = math.isfinite(torch.add(*pooled).sum())
             if is_finite:

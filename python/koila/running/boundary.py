@@ -206,19 +206,19 @@ class BoundaryValue:
     def read_parts(self, is_graph: bool) -> list[list[torch.Tensor]]:
         """Return aliases of the partials of a reduction, as parts[part][chunk]; of those that are
         added up, only their sum."""
-        found: dict[Key, torch.Tensor] = {}
+        made, read = list[list[torch.Tensor]](), list[tuple[BoundaryValue, Key, torch.Tensor]]()
         for part in range(len(self.parts[0])):
+            made.append([])
             for chunk in sorted(self.parts):
                 if part in self.parts[chunk]:
-                    found["part", chunk, part] = self.parts[chunk][part]
-        read: Iterable[torch.Tensor] = found.values()
+                    read.append((self, ("part", chunk, part), self.parts[chunk][part]))
+        found: Iterable[torch.Tensor] = [tensor for *_, tensor in read]
         if is_graph and self.watch is not None:
-            read = self._watch_all(found, self.watch).values()
+            found = self._watch_all({key: one for _, key, one in read}, self.watch).values()
         elif is_graph:
-            read = aliases_of([(self, key, tensor) for key, tensor in found.items()])
-        made: list[list[torch.Tensor]] = [[] for _ in self.parts[0]]
-        for (_, _, part), alias in zip(found, read, strict=True):
-            made[part].append(alias)
+            found = aliases_of(read)
+        for (_, key, _), alias in zip(read, found, strict=True):
+            made[key[2]].append(alias)
         return made
 
     # -- gradients --------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class Undo:
 
     def put_back(self) -> None:
         """Restore the `.grad` of every leaf."""
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             for leaf, gradient, numbers in self._before:
                 if gradient is not None and numbers is not None:
                     gradient.copy_(numbers)

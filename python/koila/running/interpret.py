@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 from koila.planning import second_axis
 from koila.running import cheap, retained, tail, visible, watched
 from koila.running.boundary import Awaiting, BoundaryValue, add, take_total_gradients
+from koila.running.prepared import Prepared
 from koila.running.sending import edges_of, send_back
 from koila.staged import hooks
 from koila.staged.facts import Run
@@ -169,7 +170,8 @@ class Interpreter:
         """Record the last segment on this chunk again, to run it in pieces of a second axis."""
         stages = self.stages
         start, stop = stages.grid_of(run)[self.chunk]
-        imports = stages.prepared(run, True).inputs(self.chunk, self.pieces)
+        ready = stages.ready.get((run.index, True)) or Prepared(stages, run, True)
+        imports = ready.inputs(self.chunk, self.pieces)
         stages.begin_outputs(run.exports)  # `seeds` looks up their gradients there
         dim = stages.planned.strategy.second_dim
         return second_axis.record(stages.program, run, imports, stop - start, start, dim)

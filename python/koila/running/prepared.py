@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,10 +20,13 @@ from koila.messages.errors import NotInChunksError
 from koila.reductions import batch_softmax, calls, norms
 from koila.running import accrue, views
 from koila.running.boundary import Awaiting, BoundaryValue, aliases_of, read_whole
-from koila.running.store import Reads, Rows, Store
+from koila.running.store import Rows
 from koila.running.watched import Key
 from koila.staged import leaves
 from koila.staged.facts import ROWS, Node, Run
+
+if TYPE_CHECKING:
+    from koila.running.stages import Stages
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
@@ -33,15 +36,15 @@ _Runner = Callable[["Prepared", Node, int, Callable[..., Any], _Args, _Kwargs], 
 
 
 class Prepared:
-    """A run, prepared for all its chunks. It is of use until the loop over them ends.
+    """A run, prepared for all its chunks.
 
     Args:
-        store: the step's values.
+        store: the step's values; there it is `ready`, if it is a body, until the loop ends.
         run: a body, a segment of one, or a barrier, which runs once, as chunk 0.
         is_graph: whether autograd records a graph.
     """
 
-    def __init__(self, store: Store, run: Run, is_graph: bool) -> None:
+    def __init__(self, store: Stages, run: Run, is_graph: bool) -> None:
         self.store, self.program = store, store.program
         self.run_, self.is_graph = run, is_graph
         self.grid: list[Bounds] = store.grid_by_run[run.index] if run.is_body else []
@@ -54,16 +57,11 @@ class Prepared:
         self.ranges: list[tuple[int, int, Place]] = []  # those of which it reads first entries
         self.runners: dict[int, tuple[_Runner | None, Node]] = {}  # by call; None: `functions`
         self.functions: dict[int, Callable[..., Any]] = {}  # `Job.functions`
-        if run.is_body:
-            self._prepare_inputs(store.reads[run.index])
-        else:
+        if not run.is_body:
             for i in run.imports:
                 self.others.append((i, self.program.imports[i].value, None))
-
-    # -- inputs -----------------------------------------------------------------------------------
-
-    def _prepare_inputs(self, reads: Reads) -> None:
-        store, is_graph, common = self.store, self.is_graph, self.common
+            return
+        reads, common = store.reads[run.index], self.common
         boundaries, awaiting = store.boundary, store.awaiting
         if not boundaries.keys() >= reads.leaves.keys():
             store.enter_all()
@@ -84,6 +82,9 @@ class Prepared:
                 rows = store.rows_of(import_id, self.run_)
             self.others.append((import_id, value, rows))
         self.ranges += reads.ranges
+        store.ready[run.index, is_graph] = self
+
+    # -- inputs -----------------------------------------------------------------------------------
 
     def _zeros_for(self, import_id: int, chunk: int) -> torch.Tensor:
         """Return zeros in place of an input of which calls read the sizes alone."""
@@ -139,10 +140,12 @@ class Prepared:
             for node in map(self.program.node, self.run_.combined):
                 value = node.first_out
                 boundary = stand_ins.get(value) or self.store.boundary[value]
-                combined, dim = boundary.results, calls.dim_of_chunks(self.program, node)
+                combined, split = boundary.results, calls.split_of(self.program, node)
+                is_by_chunk = split.reduction.is_by_chunk
+                dim = calls.dim_of_chunks(self.program, node) if is_by_chunk else None
                 if combined is None:
                     partials = boundary.read_parts(self.is_graph)
-                    combined = calls.combine(self.program, node, partials)
+                    combined = calls.combine(self.program, node, split, partials)
                 for out, tensor in zip(node.outs, combined, strict=True):
                     checked = tensor if dim is None else tensor.narrow(dim, 0, 1)  # of one chunk
                     _core.check_result(node.id, out, checked)
@@ -198,13 +201,9 @@ class Prepared:
             return Prepared._reduce_whole
         if func is norms.batch_norm and isinstance(args[6], norms.Again):
             return Prepared._run_again
-        return self._tracked(node, func, args)
-
-    def _tracked(self, node: Node, func: Callable[..., Any], args: _Args) -> _Runner | None:
-        """Return the same for a call that may update running statistics."""
         if node.leaf_writes and self.store.tracked.waits(node, func, self.is_alone):
             return Prepared._run_waiting
-        if node.mode == ROWS and func in batch_softmax.N_OWN:  # it gets statistics of all rows
+        if node.mode == ROWS and is_own:  # it gets statistics of all rows
             if self.is_alone:
                 return Prepared._normalize_alone
             if node.id not in self.store.tracked.moves:
@@ -247,7 +246,7 @@ class Prepared:
     ) -> Any:
         """Run a norm in a checkpoint."""
         args = self.store.tracked.note_again(node, args)
-        runner = self._tracked(node, func, args)
+        runner = self._runner_of(node, func, args)
         if runner is None:
             return self.functions[node.id](*args, **kwargs)
         return runner(self, node, chunk, func, args, kwargs)

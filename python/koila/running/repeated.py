@@ -71,7 +71,7 @@ class Layout:
 
     def taken_of(self, tensor: Tensor) -> Tensor:
         """Return the tensor, as a view of another one in its memory, without a graph."""
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             return with_layout(tensor.detach(), self.where)
 
 
@@ -107,6 +107,6 @@ class OfPart:
             shape, strides = self.memory.layout
             like = torch.empty_strided(shape, strides, dtype=whole.dtype, device=whole.device)
             whole = like.copy_(whole)
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             tensor = with_layout(whole, self.layout)
         return tensor.detach().requires_grad_(self.needs_gradient)

@@ -9,6 +9,7 @@ graph of a chunk is kept for it.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -53,7 +54,7 @@ class Retained:
         self.stages, self.run_ = stages, run
         self.again = frozenset(again)
         stored = cheap.stored_of(stages.program, run)
-        self.stored = [value for value in stored if value not in leaving]
+        self.stored = list(itertools.filterfalse(leaving.__contains__, stored))
         frees_storage = bool(stages.schedule.cheap_values)
         there = self.again.union(self.stored)
         self.look = Look(stages.program, run, there, self.again, frees_storage)  # at each chunk

@@ -91,13 +91,6 @@ class Stages(Store):
         self.pieces[head.stage, head.axis, head.segment] = found
         self.pieces[DATA, head.axis, 0] = found
 
-    def prepared(self, run: Run, is_graph: bool) -> Prepared:
-        """Return a run prepared for its chunks; for a body, the same until the loop ends."""
-        prepared = self.ready.get((run.index, is_graph)) or Prepared(self, run, is_graph)
-        if run.is_body:
-            self.ready[run.index, is_graph] = prepared
-        return prepared
-
     def run_nodes(
         self,
         run: Run,
@@ -121,7 +114,7 @@ class Stages(Store):
         Returns:
             The values that the nodes computed, by value number.
         """
-        prepared = self.ready.get((run.index, is_graph)) or self.prepared(run, is_graph)
+        prepared = self.ready.get((run.index, is_graph)) or Prepared(self, run, is_graph)
         stand_ins = stand_ins or {}
         env: list[Any] = [None] * self.program.n_values
         for value, tensor in () if again is None else again.items():

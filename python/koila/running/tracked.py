@@ -58,15 +58,6 @@ class Statistics:
             as_new(one).mul_(1 - momentum).add_(towards, alpha=momentum)
 
 
-def of_batch(args: tuple[Any, ...], n_terms: int) -> Statistics:
-    """Return the statistics of a batch_norm call, which averaged `n_terms` for each channel."""
-    mean, var, momentum = args[3], args[4], args[6]
-    found = Statistics(mean, var, momentum)
-    share = n_terms / (n_terms - 1) if n_terms > 1 else math.nan
-    found.of_chunks[0] = 1, args[10].detach(), args[9].detach() * share
-    return found
-
-
 _WORDS = "input weight bias running_mean running_var training momentum eps cudnn_enabled".split()
 
 
@@ -85,14 +76,19 @@ class Tracked:
         self.moves: dict[int, Statistics] = {}
         self.agains: dict[int, norms.Again] = {}  # of calls in the functions of checkpoints
         #: Leaves that several calls update: at the commit, in the order of the calls.
-        moved = Counter(itertools.chain(*program.moved.values()))
-        self._shared = {value for value, n in moved.items() if n > 1}
+        self._shared = set[int]()
+        if program.moved:
+            moved = Counter(itertools.chain(*program.moved.values()))
+            self._shared.update(value for value, n in moved.items() if n > 1)
 
     def note(self, node: Node, func: Any, args: tuple[Any, ...]) -> None:
         """Note the statistics of a call that gets statistics of all rows, if it is a batch_norm."""
         if func is norms.batch_norm and args[3] is not None:
             shape = self.program.info(node.first_out).shape
-            self.moves[node.id] = of_batch(args, math.prod(shape) // shape[1])
+            n = math.prod(shape) // shape[1]  # of the terms of each channel
+            found = self.moves[node.id] = Statistics(args[3], args[4], args[6])
+            var = args[9].detach() * (n / (n - 1) if n > 1 else math.nan)
+            found.of_chunks[0] = 1, args[10].detach(), var
 
     def note_again(self, node: Node, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Note a batch_norm in a checkpoint, whose statistics `move_again` updates once more.
@@ -155,7 +151,7 @@ class Tracked:
 
     def write(self, done: set[int]) -> None:
         """Update the statistics in the order of the calls, except those already `done`."""
-        with torch.no_grad():
+        with torch.set_grad_enabled(False):
             for i in sorted(self.moves.keys() - done):
                 self.moves[i].write()
 
@@ -172,7 +168,7 @@ class Tracked:
             for i in sorted(i for i, again in self.agains.items() if group in again.groups):
                 node = self.program.node(i)
                 again = self.agains[node.id]
-                with torch.no_grad():
+                with torch.set_grad_enabled(False):
                     self.moves[node.id].move(again.running, again.next())
                 for value in self.program.moved_by(node):
                     _core.refresh_leaf(value)

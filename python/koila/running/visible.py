@@ -225,7 +225,7 @@ def write_statistics(stages: Stages) -> None:
     written = set[int]().union(*map(program.moved_by, fresh))
     unwritten.note_written({n.id for n in fresh})
     stages.tracked.write(done)
-    with torch.no_grad():
+    with torch.set_grad_enabled(False):
         for value, (real, copy) in stages.scratch.items():
             if value in written:
                 as_new(real).copy_(copy)
