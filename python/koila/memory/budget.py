@@ -38,7 +38,7 @@ def _limits() -> tuple[int, int]:
 def is_bound() -> bool:
     """Tell whether the process has a limit on its data or address space. All its memory counts
     against it, that of compiled kernels too."""
-    return any(limit != resource.RLIM_INFINITY for limit in _limits())
+    return _limits() != (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
 
 
 def _left_to_process() -> Iterator[int]:

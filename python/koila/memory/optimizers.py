@@ -88,8 +88,10 @@ def _taken_by(optimizer: torch.optim.Optimizer) -> _Taken | None:
 def coming_state(parameters: Iterable[torch.Tensor]) -> int:
     """Return the bytes of state that optimizers will make for parameters in their first step."""
     found = _all_to_step()
-    wanted = {id(parameter) for parameter in parameters} if found else set()
-    return sum(_coming_state_of(optimizer, wanted) for optimizer in found)
+    if not found:
+        return 0
+    wanted = {id(parameter) for parameter in parameters}
+    return sum([_coming_state_of(optimizer, wanted) for optimizer in found])
 
 
 def _coming_state_of(optimizer: torch.optim.Optimizer, wanted: set[int]) -> int:

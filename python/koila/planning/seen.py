@@ -76,8 +76,7 @@ def key_of(program: Program, is_graph: bool) -> Key | None:
         return None
     coming = optimizers.coming_state(program.parameters) if is_graph else 0
     with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
-        needing, _ = program.by_gradient
-        have_gradients = tuple([one.grad is not None for one in needing])
+        have_gradients = tuple([one.grad is not None for one in program.needing])
     noise = estimates.of_nodes(program) if program.is_drawing else None
     drawn, hooked = draws.bytes_kept(), tuple(hooks.hooked())
     gets_all = program.gets is None

@@ -54,8 +54,8 @@ def is_pinning(i: int, first_out: int) -> bool:
 
 def bytes_kept() -> int:
     """Return the bytes of generator states that earlier runs of this program keep."""
-    cells = _core.notes().get("cells", {}).values()
-    return sum(cell.nbytes for cell in cells if isinstance(cell, torch.Tensor))
+    cells = _core.notes().get("cells")
+    return sum([one.nbytes for one in cells.values() if torch.is_tensor(one)]) if cells else 0
 
 
 def bytes_whole(i: int, first_out: int) -> int:

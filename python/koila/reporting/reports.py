@@ -164,8 +164,7 @@ def _gradients() -> dict[int, list[Any]]:
     gradients."""
     found: dict[int, list[Any]] = {}
     for optimizer in _state.optimizers:
-        groups = (group["params"] for group in optimizer.param_groups)
-        grads = (p.grad for params in groups for p in params[:_N_WATCHED])
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"][:_N_WATCHED]]
         found[id(optimizer)] = [g if g is None else (id(g), g._version) for g in grads]
     return found
 

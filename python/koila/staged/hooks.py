@@ -45,7 +45,8 @@ def _of(value: int) -> OrderedDict[Any, Any] | None:
 
 def hooked() -> list[int]:
     """Return the values of this thread's tape that have hooks."""
-    return [value for value, hooks in _core.notes().get("hooks", {}).items() if hooks]
+    hooks = _core.notes().get("hooks")
+    return [value for value, of_value in hooks.items() if of_value] if hooks else []
 
 
 def _on_tensor(func: Func, args: Args, kwargs: Words) -> Any:

@@ -149,23 +149,21 @@ class Program:
         return of_node.tobytes(), outer.tobytes()
 
     @functools.cached_property
-    def by_gradient(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The tensors that entered: those that need a gradient, and the others."""
+    def needing(self) -> list[torch.Tensor]:
+        """The tensors that entered and need a gradient."""
         with torch._C.DisableTorchFunctionSubclass():  # statistics that are watched are a subclass
-            needing = [tensor for tensor in self.entered if tensor.requires_grad]
-            return needing, [tensor for tensor in self.entered if not tensor.requires_grad]
+            return [tensor for tensor in self.entered if tensor.requires_grad]
 
     @functools.cached_property
     def on_graphs(self) -> list[torch.Tensor]:
         """The tensors that entered with a graph behind them: results of plain calls."""
-        needing, _ = self.by_gradient
         with torch._C.DisableTorchFunctionSubclass():
-            return [tensor for tensor in needing if tensor.grad_fn is not None]
+            return [tensor for tensor in self.needing if tensor.grad_fn is not None]
 
     @functools.cached_property
     def parameters(self) -> list[torch.Tensor]:
         """The leaves of autograd's graph that it reads, also through plain calls (`weight[:n]`)."""
-        leaves, _ = self.by_gradient
+        leaves = self.needing
         if self.on_graphs:
             with torch._C.DisableTorchFunctionSubclass():
                 leaves = [leaf for leaf in leaves if leaf.is_leaf]
@@ -313,7 +311,7 @@ class Program:
         be measured, but not run. Call this once it has been measured."""
         _ = self.cache, self._however_cut
         bare = copy.copy(self)
-        for of_tensors in ("parameters", "on_graphs", "by_gradient"):
+        for of_tensors in ("parameters", "on_graphs", "needing"):
             bare.__dict__.pop(of_tensors, None)
         bare.entered, bare.beside, bare.gets, bare._unwanted = [], (), None, ()
         bare.infos = Infos()
