@@ -7,7 +7,23 @@
 #include "alloc.h"
 #include "schedule_units.h"
 
-typedef bool IsSuch(const KlBuild *build, KlValueId value);
+/* Exports of runs that a step is about, as is_such() says. */
+typedef enum Such {
+    ALL,
+    FREED,
+    INNER,
+    MISSING,
+    OFFLOADED,
+    READ,
+    READ_OUTSIDE,
+    READ_BY_TAIL,
+    OTHER_ROOT,
+    FOR_SEGMENTS,
+    ONLY_FOR_SEGMENTS,
+    WHOLE,
+    KEPT,
+    GRADIENT_WHOLE
+} Such;
 
 static const KlSlice NONE = {0};
 
@@ -50,118 +66,66 @@ add_about(KlBuild *build, KlStepOp op, KlSlice values)
     }
 }
 
-/* List the exports of `runs` for which `is_such` holds (NULL: all of them). */
+static bool
+is_such(const KlBuild *build, KlValueId value, Such such)
+{
+    const KlFacts *facts = &build->facts[value];
+    bool is_inner = facts->is_inner, is_read = !build->program->is_unread[value];
+    bool is_offloaded = build->policies[value] == KL_POLICY_OFFLOAD;
+    bool is_cut = kl_place_is_rows(&build->tape->values[value].meta.place);
+    switch (such) {
+    case ALL:
+        return true;
+    case FREED:
+        return facts->is_freed;
+    case INNER:
+        return is_inner;
+    case MISSING: /* it is not in memory when its body runs again */
+        return facts->is_freed || is_inner;
+    case OFFLOADED:
+        return is_offloaded;
+    case READ:
+        return is_read;
+    case READ_OUTSIDE: /* other units read it */
+        return is_read && !is_inner;
+    case READ_BY_TAIL: /* of a fused body: nothing else comes after that */
+        return facts->last_read != KL_NOWHERE && !is_inner;
+    case OTHER_ROOT:
+        return facts->is_root && !is_inner && facts->last_read == KL_NOWHERE;
+    case FOR_SEGMENTS:
+        return facts->is_for_segments;
+    case ONLY_FOR_SEGMENTS: /* later segments of its body read each chunk of it: no tensor holds all rows */
+        return facts->is_for_segments && (is_inner || facts->is_freed);
+    case WHOLE: /* it is written into one tensor of all rows, because something reads it whole */
+        return (facts->is_read_whole || build->program->is_kept[value]) && is_cut &&
+               !kl_units_is_parts(build, value);
+    case KEPT: /* all its chunks stay in memory. Those of a fused body that nobody reads do not */
+        return !is_inner && !is_offloaded &&
+               (is_read || !build->units[facts->unit].is_fused || build->policy->second_size > 0);
+    case GRADIENT_WHOLE: /* all its readers add their gradients into one tensor of all rows: one of them reads it whole,
+                          * or a hook or retain_grad reads its gradient */
+        return build->policy->is_graph && build->program->stages.needs_gradient[value] &&
+               !kl_units_is_parts(build, value) && is_cut &&
+               (facts->is_read_whole || kl_tape_is_looked_at(build->tape, value));
+    }
+    return false;
+}
+
+/* List the exports of `runs` that are such. */
 static KlSlice
-exports_of(KlBuild *build, KlSlice runs, IsSuch *is_such)
+exports_of(KlBuild *build, KlSlice runs, Such such)
 {
     size_t first = build->schedule->values.n;
     for (uint32_t r = runs.first; r < runs.first + runs.n; r++) {
         const KlRun *run = &build->program->runs[r];
         for (uint32_t i = 0; i < run->exports.n; i++) {
             KlValueId value = kl_program_export(build->program, run, i);
-            if (is_such == NULL || is_such(build, value)) {
+            if (is_such(build, value, such)) {
                 kl_units_add_value(build, value);
             }
         }
     }
     return kl_program_since(&build->schedule->values, first);
-}
-
-static bool
-was_freed(const KlBuild *build, KlValueId value)
-{
-    return build->facts[value].is_freed;
-}
-
-/* Whether a value is not in memory when its body runs again. */
-static bool
-is_missing(const KlBuild *build, KlValueId value)
-{
-    return build->facts[value].is_freed || build->facts[value].is_inner;
-}
-
-static bool
-is_offloaded(const KlBuild *build, KlValueId value)
-{
-    return build->policies[value] == KL_POLICY_OFFLOAD;
-}
-
-static bool
-is_inner(const KlBuild *build, KlValueId value)
-{
-    return build->facts[value].is_inner;
-}
-
-static bool
-is_read(const KlBuild *build, KlValueId value)
-{
-    return !build->program->is_unread[value];
-}
-
-/* Whether other units read a value. */
-static bool
-is_read_outside(const KlBuild *build, KlValueId value)
-{
-    return is_read(build, value) && !is_inner(build, value);
-}
-
-static bool
-is_for_segments(const KlBuild *build, KlValueId value)
-{
-    return build->facts[value].is_for_segments;
-}
-
-/* Whether the tail reads a result of a fused body: nothing else comes after that. */
-static bool
-is_read_by_tail(const KlBuild *build, KlValueId value)
-{
-    return build->facts[value].last_read != KL_NOWHERE && !is_inner(build, value);
-}
-
-static bool
-is_other_root(const KlBuild *build, KlValueId value)
-{
-    const KlFacts *facts = &build->facts[value];
-    return facts->is_root && !facts->is_inner && facts->last_read == KL_NOWHERE;
-}
-
-/* Whether each chunk of a value exists only for later segments of the same body: no tensor holds all rows. */
-static bool
-is_made_for_segments(const KlBuild *build, KlValueId value)
-{
-    const KlFacts *facts = &build->facts[value];
-    return facts->is_for_segments && (facts->is_inner || facts->is_freed);
-}
-
-/* Whether a result of a body is written into one tensor of all rows, because something reads it whole. */
-static bool
-is_put_together(const KlBuild *build, KlValueId value)
-{
-    const KlMeta *meta = &build->tape->values[value].meta;
-    const KlFacts *facts = &build->facts[value];
-    return (facts->is_read_whole || build->program->is_kept[value]) &&
-           kl_place_is_rows(&meta->place) && !kl_units_is_parts(build, value);
-}
-
-/* Whether all chunks of a body's result are kept in memory. Those of a fused body that nobody reads are not. */
-static bool
-is_kept(const KlBuild *build, KlValueId value)
-{
-    const KlUnit *unit = &build->units[build->facts[value].unit];
-    bool is_alone = unit->is_fused && build->policy->second_size == 0;
-    return !is_inner(build, value) && (!is_alone || is_read(build, value)) &&
-           !is_offloaded(build, value);
-}
-
-/* Whether all readers of a body's result add their gradients into one tensor of all rows: one of them reads the result
- * whole, or a hook or retain_grad reads its gradient. */
-static bool
-is_gradient_whole(const KlBuild *build, KlValueId value)
-{
-    return build->policy->is_graph && build->program->stages.needs_gradient[value] &&
-           !kl_units_is_parts(build, value) &&
-           kl_place_is_rows(&build->tape->values[value].meta.place) &&
-           (build->facts[value].is_read_whole || kl_tape_is_looked_at(build->tape, value));
 }
 
 /* -- forward ------------------------------------------------------------------------------------------- */
@@ -223,7 +187,7 @@ static void
 add_others_back(KlBuild *build, const KlUnit *unit)
 {
     for (uint32_t r = last_of(unit).first; r-- > unit->runs.first;) {
-        KlSlice made = exports_of(build, one(r), is_made_for_segments);
+        KlSlice made = exports_of(build, one(r), ONLY_FOR_SEGMENTS);
         add_about(build, KL_STEP_FREE, made);
         add(build, KL_STEP_RUN, KL_GRAPH_NOW, one(r), NONE);
         add(build, KL_STEP_BACK, KL_GRAPH_NOW, one(r), made);
@@ -235,12 +199,12 @@ static void
 add_forward(KlBuild *build, const KlUnit *unit)
 {
     KlGraph graph = unit->is_retained ? KL_GRAPH_RETAIN : KL_GRAPH_NONE;
-    add(build, KL_STEP_LOOP, KL_GRAPH_NONE, unit->runs, exports_of(build, unit->runs, is_kept));
+    add(build, KL_STEP_LOOP, KL_GRAPH_NONE, unit->runs, exports_of(build, unit->runs, KEPT));
     for (uint32_t r = unit->runs.first; r <= last_of(unit).first; r++) {
-        KlSlice left = exports_of(build, one(r), NULL);
+        KlSlice left = exports_of(build, one(r), ALL);
         add(build, KL_STEP_RUN, graph, one(r), left)->others = unit->to_recompute;
     }
-    add_about(build, KL_STEP_FREE, exports_of(build, unit->runs, is_inner));
+    add_about(build, KL_STEP_FREE, exports_of(build, unit->runs, INNER));
     add(build, KL_STEP_END, KL_GRAPH_NONE, unit->runs, NONE);
 }
 
@@ -249,9 +213,9 @@ static void
 add_last(KlBuild *build, const KlUnit *unit)
 {
     KlGraph graph = build->policy->second_size > 0 ? KL_GRAPH_SECOND_AXIS : KL_GRAPH_NOW;
-    add(build, KL_STEP_RUN, graph, last_of(unit), exports_of(build, last_of(unit), is_read));
-    KlSlice read = exports_of(build, unit->runs, is_read_by_tail);
-    KlSlice roots = exports_of(build, unit->runs, is_other_root);
+    add(build, KL_STEP_RUN, graph, last_of(unit), exports_of(build, last_of(unit), READ));
+    KlSlice read = exports_of(build, unit->runs, READ_BY_TAIL);
+    KlSlice roots = exports_of(build, unit->runs, OTHER_ROOT);
     add(build, KL_STEP_TAIL, graph, unit->runs, read)->others = roots;
     add(build, KL_STEP_BACK, graph, last_of(unit), NONE);
 }
@@ -261,11 +225,11 @@ static void
 add_at_once(KlBuild *build, const KlUnit *unit)
 {
     for (uint32_t r = unit->runs.first; r < last_of(unit).first; r++) {
-        add(build, KL_STEP_RUN, KL_GRAPH_FIRST, one(r), exports_of(build, one(r), is_read));
+        add(build, KL_STEP_RUN, KL_GRAPH_FIRST, one(r), exports_of(build, one(r), READ));
     }
     add_last(build, unit);
     add_others_back(build, unit);
-    KlSlice between = exports_of(build, unit->runs, is_for_segments);
+    KlSlice between = exports_of(build, unit->runs, FOR_SEGMENTS);
     add(build, KL_STEP_TAKE, KL_GRAPH_NONE, unit->runs, between);
 }
 
@@ -275,14 +239,14 @@ static void
 add_in_pieces(KlBuild *build, const KlUnit *unit)
 {
     KlSlice body = one(unit->runs.first), head = last_of(unit);
-    add(build, KL_STEP_RUN, KL_GRAPH_NOW, body, exports_of(build, body, is_read_outside));
-    KlSlice between = exports_of(build, body, is_for_segments);
+    add(build, KL_STEP_RUN, KL_GRAPH_NOW, body, exports_of(build, body, READ_OUTSIDE));
+    KlSlice between = exports_of(build, body, FOR_SEGMENTS);
     add(build, KL_STEP_LOOP, KL_GRAPH_NOW, head, between);
     add_last(build, unit);
     add(build, KL_STEP_TAKE, KL_GRAPH_NONE, head, NONE);
     add(build, KL_STEP_END, KL_GRAPH_NONE, head, NONE);
     add(build, KL_STEP_BACK, KL_GRAPH_NOW, body, between);
-    add_about(build, KL_STEP_FREE, exports_of(build, body, is_inner));
+    add_about(build, KL_STEP_FREE, exports_of(build, body, INNER));
     add(build, KL_STEP_TAKE, KL_GRAPH_NONE, body, between);
 }
 
@@ -290,16 +254,16 @@ static void
 add_body_forward(KlBuild *build, const KlUnit *unit)
 {
     KlGraph graph = unit->is_fused ? KL_GRAPH_NOW : KL_GRAPH_NONE;
-    KlSlice offloaded = exports_of(build, unit->runs, is_offloaded);
-    KlSlice whole = exports_of(build, unit->runs, is_put_together);
+    KlSlice offloaded = exports_of(build, unit->runs, OFFLOADED);
+    KlSlice whole = exports_of(build, unit->runs, WHOLE);
     add(build, KL_STEP_STORE, graph, unit->runs, offloaded)->others = whole;
     if (!unit->is_fused) {
-        add_about(build, KL_STEP_SUM, exports_of(build, unit->runs, is_gradient_whole));
+        add_about(build, KL_STEP_SUM, exports_of(build, unit->runs, GRADIENT_WHOLE));
         add_forward(build, unit);
         return;
     }
     bool is_in_pieces = unit->runs.n == 2 && build->policy->n_pieces > 1;
-    add(build, KL_STEP_LOOP, KL_GRAPH_NOW, unit->runs, exports_of(build, unit->runs, is_kept));
+    add(build, KL_STEP_LOOP, KL_GRAPH_NOW, unit->runs, exports_of(build, unit->runs, KEPT));
     (is_in_pieces ? add_in_pieces : add_at_once)(build, unit);
     add(build, KL_STEP_END, KL_GRAPH_NOW, unit->runs, NONE);
     add(build, KL_STEP_WATCH, KL_GRAPH_NONE, unit->runs, NONE);
@@ -330,7 +294,7 @@ mark_needed(KlBuild *build, uint32_t r)
     const KlRun *run = &build->program->runs[r];
     for (uint32_t i = 0; i < run->imports.n; i++) {
         KlValueId value = kl_program_import(build->program, run, i)->value;
-        if (build->facts[value].unit != KL_NOWHERE && is_missing(build, value)) {
+        if (build->facts[value].unit != KL_NOWHERE && is_such(build, value, MISSING)) {
             build->is_needed[build->facts[value].run] = true;
         }
     }
@@ -369,17 +333,17 @@ static void
 recompute_segments(KlBuild *build, KlSlice runs)
 {
     KlSlice needs = cheap_values_read_by(build, runs);
-    add(build, KL_STEP_RECOMPUTE, KL_GRAPH_NONE, runs, exports_of(build, runs, was_freed));
+    add(build, KL_STEP_RECOMPUTE, KL_GRAPH_NONE, runs, exports_of(build, runs, FREED));
     add(build, KL_STEP_LOOP, KL_GRAPH_NONE, runs, NONE);
     add_about(build, KL_STEP_REMATERIALIZE, needs);
     for (uint32_t r = runs.first; r < runs.first + runs.n; r++) {
         const KlRun *run = &build->program->runs[r];
-        add(build, KL_STEP_RUN, KL_GRAPH_NONE, one(r), exports_of(build, one(r), is_missing));
+        add(build, KL_STEP_RUN, KL_GRAPH_NONE, one(r), exports_of(build, one(r), MISSING));
         for (uint32_t i = 0; i < run->exports.n; i++) {
             build->facts[kl_program_export(build->program, run, i)].is_freed = false;
         }
     }
-    add_about(build, KL_STEP_FREE, exports_of(build, runs, is_inner));
+    add_about(build, KL_STEP_FREE, exports_of(build, runs, INNER));
     add_about(build, KL_STEP_FREE_STORAGE, needs);
     add(build, KL_STEP_END, KL_GRAPH_NONE, runs, NONE);
 }
@@ -454,7 +418,7 @@ add_again_and_back(KlBuild *build, const KlUnit *unit)
 {
     for (uint32_t r = unit->runs.first; r < last_of(unit).first; r++) {
         add(build, KL_STEP_RUN, KL_GRAPH_NONE, one(r),
-            exports_of(build, one(r), is_made_for_segments));
+            exports_of(build, one(r), ONLY_FOR_SEGMENTS));
     }
     add(build, KL_STEP_RUN, KL_GRAPH_NOW, last_of(unit), NONE);
     add(build, KL_STEP_BACK, KL_GRAPH_NOW, last_of(unit), NONE);
@@ -480,7 +444,7 @@ add_body_back(KlBuild *build, const KlUnit *unit)
     }
     add_about(build, KL_STEP_FREE, by_chunk);
     add(build, KL_STEP_TAKE, KL_GRAPH_NONE, unit->runs,
-        exports_of(build, unit->runs, is_for_segments));
+        exports_of(build, unit->runs, FOR_SEGMENTS));
     add_about(build, KL_STEP_FREE_STORAGE, needs);
     add(build, KL_STEP_END, graph, unit->runs, NONE);
 }
