@@ -30,7 +30,7 @@ def test_blocks_that_go_back_are_a_small_share(monkeypatch: pytest.MonkeyPatch) 
     """A smaller limit makes smaller blocks go back, a larger one changes nothing."""
     sizes: list[tuple[int, int]] = []
     monkeypatch.setattr(heap, "_threshold", None)
-    monkeypatch.setattr(heap._core, "fix_malloc", lambda *given: sizes.append(given))
+    monkeypatch.setattr(heap, "_set_malloc", lambda *given: sizes.append(given))
     for left in (GIB * 8, GIB, GIB // 4, GIB, GIB // 1024, 0):
         heap.fix_malloc(left)
     assert sizes == [(size, size) for size in (4 * MIB, MIB, MIB // 16)]
@@ -44,7 +44,7 @@ def test_smaller_blocks_go_back_before_a_step_in_many_chunks(
     sizes: list[int] = []
     monkeypatch.setattr(heap, "_threshold", None)
     monkeypatch.setattr(heap, "_least_left", math.inf)
-    monkeypatch.setattr(heap._core, "fix_malloc", lambda block, end: sizes.append(block))
+    monkeypatch.setattr(heap, "_set_malloc", lambda block, end: sizes.append(block))
     heap.fix_malloc_for(4096)
     assert not sizes
     heap.fix_malloc(64 * MIB)
@@ -57,7 +57,7 @@ def test_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     monkeypatch.setattr(heap, "_threshold", None)
     monkeypatch.setattr(heap, "_least_left", math.inf)
-    monkeypatch.setattr(heap._core, "fix_malloc", lambda block, end: sizes.append(block))
+    monkeypatch.setattr(heap, "_set_malloc", lambda block, end: sizes.append(block))
     heap.fix_malloc(0)
     heap.fix_malloc_for(2)
     assert sizes == [MIB // 16, MIB // 64]
@@ -74,7 +74,7 @@ def test_a_step_says_in_how_many_chunks_it_runs(monkeypatch: pytest.MonkeyPatch)
 @needs_glibc
 def test_malloc_is_fixed_on_glibc() -> None:
     """Not so under sanitizers, which bring their own malloc."""
-    assert heap._core.fix_malloc(2**16, 2**16) is True
+    assert heap._set_malloc(2**16, 2**16) is True
 
 
 # Freed memory that is used again ------------------------------------------------------------------
@@ -262,7 +262,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     made = Process()
     monkeypatch.setattr(heap.resident, "n_bytes", lambda: made.now)
     monkeypatch.setattr(heap._core, "return_free", made.return_free)
-    monkeypatch.setattr(heap._core, "fix_malloc", lambda *given: made.fixed.append(given))
+    monkeypatch.setattr(heap, "_set_malloc", lambda *given: made.fixed.append(given))
     monkeypatch.setattr(heap._core, "watch_resident", lambda n: made.bounds.append(n) or made)
     monkeypatch.setattr(heap._core, "stop_resident", lambda: made.stopped)
     monkeypatch.setattr(heap, "_threshold", None)

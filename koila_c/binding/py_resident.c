@@ -1,10 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* py_resident.c - what koila._core tells of resident memory, and what glibc keeps of freed memory; see resident.h. */
+/* py_resident.c - what koila._core tells of resident memory and of freed memory; see resident.h and reuse.h. */
 #include "py_state.h"
-
-#ifdef __GLIBC__
-#include <malloc.h>
-#endif
 
 #include "resident.h"
 #include "reuse.h"
@@ -37,21 +33,4 @@ KL_DEFINE(reuse_freed, library)
 {
     const char *name = PyUnicode_AsUTF8(library);
     return name == NULL ? NULL : PyBool_FromLong(kl_reuse_freed(name));
-}
-
-KL_DEFINE(fix_malloc, args)
-{
-    int block = 0, end = 0;
-    if (!PyArg_ParseTuple(args, "ii", &block, &end)) {
-        return NULL;
-    }
-#ifdef __GLIBC__
-    /* By default glibc raises these thresholds when a large block is freed. */
-    bool is_fixed = mallopt(M_MMAP_THRESHOLD, block) && mallopt(M_TRIM_THRESHOLD, end) &&
-                    mallopt(M_MMAP_MAX, 1 << 14); /* Linux allows a process some 65,000 mappings */
-    kl_resident_return_free();
-    return PyBool_FromLong(is_fixed);
-#else
-    return Py_NewRef(Py_False);
-#endif
 }

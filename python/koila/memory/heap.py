@@ -39,6 +39,18 @@ _HOLES_SHARE, _LEAST_HOLE = 1 / 32, 2**14
 _least_left = math.inf  # the least that a limit left when the threshold was set
 
 
+def _set_malloc(block: int, end: int) -> bool:
+    """Let glibc return what is free now to the system, then freed blocks of `block` bytes and more,
+    and the free end of its heap once it has `end` bytes. Return whether it does."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+    # M_MMAP_THRESHOLD and M_TRIM_THRESHOLD, which glibc raises when a large block is freed, and
+    # M_MMAP_MAX: Linux allows a process some 65,000 mappings.
+    options = ((-3, block), (-1, end), (-4, 2**14))
+    is_set = all(mallopt(option, value) for option, value in options)
+    _core.return_free()
+    return is_set
+
+
 def fix_malloc(left: float) -> None:
     """Make malloc return large freed blocks to the system at once. The more bytes a limit leaves
     (`left`), the larger the blocks that malloc may keep."""
@@ -59,7 +71,7 @@ def _fix_threshold(size: int) -> None:
     global _threshold
     if _threshold is None or size < _threshold:
         _threshold = size
-        _core.fix_malloc(size, size)
+        _set_malloc(size, size)
 
 
 @functools.cache
@@ -116,7 +128,7 @@ class Bounded(resident.Peak):
         beside = now - taken
         reuse_freed()
         if _beside is None and _threshold is None:
-            _core.fix_malloc(_MOST_KEPT, _ANY_END)
+            _set_malloc(_MOST_KEPT, _ANY_END)
         if _beside is None or _n_to_measure > 0 or now > _bound(limit):
             _n_to_measure = max(0, _n_to_measure - 1)
             _core.return_free()
