@@ -25,7 +25,7 @@ from chunked import split
 from koila.basics.rows import largest
 from koila.memory import estimates
 from koila.planning import planner, plans, strategies
-from koila.running import retained, saved
+from koila.running import retained
 from koila.staged.program import Program
 from koila.staged.schedule import Op
 from limits import there
@@ -324,13 +324,18 @@ def test_it_takes_no_more_memory_than_to_run_again(layer: nn.Module) -> None:
     model = nn.Sequential(*bodies[:-3], *last, *bodies[-3:]).double()
     x, y = torch.randn(24, 3, 48, 48).double(), torch.randint(0, 5, (24,))
     step(copy.deepcopy(model), x, y, 6)
-    peaks = []
+    peaks, schedule_of = [], Program.schedule
+
+    def unretained(program: Program, *args: Any) -> Any:
+        return schedule_of(program, *args[:2], 2**32 - 1)  # in so many chunks nothing is retained
+
     for does_wait in (False, True):
         now = copy.deepcopy(model)
         estimates = Allocations()
         with estimates:
             pass
-        with mock.patch.object(saved, "are_hooks_allowed", lambda: does_wait), estimates:  # noqa: B023
+        made = schedule_of if does_wait else unretained
+        with mock.patch.object(Program, "schedule", made), estimates:
             step(now, x, y, 6)
         peaks.append(estimates.peak)
     assert 2**20 < peaks[1] <= 1.02 * peaks[0]
@@ -350,10 +355,10 @@ def test_where_saved_tensors_may_not_be_looked_at() -> None:
     model, x, y = make("residual")
     other = copy.deepcopy(model)
     step(model, x, y, 3)
-    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
-        assert not saved.are_hooks_allowed()
+    allowed = torch.autograd.graph.disable_saved_tensors_hooks("not here")
+    with allowed, mock.patch.object(retained, "Retained", wraps=retained.Retained) as waited:
         step(other, x, y, 3)
-    assert saved.are_hooks_allowed()
+    assert waited.called, "koila looks at them where the user may not"
     for got, want in zip(state(other), state(model), strict=True):
         assert torch.allclose(got, want, rtol=1e-10, atol=1e-12)
 

@@ -219,17 +219,16 @@ def test_what_a_tail_made_without_a_gradient_and_writes(chunks: int) -> None:
     torch.testing.assert_close(seen, wanted, rtol=1e-10, atol=1e-14)
 
 
-def refuse(*hooks: Any) -> None:
-    """Raise torch's error where it was told to call no hooks on saved tensors."""
-    raise RuntimeError("not now")
-
-
 @pytest.mark.parametrize("name", LINEAR)
 def test_what_torch_keeps_spares_the_second_look(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen_by = []
     watch = watched.Watch
+
+    def keep(kept: Any, tensor: torch.Tensor) -> torch.Tensor:
+        kept.is_from_them = True
+        return tensor.detach()
 
     def count(*given: Any) -> watched.Watch:
         seen_by.append(name)
@@ -244,7 +243,7 @@ def test_what_torch_keeps_spares_the_second_look(
         seen_by.clear()
         cache._caches.clear()  # what was seen is kept for the next step
         with monkeypatch.context() as patch:
-            patch.setattr(torch.autograd.graph, "saved_tensors_hooks", refuse)
+            patch.setattr(tail._Kept, "pack", keep)
             seen = gradient_of(koila.lazy, LINEAR[name])
         assert seen_by, "nothing was seen of what torch keeps"
     wanted = gradient_of(lambda x: x, LINEAR[name])

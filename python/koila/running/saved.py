@@ -45,16 +45,6 @@ def _get_filled(cell: Cell) -> torch.Tensor:
     return tensor
 
 
-#: A number of chunks for which no schedule retains graphs.
-NEVER = 2**32 - 1
-
-
-def are_hooks_allowed() -> bool:
-    """Return whether saved-tensor hooks can be used: the user may have disabled them."""
-    hooks: Any = torch._C._autograd
-    return bool(hooks._saved_tensors_hooks_is_enabled())
-
-
 def _touched_by(
     program: Program, run: Run, values: frozenset[int]
 ) -> dict[int, tuple[list[int], int | None]]:

@@ -66,8 +66,6 @@ class Stages(Store):
     def schedule(self) -> Schedule:
         """The instructions of this step: the forward pass and, if it has roots, the backward."""
         n_chunks = max(map(len, self.grids.values()), default=1)
-        if not self.is_forward and not saved.are_hooks_allowed():
-            n_chunks = saved.NEVER
         schedule = self.program.schedule(not self.is_forward, self.planned.strategy, n_chunks)
         if schedule.head is not None and not self.planned.strategy.second_size:
             self._cut_in_pieces(schedule.head)

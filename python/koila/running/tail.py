@@ -17,7 +17,6 @@ the roots, and the numbers of terms. They are kept for the next step with the sa
 
 from __future__ import annotations
 
-import contextlib
 import marshal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -136,17 +135,6 @@ class _Kept:
             self.is_from_them = storage not in self._storages()
         return tensor.detach()
 
-    @contextlib.contextmanager
-    def look(self) -> Iterator[None]:
-        """Look at the tensors that autograd saves in a block."""
-        with contextlib.ExitStack() as block:
-            try:
-                hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda tensor: tensor)
-                block.enter_context(hooks)
-            except RuntimeError:  # the user has disabled saved-tensor hooks
-                self.is_from_them = True
-            yield
-
 
 def parts_of(run: Run, env: Sequence[Any]) -> dict[int, tuple[torch.Tensor, ...]]:
     """Return the partials of reductions that a segment computed, detached, by value. They keep
@@ -207,7 +195,7 @@ def _differentiate(
     of_body = {value: numbers for value, (numbers, _) in parts.items()}
     with reduction.counting(_counts(program, stand_ins, of_body)) as counts:
         kept = _Kept(lambda: _storages(stages, counts.values()))
-        with kept.look():
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda tensor: tensor):
             outputs = _run(stages, stand_ins, kept)
     inputs = [leaf for *_, leaf in leaves if leaf.requires_grad]
     pairs = [
