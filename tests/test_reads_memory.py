@@ -365,3 +365,23 @@ def test_a_refused_read_tells_what_its_backward_needs() -> None:
         step(int(raised.value.least_limit))
     for _ in range(2):
         step(math.ceil(min(limits) * 2**20))
+
+
+def test_detached_outputs_are_read_without_a_graph() -> None:
+    """No backward() can come to them: a graph that a whole run builds is not in what is planned."""
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    x = torch.randn(ROWS, 64)
+
+    def read(lazy: Lazy) -> Tensor:
+        return torch.from_numpy(model(lazy(x)).detach().numpy().copy())
+
+    wanted, limit = read(eager), there() + 4 * x.nbytes
+    memory = Allocations()
+    with memory:
+        pass
+    with koila.config(memory_limit=limit), memory:
+        got = read(koila.lazy)
+    report = koila.report()
+    assert report is not None and report.n_chunks == 1
+    assert memory.peak <= limit
+    assert_close(got, wanted, "outputs")
