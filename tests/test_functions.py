@@ -241,7 +241,7 @@ def test_only_functions_of_others_are_searched_for_lazies(monkeypatch: pytest.Mo
     searched: list[Any] = []
     monkeypatch.setattr(patching, "holds_lazy", searched.append)
     x = torch.ones(4, 2, requires_grad=True)
-    norms.Moments.apply(x, {})
+    norms.Moments.apply(x, {}, None)
     assert not searched
     Straight.apply(x)
     assert searched == [(x,), {}]

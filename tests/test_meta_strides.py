@@ -29,7 +29,8 @@ def is_asked_of_meta(func: Any) -> bool:
     if not isinstance(func, functions._C_CALLABLES) or name in ROWS:
         return False
     schemas = functions._schemas(name)
-    is_pure = bool(schemas) and not any(map(functions._has_effect, schemas))
+    words = [word for schema in schemas for word in (*schema.arguments, *schema.returns)]
+    is_pure = bool(schemas) and all(word.alias_info is None for word in words)
     return is_pure and not functions.plain.draws(name) and name not in functions.META_UNRELIABLE
 
 

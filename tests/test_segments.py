@@ -67,6 +67,7 @@ def force(monkeypatch: pytest.MonkeyPatch) -> Iterator[Force]:
 
         def cut(self: replay.Replay, head: Any) -> None:
             cut_in_pieces(self, head)
+            self.find_grids()
             seen.n_pieces = max(seen.n_pieces, len(self.grid_of(head)))
 
         cut_in_pieces = replay.Replay._cut_in_pieces

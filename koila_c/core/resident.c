@@ -49,9 +49,8 @@ kl_resident_bytes(void)
         return -1;
     }
     text[n_read] = '\0';
-    (void)strtoll(
-        text, &end,
-        10); /* the size of all mappings; then resident pages, and of these those of files */
+    /* The size of all mappings, then resident pages, and of these those of files. */
+    (void)strtoll(text, &end, 10);
     int64_t n_resident = strtoll(end, &end, 10);
     return (n_resident - strtoll(end, &end, 10)) * sysconf(_SC_PAGESIZE);
 }
@@ -78,7 +77,6 @@ sample(void)
 static void *
 serve(void *ignored)
 {
-    (void)pthread_setname_np(pthread_self(), "koila");
     (void)pthread_mutex_lock(&sampler.lock);
     for (int64_t idle = 0; sampler.n_watches > 0 || idle < IDLE;) {
         int64_t wait = sampler.n_watches > 0 ? sample() : LATEST;
@@ -126,6 +124,9 @@ start(void)
     (void)sigfillset(&all);
     (void)pthread_sigmask(SIG_SETMASK, &all, &before);
     int failed = pthread_create(&thread, &attributes, serve, NULL);
+    if (failed == 0) { /* it waits for the caller's lock */
+        (void)pthread_setname_np(thread, "koila");
+    }
     (void)pthread_sigmask(SIG_SETMASK, &before, NULL);
     (void)pthread_attr_destroy(&attributes);
     return failed == 0;

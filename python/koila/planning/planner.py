@@ -267,7 +267,8 @@ def _plan_read(program: Program, is_no_grad_only: bool) -> Plan | None:
         with_graph = plan(Program(ends), True, False) if ends else plan(step, False)
     if with_graph is None:
         return plan(program, False)  # the script may never call backward()
-    is_due = is_read or not with_graph.is_whole or not (ends or is_no_grad_only)
+    is_graph = bool(ends) or not program.needing  # what a live run would build is in the plan
+    is_due = is_read or not with_graph.is_whole or not (is_graph or is_no_grad_only)
     planned = dataclasses.replace(with_graph, strategy=AS_IT_IS)  # no graph is kept here
     if is_pinning or not ends or planned.shape is None:
         return planned if is_due else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -20,13 +20,10 @@ from koila.messages.errors import NotInChunksError
 from koila.reductions import batch_softmax, calls, norms
 from koila.running import accrue, views
 from koila.running.boundary import Awaiting, BoundaryValue, aliases_of, read_whole
-from koila.running.store import Rows
+from koila.running.store import Rows, Store
 from koila.running.watched import Key
 from koila.staged import leaves
 from koila.staged.facts import ROWS, Node, Run
-
-if TYPE_CHECKING:
-    from koila.running.stages import Stages
 
 _Args = tuple[Any, ...]
 _Kwargs = dict[str, Any]
@@ -44,7 +41,7 @@ class Prepared:
         is_graph: whether autograd records a graph.
     """
 
-    def __init__(self, store: Stages, run: Run, is_graph: bool) -> None:
+    def __init__(self, store: Store, run: Run, is_graph: bool) -> None:
         self.store, self.program = store, store.program
         self.run_, self.is_graph = run, is_graph
         self.grid: list[Bounds] = store.grid_by_run[run.index] if run.is_body else []

@@ -16,14 +16,12 @@ from torch.autograd.graph import GradientEdge
 from koila import _core
 from koila.basics import engine
 from koila.basics.rows import grid
-from koila.planning import plans
 from koila.reductions import calls
 from koila.running import derived, saved
 from koila.running.boundary import Awaiting, BoundaryValue
 from koila.running.prepared import Prepared
 from koila.running.sending import edges_of
 from koila.running.store import Store
-from koila.staged import hooks
 from koila.staged.facts import Run, make_job
 from koila.staged.program import Program
 from koila.staged.schedule import DATA, Schedule
@@ -56,11 +54,6 @@ def _counted_at_once(program: Program) -> list[int]:
 
 class Stages(Store):
     """One step: it runs stages, on the values that others left in the store."""
-
-    def __init__(self, program: Program, planned: plans.Plan, hooked: hooks.Seen) -> None:
-        super().__init__(program, planned, hooked)
-        #: By run, and whether it has a graph; emptied at the end of each loop.
-        self.ready: dict[tuple[int, bool], Prepared] = {}
 
     @functools.cached_property
     def schedule(self) -> Schedule:

@@ -118,6 +118,8 @@ class Store:
         self.gradients: list[torch.Tensor] = []  # one for each root, as the caller passed them
         self.roots: dict[int, torch.Tensor] = {}  # root value -> its gradient
         self.is_delivering = self.is_graph_freed = False
+        #: By run, and whether it has a graph: what `prepared.py` made; emptied after each loop.
+        self.ready: dict[tuple[int, bool], Any] = {}
         self.boundary: dict[int, BoundaryValue] = {}  # by value
         self.awaiting: Awaiting = {}  # aliases that the next backward gives a first gradient
         #: Outputs of the last body, where its tail is linear.
