@@ -69,8 +69,7 @@ def test_reductions_have_the_names_of_the_program() -> None:
     """Which are in the order of KlReduce; that of the first is None here."""
     names = re.findall(r"^REDUCTION\((\w+)", TABLE.read_text(), re.MULTILINE)
     assert names == REDUCTION_NAMES
-    n_parts = {name: n for name, n, *_ in _core.parts_table() if name in REDUCTIONS}
-    assert n_parts == {name: of.n_parts for name, of in REDUCTIONS.items()}
+    assert REDUCTIONS.keys() <= {name for name, *_ in _core.parts_table()}
     met = set()
     for row in SAMPLES:
         for args, kwargs in samples_of(row):
