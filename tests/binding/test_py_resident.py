@@ -61,7 +61,7 @@ def test_one_thread_serves_all() -> None:
         core.stop_resident()
         core.stop_resident()
     core.watch_resident(2**62)
-    assert touch() + core.resident() <= core.stop_resident()[0]
+    assert core.resident() + touch() <= core.stop_resident()[0]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
@@ -76,7 +76,7 @@ def test_a_fork_has_a_thread_of_its_own(is_watching: bool) -> None:
             core.stop_resident()  # of its parent's watch
         core.watch_resident(2**62)
         n_started = n_threads()
-        is_seen = touch() + core.resident() <= core.stop_resident()[0]
+        is_seen = core.resident() + touch() <= core.stop_resident()[0]
         os._exit(0 if n_started == 1 and is_seen else 1)
     assert os.waitpid(child, 0)[1] == 0
     if is_watching:
