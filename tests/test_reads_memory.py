@@ -368,7 +368,7 @@ def test_a_refused_read_tells_what_its_backward_needs() -> None:
 
 
 def test_detached_outputs_are_read_without_a_graph() -> None:
-    """No backward() can come to them: a graph that a whole run builds is not in what is planned."""
+    """Nobody can call backward() on them, so koila plans no graph: the run must not build one."""
     model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.Tanh())])
     x = torch.randn(ROWS, 64)
 

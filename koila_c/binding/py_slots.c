@@ -228,7 +228,7 @@ handle(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n, PyObjec
 static PyMethodDef handle_method = {"handle_torch_function", (PyCFunction)(void *)handle,
                                     METH_FASTCALL | METH_KEYWORDS, NULL};
 
-/* What takes the place of torch.overrides.handle_torch_function, which is given. */
+/* Make the function that replaces torch.overrides.handle_torch_function, which is `own`. */
 KL_DEFINE(handler, own)
 {
     Py_XSETREF(handler.own, Py_NewRef(own));

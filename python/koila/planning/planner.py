@@ -267,8 +267,9 @@ def _plan_read(program: Program, is_no_grad_only: bool) -> Plan | None:
         with_graph = plan(Program(ends), True, False) if ends else plan(step, False)
     if with_graph is None:
         return plan(program, False)  # the script may never call backward()
-    is_graph = bool(ends) or not program.needing  # what a live run would build is in the plan
-    is_due = is_read or not with_graph.is_whole or not (is_graph or is_no_grad_only)
+    # A live run would make a graph, which is not in the plan of detached values.
+    is_detached = not ends and not is_no_grad_only and bool(program.needing)
+    is_due = is_read or is_detached or not with_graph.is_whole
     planned = dataclasses.replace(with_graph, strategy=AS_IT_IS)  # no graph is kept here
     if is_pinning or not ends or planned.shape is None:
         return planned if is_due else None

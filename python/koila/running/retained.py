@@ -64,14 +64,9 @@ class Retained:
         """Run a chunk forward with a graph; keep its outputs and the graph."""
         stages, run, look = self.stages, self.run_, self.look
         references = look.references = []
-        awaiting, before = stages.awaiting, stages.awaiting.copy()
-        awaiting.clear()
         try:
-            env = stages.run_nodes(run, chunk, True, None, look)
-            given = awaiting.copy()
+            env, given = stages.run_apart(run, chunk, True, look)
         finally:
-            awaiting.clear()
-            awaiting.update(before)
             look.saved.clear()
             look.references = []  # `send_back` drops them before the graph's backward
         stages.collect(run, env, chunk, run.exports)

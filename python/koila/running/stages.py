@@ -152,20 +152,24 @@ class Stages(Store):
             _core.run(*arguments)
         return env
 
-    def run_barrier(self, run: Run, is_graph: bool) -> tuple[dict[int, GradientEdge], Awaiting]:
-        """Run a barrier and keep its outputs. Return the edges at which a backward pass enters its
-        graph, by value, and the aliases it read that await a first gradient, for `send_back`.
-        Edges, unlike the outputs, do not keep memory that backward does not need."""
+    def run_apart(
+        self, run: Run, chunk: int, is_graph: bool, look: saved.Look | None = None
+    ) -> tuple[list[Any], Awaiting]:
+        """Run nodes as `run_nodes` does. Return their values, and the aliases that they read and
+        that await a first gradient: the backward of this graph gives it, and not the next one."""
         before = self.awaiting.copy()
         self.awaiting.clear()
         try:
-            env = self.run_nodes(run, 0, is_graph)
-            given = self.awaiting.copy()
+            return self.run_nodes(run, chunk, is_graph, None, look), self.awaiting.copy()
         finally:
             self.awaiting.clear()
             self.awaiting.update(before)
-        program = self.program
-        values = dict[int, None]()
+
+    def run_barrier(self, run: Run, is_graph: bool) -> tuple[dict[int, GradientEdge], Awaiting]:
+        """Run a barrier and keep its outputs. Return, for `send_back`, the edges of its graph by
+        value, which do not keep the outputs' memory, and the aliases of `run_apart`."""
+        env, given = self.run_apart(run, 0, is_graph)
+        values, program = dict[int, None](), self.program
         for i in run.combined:
             values |= dict.fromkeys(program.node(i).outs)
         values |= dict.fromkeys(run.exports)
