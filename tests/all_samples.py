@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import samples
+from samples_fft import TRANSFORMS
 from samples_images import IMAGES
 from samples_kit import Sample
 from samples_loss import LOSSES
 from samples_nn import DRAWS, LAYERS, PRODUCTS
 
-SAMPLES = {**samples.SAMPLES, **PRODUCTS, **IMAGES, **LAYERS, **DRAWS, **LOSSES}
+SAMPLES = {**samples.SAMPLES, **PRODUCTS, **TRANSFORMS, **IMAGES, **LAYERS, **DRAWS, **LOSSES}
 
 
 def samples_of(row: str) -> Iterator[Sample]:

@@ -28,11 +28,10 @@ _NAMES = {
     _unsafe_masked_index_put_accumulate _upsample_bilinear2d_aa alias_copy allclose aminmax
     angle argwhere as_strided as_strided.partial_views as_strided_copy as_strided_scatter
     atleast_1d block_diag cauchy cdouble cfloat chalf cholesky cholesky_inverse
-    cholesky_solve combinations complex conj conj_physical contiguous corrcoef cov cross
+    cholesky_solve combinations conj conj_physical contiguous corrcoef cov cross
     cumulative_trapezoid diag diag_embed diagflat diagonal_copy diagonal_scatter dist equal
-    expand_copy exponential fft.fft fft.fft2 fft.fftn fft.fftshift fft.hfft fft.hfft2 fft.hfftn
-    fft.ifft fft.ifft2 fft.ifftn fft.ifftshift fft.ihfft fft.ihfft2 fft.ihfftn fft.irfft
-    fft.irfft2 fft.irfftn fft.rfft fft.rfft2 fft.rfftn fill float_power frexp geometric geqrf
+    expand_copy exponential fft.fftshift fft.hfft fft.hfft2 fft.hfftn fft.ifftshift
+    fft.ifft fft.ihfft fft.ihfft2 fft.ihfftn fill float_power frexp geometric geqrf
     gradient grid_sampler_2d grid_sampler_3d hash_tensor heaviside histogram histogramdd
     igamma igammac inner isclose isin isreal jiterator_2inputs_2outputs
     jiterator_4inputs_with_extra_args jiterator_binary jiterator_binary_return_by_ref
@@ -55,7 +54,7 @@ _NAMES = {
     nn.functional.max_unpool2d
     nn.functional.max_unpool2d.grad nn.functional.max_unpool3d nn.functional.max_unpool3d.grad
     nn.functional.pad.replicate_negative nn.functional.pdist nn.functional.poisson_nll_loss
-    nonzero nonzero_static norm.nuc normal.in_place ormqr permute_copy pinverse polar
+    nonzero nonzero_static norm.nuc normal.in_place ormqr permute_copy pinverse
     polygamma.polygamma_n_0 polygamma.polygamma_n_1 polygamma.polygamma_n_2
     polygamma.polygamma_n_3 polygamma.polygamma_n_4 positive put qr quantile rand_like
     randint_like randn_like real renorm resolve_conj resolve_neg rot90

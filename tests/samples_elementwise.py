@@ -103,6 +103,7 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     ),
     "special_xlog1py": with_numbers,
     **each("atan2 copysign fmax fmin hypot logaddexp logaddexp2 maximum minimum", binary),
+    **each("complex polar", lambda: [call(f(4, 3), f(4, 3)), call(f(4, 3), f(4, 1))]),
     **each("logical_and logical_or logical_xor", binary),
     **each("bitwise_and bitwise_or bitwise_xor", binary_bits),
     **each("bitwise_left_shift bitwise_right_shift", shifts),
