@@ -64,6 +64,7 @@ def _patch_writes() -> None:
     item: Any = torch.Tensor.__setitem__
     if not _core.before_set_item(functools.partial(bridge.before_plain_write, item)):
         raise RuntimeError(f"koila cannot go before {item!r} of this torch")
+    patching.undo.append(functools.partial(_core.before_set_item, None))
     name = "embedding_renorm_"  # F.embedding(..., max_norm=...) calls it
     patching.replace(torch, name, going_before(getattr(torch, name)))
 

@@ -359,24 +359,15 @@ def _install() -> None:
     for owner, name in unwritten.unseen():
         patching.wrap(owner, (name,), unwritten.written_first)
     _patch_optimizers()
-    patching.hooks.append(register_optimizer_step_pre_hook(_before_step))
-    patching.hooks.append(register_optimizer_step_post_hook(_after_step))
+    patching.undo.append(register_optimizer_step_pre_hook(_before_step).remove)
+    patching.undo.append(register_optimizer_step_post_hook(_after_step).remove)
 
 
 def uninstall() -> None:
     """Undo every patch, newest first."""
     global n_modules_seen
     while patching.undo:
-        owner, name, original, is_own = patching.undo.pop()
-        if is_own:
-            patching.assign(owner, name, original)
-        else:
-            delattr(owner, name)
-    while patching.in_c:
-        _core.replace(patching.in_c.pop(), None)
-    _core.before_set_item(None)
-    while patching.hooks:
-        patching.hooks.pop().remove()
+        patching.undo.pop()()
     plain.unwatch_all()
     unwritten.end()
     sharded.end()

@@ -20,9 +20,7 @@ from koila.planning import left_plain
 from koila.reporting import reports
 from koila.staged import meta
 
-undo: list[tuple[Any, str, Any, bool]] = []
-hooks: list[Any] = []
-in_c: list[Any] = []  # descriptors whose C functions are replaced
+undo: list[Callable[[], object]] = []  # undoes each patch, the newest last
 operators: list[Any] = []  # kept alive: TorchScript knows them by id(), which must stay unique
 
 
@@ -50,8 +48,11 @@ def assign(owner: Any, name: str, value: Any) -> None:
 
 def replace(owner: Any, name: str, replacement: Any) -> None:
     """Replace an attribute of torch; a function gets the name and the documentation of its own."""
-    is_own, original = name in vars(owner), getattr(owner, name, None)
-    undo.append((owner, name, vars(owner).get(name), is_own))
+    original = getattr(owner, name, None)
+    if name in vars(owner):
+        undo.append(functools.partial(assign, owner, name, vars(owner)[name]))
+    else:  # it is inherited
+        undo.append(functools.partial(delattr, owner, name))
     if isinstance(replacement, types.FunctionType) and not hasattr(replacement, "__wrapped__"):
         functools.update_wrapper(replacement, original)  # type: ignore[arg-type]
     # TorchScript looks up the operator of a Python function by the function's id().
@@ -67,7 +68,7 @@ def replace_in_c(descriptor: Any, by: Callable[..., Any], is_before: bool = Fals
     own = _core.replace(descriptor, by, is_before)
     if own is None:
         raise RuntimeError(f"koila cannot replace {descriptor!r} of this torch")
-    in_c.append(descriptor)
+    undo.append(functools.partial(_core.replace, descriptor, None))
     return own
 
 

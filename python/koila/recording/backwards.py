@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -35,29 +36,24 @@ def _reals(obj: Any) -> list[Any]:
     return [_core.real(one) if type(one) is _core.LazyTensor else one for one in _listed(obj)]
 
 
-def _backward_in_chunks(words: dict[str, Any], roots: list[Any], gradients: list[Any]) -> Any:
-    """Run backward(), whose arguments are `words`, in chunks; return NotImplemented if the program
-    has to run whole. A gradient that is None stands for ones."""
-    inputs = words.get("inputs")
-    if inputs is not None:
-        handed_out.refuse_inner(_listed(inputs), "backward")
-    replay.settle_leaves()
-    is_other = words.get("create_graph") or words.get("grad_variables") is not None
-    if is_other or surroundings.of_backward():
+#: Sends gradients on from cuts, given the inputs that get them (None: all leaves).
+Finish = Callable[[Any, list[torch.Tensor], list[torch.Tensor]], Any]
+
+
+def _in_chunks(words: Words, roots: list[Any], gradients: list[Any], finish: Finish) -> Any:
+    """Run backward() or autograd.grad(), whose arguments are `words`, in chunks; return
+    NotImplemented if the program has to run whole. A gradient that is None stands for ones."""
+    is_other = words.get("create_graph") or words.get("is_grads_batched")
+    is_other = is_other or words.get("grad_variables") is not None
+    if is_other or surroundings.of_backward() or len(gradients) != len(roots):
         return NotImplemented
-    if inputs is not None:
-        inputs = _reals(inputs)
-        if not inputs or any(t is None for t in inputs):
-            return NotImplemented
-    if len(gradients) != len(roots):
+    inputs = None if words.get("inputs") is None else _reals(words["inputs"])
+    if inputs is not None and not (inputs and all(isinstance(t, torch.Tensor) for t in inputs)):
         return NotImplemented
     is_retained = bool(words.get("retain_graph"))
-
-    def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> None:
-        if cuts:
-            engine.backward(cuts, found, is_retained=is_retained, inputs=inputs or ())
-
-    return replay.differentiate(roots, gradients, is_retained, inputs, finish)
+    return replay.differentiate(
+        roots, gradients, is_retained, inputs, functools.partial(finish, inputs)
+    )
 
 
 class _Thread(threading.local):
@@ -99,7 +95,16 @@ def _backward(func: Func, args: Args, kwargs: Words) -> None:
     words = words_of(names, args, kwargs)
     roots = _listed(words[names[0]])
     gradients = _gradients(words.get(names[1]), roots)
-    if _backward_in_chunks(words, roots, gradients) is not NotImplemented:
+    if words.get("inputs") is not None:
+        handed_out.refuse_inner(_listed(words["inputs"]), "backward")
+    replay.settle_leaves()
+
+    def finish(inputs: Any, cuts: list[torch.Tensor], found: list[torch.Tensor]) -> None:
+        is_retained = bool(words.get("retain_graph"))
+        if cuts:
+            engine.backward(cuts, found, is_retained=is_retained, inputs=inputs or ())
+
+    if _in_chunks(words, roots, gradients, finish) is not NotImplemented:
         return
     is_decided = reports.is_decided()
     if is_decided and _is_of_a_number(words, roots, gradients):
@@ -113,7 +118,7 @@ def _backward(func: Func, args: Args, kwargs: Words) -> None:
         _core.note_backward()
 
 
-def _is_of_a_number(words: dict[str, Any], roots: list[Any], gradients: list[Any]) -> bool:
+def _is_of_a_number(words: Words, roots: list[Any], gradients: list[Any]) -> bool:
     """Tell whether a backward starts from one lazy number, to leaves, and makes no graph."""
     root: Any = roots[0] if len(roots) == 1 and gradients[0] is None else None
     is_lazy = type(root) is _core.LazyTensor and root.requires_grad
@@ -153,7 +158,7 @@ def _refuse_roots(roots: list[Any], given: list[Any]) -> None:
         torch.autograd.backward(stand_ins, given)
 
 
-def _tell_why(func: Func, words: dict[str, Any], root: str, cause: str = "") -> unsplit.Left | None:
+def _tell_why(func: Func, words: Words, root: str, cause: str = "") -> unsplit.Left | None:
     """Report why a backward cannot run in chunks, and check that it fits whole. Return the memory
     that is left, if it is not known how much the backward needs; None: it fits. The argument `root`
     has the roots; `cause`: why a gradient with create_graph=True could not be recorded."""
@@ -176,35 +181,6 @@ def _tell_why(func: Func, words: dict[str, Any], root: str, cause: str = "") -> 
 GRAD_WORDS = tuple("outputs inputs grad_outputs retain_graph create_graph only_inputs".split())
 
 
-def _grad_in_chunks(words: dict[str, Any]) -> Any:
-    is_other = words.get("create_graph") or words.get("is_grads_batched")
-    if is_other or surroundings.of_backward():
-        return NotImplemented
-    inputs = _reals(words["inputs"])
-    if not all(isinstance(t, torch.Tensor) for t in inputs):
-        return NotImplemented
-    roots = _listed(words["outputs"])
-    gradients = _gradients(words.get("grad_outputs"), roots)
-    if len(gradients) != len(roots):
-        return NotImplemented
-    is_retained = bool(words.get("retain_graph"))
-
-    def finish(cuts: list[torch.Tensor], found: list[torch.Tensor]) -> Any:
-        made = torch.autograd.grad(
-            cuts,
-            inputs,
-            found,
-            retain_graph=is_retained or None,
-            allow_unused=words.get("allow_unused"),
-            materialize_grads=words.get("materialize_grads") or False,
-        )
-        # `deliver` gives a leaf its gradient through a view of the leaf, which makes the gradient a
-        # view, too. torch refuses a write with a graph to a view that was taken without one.
-        return tuple(one if one is None or not one._is_view() else as_new(one) for one in made)
-
-    return replay.differentiate(roots, gradients, is_retained, inputs, finish)
-
-
 def autograd_grad(func: Func, args: Args, kwargs: Words) -> Any:
     """Run torch.autograd.grad. Gradients with a graph (create_graph=True) are recorded if possible;
     others are plain tensors."""
@@ -225,7 +201,7 @@ def autograd_grad(func: Func, args: Args, kwargs: Words) -> Any:
         return _autograd_grad(func, args, kwargs, words, cause)
 
 
-def _through_parts(func: Func, words: dict[str, Any]) -> tuple[Any, ...] | None:
+def _through_parts(func: Func, words: Words) -> tuple[Any, ...] | None:
     """Return gradients of values that a part handed out and has read itself; None if they are not
     such values, or it cannot be done."""
     if words.get("create_graph") or words.get("is_grads_batched"):
@@ -252,13 +228,28 @@ def _through_parts(func: Func, words: dict[str, Any]) -> tuple[Any, ...] | None:
     )
 
 
-def _autograd_grad(func: Func, args: Args, kwargs: Words, words: dict[str, Any], cause: str) -> Any:
-    found = _grad_in_chunks(words)
+def _autograd_grad(func: Func, args: Args, kwargs: Words, words: Words, cause: str) -> Any:
+    roots = _listed(words["outputs"])
+    gradients = _gradients(words.get("grad_outputs"), roots)
+
+    def finish(inputs: Any, cuts: list[torch.Tensor], found: list[torch.Tensor]) -> Any:
+        made = torch.autograd.grad(
+            cuts,
+            inputs,
+            found,
+            retain_graph=words.get("retain_graph") or None,
+            allow_unused=words.get("allow_unused"),
+            materialize_grads=words.get("materialize_grads") or False,
+        )
+        # `deliver` gives a leaf its gradient through a view of the leaf, which makes the gradient a
+        # view, too. torch refuses a write with a graph to a view that was taken without one.
+        return tuple(one if one is None or not one._is_view() else as_new(one) for one in made)
+
+    found = _in_chunks(words, roots, gradients, finish)
     if found is not NotImplemented:
         return found
     if not words.get("is_grads_batched"):  # batched gradients have one dim more than the roots
-        roots = _listed(words["outputs"])
-        _refuse_roots(roots, _gradients(words.get("grad_outputs"), roots))
+        _refuse_roots(roots, gradients)
     left = None if reports.is_decided() else _tell_why(func, words, "outputs", cause)
     try:
         return unsplit.run(func, args, kwargs, left)
