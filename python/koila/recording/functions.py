@@ -337,8 +337,6 @@ def register_all() -> None:
     _register_own(leaves.as_leaf, "requires_grad_", leaves.ROW, leaves.decline)
     _register_own(derived.gradient_of, "grad", "gradient_of", _run_whole)
     _register_own(masks.select_masked, "__getitem__", "select_masked", _run_whole)
-    for name, as_torch in packed.OWN.items():
-        _register_op(as_torch, name)
     for call, scan in scans.STARTS.items():
         _register_own(call, "starts", "prod" if scan.run is torch.cumprod else "sum")
     for call, name in scans.CALLS.items():

@@ -397,7 +397,7 @@ HANDLERS: dict[str, Handler] = {
     "new": new,
     "requires_grad_": require_grad,
     "share_memory_": on_itself,
-    **packed.HANDLERS,
+    "index_select": packed.index_select,
     **{
         f"is_{kind}": _device_type(kind)
         for kind in "cpu cuda meta mps xla xpu ipu maia mtia vulkan".split()
@@ -416,6 +416,8 @@ DECLINED: dict[str, Handler] = {
     "masked_select": masks.masked_select,
     "rrelu": rrelu,
     "poisson": poisson,
+    "_pack_padded_sequence": packed.pack,
+    "_pad_packed_sequence": packed.pad,
     **dict.fromkeys(packed.LAYERS, packed.layer),
     "type": type_of,
     **composed.HANDLERS,

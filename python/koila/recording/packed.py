@@ -101,15 +101,16 @@ def _select(x: Tensor, dim: int, index: Tensor, is_own: bool) -> Tensor:
 
 
 def index_select(func: Func, args: Args, kwargs: Words) -> Any:
-    """Record index_select and remember its input. If it undoes an earlier one of torch's own,
-    return the input of that."""
+    """Record index_select and remember its input, unless torch is to raise its own error. If it
+    undoes an earlier one of torch's own, return the input of that."""
     words = words_of(("input", "dim", "index"), args, kwargs)
     x: Any = words.get("input")
     dim, index = words.get("dim"), words.get("index")
     is_known = len(words) == 3 and isinstance(x, LazyTensor)
     n_dims = x.dim() if is_known else 0
     if not isinstance(index, Tensor) or not isinstance(dim, int) or not -n_dims <= dim < n_dims:
-        return NotImplemented
+        tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
+        return call_with_lazies(select_index, tensors, *args, **kwargs)
     dim %= n_dims
     before = _lookup(_selected, x)
     if before is not None and before.is_own and before.dim == dim and _undoes(before.index, index):
@@ -163,29 +164,6 @@ def pack(func: Func, args: Args, kwargs: Words) -> Any:
     made_of = _Packed(x, None, None, own, order, is_batch_first, False)
     sizes = (by_length > torch.arange(int(by_length[0]))[:, None]).sum(1)
     return _gather(made_of), sizes
-
-
-def pack_now(x: Tensor, lengths: Tensor, is_batch_first: bool) -> Any:
-    """Call torch's own function, where the rows are not known."""
-    return _VF._pack_padded_sequence(x, lengths, is_batch_first)
-
-
-def pad_now(data: Tensor, sizes: Tensor, *words: Any) -> Any:
-    """Call torch's own function, where the rows are not known."""
-    return _VF._pad_packed_sequence(data, sizes, *words)
-
-
-def _or_else(
-    handler: Callable[..., Any], own: Callable[..., Any]
-) -> Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]:
-    def handle(func: Func, args: Args, kwargs: Words) -> Any:
-        made = handler(func, args, kwargs)
-        if made is not NotImplemented:
-            return made
-        tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
-        return call_with_lazies(own, tensors, *args, **kwargs)
-
-    return handle
 
 
 def _first_steps(made_of: _Packed, n_steps: int) -> Tensor:
@@ -384,16 +362,6 @@ def _layer(name: str) -> Callable[..., Any]:
     return packed
 
 
-#: By the name of torch's function: what is recorded if its handler declines.
-OWN: dict[str, Callable[..., Any]] = {
-    "_pack_padded_sequence": pack_now,
-    "_pad_packed_sequence": pad_now,
-}
-HANDLERS = {
-    "index_select": _or_else(index_select, select_index),
-    "_pack_padded_sequence": _or_else(pack, pack_now),
-    "_pad_packed_sequence": _or_else(pad, pad_now),
-}
 LAYERS = {
     name: _layer(name)
     for name, row in table.ROWS.items()
