@@ -92,8 +92,11 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     ),
     "diff": lambda h: torch.diff(h, 2),
     "diff with more": lambda h: h.diff(prepend=h[:, :1], append=h[:, :2]),
+    "diff of a mask": lambda h: torch.diff(h > 0.2) * h[:, 1:],
+    "dsplit": lambda h: h.unflatten(1, (1, 6)).dsplit([1, 4]),
     "dstack": lambda h: torch.dstack([h, h]),
     "einsum of one": lambda h: torch.einsum("bi->ib", h),
+    "einsum of one, of a diagonal": lambda h: torch.einsum("bii->b", h[:, :4].unflatten(1, (2, 2))),
     "einsum of one, summed": lambda h: torch.einsum("bij->bj", h.unflatten(1, (2, 3))),
     "einsum of one, without result": lambda h: torch.einsum("ba", h),
     "fill_diagonal_": lambda h: (h * 1).fill_diagonal_(0.5),
@@ -103,6 +106,9 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "gather of nothing": lambda h: h.gather(1, h[:, :0].long()).sum(1) + h[:, 0],
     "hsplit": lambda h: torch.hsplit(h, 2),
     "hstack": lambda h: torch.hstack([h, h]),
+    "hstack of values whose strides are not known": lambda h: torch.hstack(
+        [torch.special.i0(h.T).T, h, WEIGHT.new_ones(N_ROWS, 1)]
+    ),
     "imag": lambda h: torch.view_as_complex(h.unflatten(1, (3, 2))).imag,
     "index_put": lambda h: torch.index_put(
         h, (torch.arange(N_ROWS), h.argmax(1)), EMPTY.new_zeros(()).double()
@@ -145,6 +151,7 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "tensor_split at": lambda h: torch.tensor_split(h, (2, 3), dim=1),
     "to_dense": lambda h: h.to_dense(),
     "to_dense of a dtype": lambda h: h.to_dense(torch.float32),
+    "vsplit": lambda h: torch.vsplit(h, [3, 7]),
     "vstack": lambda h: torch.vstack([h, h]),
 }
 
@@ -182,6 +189,21 @@ def test_is_recorded(name: str, chunks: int) -> None:
     for number, (value, want) in enumerate(zip(got, wanted, strict=True)):
         compare = assert_bits if chunks == 1 else assert_close
         compare(plain(value), want, f"number {number}")
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_is_recorded_in_inference_mode(chunks: int) -> None:
+    """ATen's calls are seen there, too."""
+    x = weights((N_ROWS, 4), torch.float64)
+    with split(chunks), torch.inference_mode():
+        parts = torch.hstack([koila.lazy(x), torch.ones(N_ROWS, 1)]).diff().hsplit(2)
+        assert all(type(part) is koila.LazyTensor for part in parts)
+        got = [plain(part) for part in parts]
+        report = koila.report()
+        assert report is not None and report.n_chunks == chunks
+        wanted = torch.hstack([x, torch.ones(N_ROWS, 1)]).diff().hsplit(2)
+    for part, want in zip(got, wanted, strict=True):
+        assert_bits(part, want, "a part")
 
 
 #: Cases of which nothing runs on the whole batch begin so.

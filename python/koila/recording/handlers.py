@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from koila.recording import (
     masks,
     packed,
     parts,
+    traced,
 )
 from koila.recording.backwards import backward, is_pending
 from koila.reductions import batch_softmax, norms, scans
@@ -63,42 +63,10 @@ def query(func: Func, args: Args, kwargs: Words) -> Any:
     return func(*stand_ins, **kwargs)
 
 
-def _device_type(name: str) -> Callable[..., Any]:
-    def answer(func: Func, args: Args, kwargs: Words) -> bool:
-        return bool(args[0].device.type == name)
-
-    return answer
-
-
-def get_device(func: Func, args: Args, kwargs: Words) -> int:
-    """Return the index of the device; checkpoint uses it to find the generators to restore."""
-    index = args[0].device.index
-    return -1 if index is None else int(index)
-
-
 def matrix_transpose(func: Func, args: Args, kwargs: Words) -> Any:
     """Record x.mT as x.transpose(-2, -1)."""
     is_matrix = args[0].dim() >= 2
     return args[0].transpose(-2, -1) if is_matrix else _core.live(func, args, kwargs, True)
-
-
-def to_cpu(func: Func, args: Args, kwargs: Words) -> Any:
-    """Record x.cpu() as x.to("cpu")."""
-    if len(args) != 1:
-        return _core.live(func, args, kwargs, True)
-    return args[0].to("cpu", **kwargs)
-
-
-def to_cuda(func: Func, args: Args, kwargs: Words) -> Any:
-    """Record x.cuda() as x.to(device)."""
-    words = words_of(("self", "device", "non_blocking"), args, kwargs)
-    device = words.pop("device", None)
-    if isinstance(device, int):
-        device = torch.device("cuda", device)
-    device = torch.device("cuda" if device is None else device)
-    if device.type != "cuda":
-        return _core.live(func, args, kwargs, True)  # torch raises its own error
-    return words.pop("self").to(device, **words)
 
 
 def is_leaf(func: Func, args: Args, kwargs: Words) -> bool:
@@ -145,19 +113,24 @@ def _empty_like(lazy: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=lazy.dtype, device=lazy.device)
 
 
+def of_type(func: Func, args: Args, kwargs: Words) -> Any:
+    """Answer from the dtype and the device alone: is_cuda, get_device()."""
+    return func(_empty_like(args[0]), *args[1:], **kwargs)
+
+
 def new(func: Func, args: Args, kwargs: Words) -> Any:
     """Run x.new(2, 3), which uses only the type of x. x.new(other), on a graph, runs live."""
     if type(args[0]) is not LazyTensor or any(
         isinstance(argument, torch.Tensor) for argument in (*args[1:], *kwargs.values())
     ):
         return _core.live_with_all(func, args, kwargs, False)
-    return func(_empty_like(args[0]), *args[1:], **kwargs)
+    return of_type(func, args, kwargs)
 
 
 def type_of(func: Func, args: Args, kwargs: Words) -> Any:
     """Run x.type(), which returns a text, or record x.type(text) or x.type(torch.DoubleTensor) as a
     cast. Calling it on an empty tensor tells which, and the dtype."""
-    answer = func(_empty_like(args[0]), *args[1:], **kwargs)
+    answer = of_type(func, args, kwargs)
     if isinstance(answer, str):
         return answer
     words = words_of(("self", "dtype", "non_blocking"), args, kwargs)
@@ -264,7 +237,7 @@ def of_memory(func: Func, args: Args, kwargs: Words) -> Any:
     is_known = is_pending(lazy) and _core.describe(lazy) is not None
     if not is_known or _core.held(lazy, _is_view, (lazy,), {}):
         return of_tensor(func, args, kwargs)
-    return func(_empty_like(args[0]), *args[1:], **kwargs)
+    return of_type(func, args, kwargs)
 
 
 def of_node(func: Func, args: Args, kwargs: Words) -> Any:
@@ -289,7 +262,7 @@ def of_graph(func: Func, args: Args, kwargs: Words) -> Any:
     without a gradient has none."""
     description = _core.describe(args[0]) if is_pending(args[0]) else None
     if description is not None and not description[3]:
-        return func(_empty_like(args[0]))
+        return of_type(func, args, kwargs)
     return of_tensor(func, args, kwargs)
 
 
@@ -390,18 +363,13 @@ HANDLERS: dict[str, Handler] = {
     "backward": backward,
     "grad": grad,
     "mT": matrix_transpose,
-    "get_device": get_device,
-    "cpu": to_cpu,
-    "cuda": to_cuda,
+    "get_device": of_type,
     "is_leaf": is_leaf,
     "new": new,
     "requires_grad_": require_grad,
     "share_memory_": on_itself,
     "index_select": packed.index_select,
-    **{
-        f"is_{kind}": _device_type(kind)
-        for kind in "cpu cuda meta mps xla xpu ipu maia mtia vulkan".split()
-    },
+    **{f"is_{kind}": of_type for kind in "cpu cuda meta mps xla xpu ipu maia mtia vulkan".split()},
 }
 
 #: Ops by name: the handler to try if the row of an op declines a call, before it runs at once.
@@ -421,6 +389,7 @@ DECLINED: dict[str, Handler] = {
     **dict.fromkeys(packed.LAYERS, packed.layer),
     "type": type_of,
     **composed.HANDLERS,
+    **dict.fromkeys(traced.NAMES, traced.record),
     **dict.fromkeys(caught.OPS, caught.record),
     **dict.fromkeys(inplace_views.NAMES, inplace_views.record),
 }

@@ -26,10 +26,6 @@ _DTYPES = frozenset(
     | {torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 )
 
-#: Functions whose meta kernel accepts this dtype alone, while the real kernel accepts others and
-#: returns its input's dtype. `_ask` casts the inputs to this dtype, and the result back.
-_ASKED_IN = {"_grouped_mm": torch.bfloat16}
-
 #: Functions whose meta kernels report other strides than real ones, also for row-major inputs.
 LAID_OUT_OTHERWISE = frozenset(
     "fft_hfft2 fft_hfftn linalg_eig linalg_svd nonzero_static svd".split()
@@ -52,6 +48,15 @@ def _describe(tensor: torch.Tensor) -> _Description:
     if description is None:
         raise _UnknownError
     return description
+
+
+def key_of(func: Func, args: Args, kwargs: Words) -> Any:
+    """Return all that the metadata of a call's results depend on; None: it is not known."""
+    try:
+        hash(func)
+        return func, torch.is_grad_enabled(), torch.get_default_dtype(), _key(args), _key(kwargs)
+    except (_UnknownError, TypeError):
+        return None
 
 
 def _key(argument: Any) -> Any:
@@ -79,6 +84,11 @@ def stand_in(
     return torch.empty_strided(
         shape, strides, dtype=dtype, device="meta", requires_grad=requires_grad
     )
+
+
+def stand_in_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor with the metadata of a tensor, which may be lazy."""
+    return stand_in(*_describe(tensor)[:4])
 
 
 def map_nested(obj: Any, kind: type, change: Callable[[Any], Any]) -> Any:
@@ -152,23 +162,13 @@ def _ask(func: Func, args: Args, kwargs: Words) -> _Answer:
     metas: list[torch.Tensor] = []
 
     def without_numbers(tensor: torch.Tensor) -> torch.Tensor:
-        metas.append(stand_in(*_describe(tensor)[:4]))
+        metas.append(stand_in_of(tensor))
         return metas[-1]
 
     given = map_nested((args, kwargs), torch.Tensor, without_numbers)
-    dtype = metas[0].dtype if metas else None
-    asked_in = _ASKED_IN.get(getattr(func, "__name__", ""))
-    if asked_in is not None:
-        if any(isinstance(item, torch.dtype) for item in (*args, *kwargs.values())):
-            raise _UnknownError
-        given = map_nested(
-            given, torch.Tensor, lambda one: one.to(asked_in) if one.dtype == dtype else one
-        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result, held = counting.held(lambda: func(*given[0], **given[1]), metas)
-    if asked_in is not None:
-        result = result.to(dtype)
     inputs = {tensor.untyped_storage()._cdata for tensor in metas}
     # A test compares the strides that meta kernels report with those of kernels on the CPU, for
     # row-major inputs. For others some kernels choose other strides, or do so for some sizes.
@@ -195,12 +195,9 @@ def infer(func: Func, args: Args, kwargs: Words | None) -> _Answer | None:
     kwargs = kwargs or {}
     if kwargs.get("out") is not None:
         return None
-    try:
-        key = (func, torch.is_grad_enabled(), torch.get_default_dtype(), _key(args), _key(kwargs))
-        if key in _cache:
-            return _cache[key]
-    except (_UnknownError, TypeError):
-        return None
+    key = key_of(func, args, kwargs)
+    if key is None or key in _cache:
+        return _cache.get(key)
     answer: _Answer | None
     try:
         answer = _ask(func, args, kwargs)
