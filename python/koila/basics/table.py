@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
+import torch
+
 from koila import _core
 
 #: What is called, its positional arguments, and those by name.
@@ -35,6 +37,16 @@ _NUMPY = {
 
 # What the rules of an op, or the binder, make of an argument.
 _KINDS = ("size", "rows", "index", "device", "out")
+
+
+@functools.cache
+def schemas(name: str) -> list[Any]:
+    """Return torch's schemas of a C-level callable, without those that have out=."""
+    return [
+        schema
+        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+        if not any(argument.is_out for argument in schema.arguments)
+    ]
 
 
 class Word(NamedTuple):

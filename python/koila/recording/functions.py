@@ -115,14 +115,9 @@ class Entry(NamedTuple):
 
 
 def _schemas(name: str) -> list[Any]:
-    """Return torch's schemas of a C-level callable that take a tensor (aten::split is also for str)
-    and have no out=, which runs live."""
-    return [
-        schema
-        for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}")
-        if any("Tensor" in str(one.type) for one in schema.arguments)
-        and not any(one.is_out for one in schema.arguments)
-    ]
+    """Return torch's schemas of a callable that take a tensor: aten::split is also for str."""
+    found = table.schemas(name)
+    return [one for one in found if any("Tensor" in str(word.type) for word in one.arguments)]
 
 
 def _row_of(func: Callable[..., Any], name: str) -> str | None:

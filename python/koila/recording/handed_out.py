@@ -18,7 +18,7 @@ from koila import _core
 from koila.basics.lines import user_line
 from koila.basics.rows import as_new, set_memory, without_memory
 from koila.messages.errors import KoilaError
-from koila.staged import hooks, meta
+from koila.staged import aliases, hooks
 from koila.staged.facts import Info
 from koila.staged.program import Program
 
@@ -40,8 +40,7 @@ class Memory:
     def __init__(self, value: int) -> None:
         self.value = value
         self.memory: StorageWeakRef | None = None
-        #: If x.data was taken of the tensor: its whole memory, and the checksum at that time.
-        self.watched: tuple[torch.Tensor, tuple[int, int]] | None = None
+        self.watched: aliases.Kept | None = None  # the whole memory, once x.data was taken of it
 
     def note(self, tensor: torch.Tensor) -> None:
         """Note the tensor that the user has."""
@@ -52,12 +51,11 @@ class Memory:
         if self.watched is None:
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
             set_memory(whole, tensor.untyped_storage())
-            self.watched = whole, meta.checksum(whole)
+            self.watched = aliases.Kept(whole, True)
 
     def how_written(self) -> str:
         """Return "uncounted" if it was written since it is watched, else ""."""
-        is_same = self.watched is None or meta.checksum(self.watched[0]) == self.watched[1]
-        return "" if is_same else "uncounted"
+        return "uncounted" if self.watched is not None and self.watched.is_written() else ""
 
 
 class Root(Memory):

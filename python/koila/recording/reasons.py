@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -45,7 +44,7 @@ def why(func: Func, args: Args, kwargs: Words | None) -> str:
         )
     if name == "setitem":
         return _why_op("__setitem__", args, kwargs or {})
-    if not _schemas(name):
+    if not table.schemas(name):
         return "koila cannot look into it, so it gets real tensors; call it where these are small"
     return _why_op(name, args, kwargs or {})
 
@@ -80,11 +79,6 @@ def _why_op(name: str, args: Args, kwargs: Words) -> str:
     if name not in table.ROWS:
         return "koila has no rule for it; write it with other calls of torch"
     return "koila's rule for it does not cover such arguments; write it with other calls of torch"
-
-
-@functools.cache
-def _schemas(name: str) -> list[Any]:
-    return torch._C._jit_get_schemas_for_operator(f"aten::{name}")
 
 
 @functools.cache

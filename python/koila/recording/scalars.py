@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import defaultdict
 from typing import Any
 
 import torch
 
 from koila import _core
-from koila.basics import config
+from koila.basics import config, table
 from koila.basics.table import Args, Func, Handler, Words
 from koila.running import arrays
 
@@ -96,58 +97,42 @@ def _read_indexing(args: Args) -> tuple[Any, ...]:
     return (args[0], read if isinstance(index, tuple) else read[0], *args[2:])
 
 
+#: Stands for the positions behind those that a schema names.
+_BEYOND = -1
+
+
 @functools.cache
-def _words(name: str) -> tuple[tuple[tuple[frozenset[str], bool], ...], dict[str, frozenset[str]]]:
-    """Return the types that torch's schemas of a name allow at each position and for each keyword,
-    and whether a position is a list, which may be passed as several arguments: x.view(2, 3)."""
-    positions: list[tuple[set[str], bool]] = []
-    keywords: dict[str, set[str]] = {}
-    for schema in torch._C._jit_get_schemas_for_operator(f"aten::{name}"):
-        if any(argument.is_out for argument in schema.arguments):
-            continue
+def _number_words(name: str) -> tuple[frozenset[int | str], int]:
+    """Return the positions and keywords at which torch's schemas of a name allow a number, and no
+    tensor; and how many positions they name. Numbers of a list may also be passed one by one, and
+    so beyond them: x.view(2, 3)."""
+    kinds: dict[int | str, set[str]] = defaultdict(set)
+    n_positions = 0
+    for schema in table.schemas(name):
         at = 0
         for argument in schema.arguments:
             text = str(argument.type)
-            is_list = "List" in text
             kind = text.removeprefix("Optional[").removeprefix("List[").rstrip("]")
-            if _READ_TENSORS.get(name) == argument.name:
-                kind = "number"
-            keywords.setdefault(argument.name, set()).add(kind)
+            kind = "number" if _READ_TENSORS.get(name) == argument.name else kind
+            kinds[argument.name].add(kind)
             if not argument.kwarg_only:
-                if at == len(positions):
-                    positions.append((set(), is_list))
-                positions[at][0].add(kind)
+                kinds[at].add(kind)
+                if at > 0 and "List" in text:
+                    kinds[_BEYOND].add("int")
                 at += 1
-    return (
-        tuple((frozenset(kinds), is_list) for kinds, is_list in positions),
-        {word: frozenset(kinds) for word, kinds in keywords.items()},
-    )
-
-
-def _is_number_word(kinds: frozenset[str] | None) -> bool:
-    return kinds is not None and bool(kinds & _NUMBERS) and "Tensor" not in kinds
+        n_positions = max(n_positions, at)
+    numbers = (key for key, found in kinds.items() if found & _NUMBERS and "Tensor" not in found)
+    return frozenset(numbers), n_positions
 
 
 def _read_words(name: str, args: Args, kwargs: Words) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    positions, keywords = _words(name)
+    numbers, n_positions = _number_words(name)
     if name in _READ_TENSORS and any(getattr(arg, "dtype", None) is torch.bool for arg in args[1:]):
         return args, kwargs  # torch does not take it for a number here
-
-    def kinds_at(position: int) -> frozenset[str] | None:
-        if position < len(positions):
-            return positions[position][0]
-        gathers = bool(positions) and any(is_list for _, is_list in positions[1:])
-        return frozenset({"int"}) if gathers else None
-
+    places = (at if at < n_positions else _BEYOND for at in range(len(args)))
     return (
-        tuple(
-            _read(arg) if _is_number_word(kinds_at(position)) else arg
-            for position, arg in enumerate(args)
-        ),
-        {
-            word: _read(arg) if _is_number_word(keywords.get(word)) else arg
-            for word, arg in kwargs.items()
-        },
+        tuple(_read(arg) if at in numbers else arg for at, arg in zip(places, args, strict=True)),
+        {word: _read(arg) if word in numbers else arg for word, arg in kwargs.items()},
     )
 
 

@@ -92,21 +92,20 @@ def note_made_of(index: torch.Tensor, made: tuple[torch.Tensor, ...]) -> None:
         indices.update((id(one), (one, array)) for one in made)
 
 
-def _written_indices() -> dict[int, str]:
-    """Return the ids of copies whose arrays were written since, with the lines that made them."""
-    indices = _core.notes().get("indices", {})
-    return {key: one.where for key, (_, one) in indices.items() if one.is_written()}
+def _written() -> tuple[dict[int, str], dict[int, str]]:
+    """Return the lines that made the arrays which were written since: by the storage of a value,
+    and by the id of the copy of an index."""
+    arrays = _core.notes().get("arrays", {}).items()
+    indices = _core.notes().get("indices", {}).items()
+    return (
+        {key: one.where for key, noted in arrays for one in noted if one.is_written()},
+        {key: one.where for key, (_, one) in indices if one.is_written()},
+    )
 
 
 def check(program: Program) -> None:
     """Raise a StaleError if a call of a program reads a value whose array was written."""
-    written: dict[int, str] = {
-        storage: one.where
-        for storage, noted in _core.notes().get("arrays", {}).items()
-        for one in noted
-        if one.is_written()
-    }
-    indices = _written_indices()
+    written, indices = _written()
     for node in program.nodes.values() if written or indices else ():
         for value in (value for value in _core.node(node.id)[5] if value >= 0):
             info = program.info(value)
@@ -122,10 +121,5 @@ def check(program: Program) -> None:
 
 def check_live() -> None:
     """As `check`, for all pending calls."""
-    notes = _core.notes()
-    if "arrays" not in notes and "indices" not in notes:
-        return
-    arrays = notes.get("arrays", {})
-    is_any = any(one.is_written() for noted in arrays.values() for one in noted)
-    if is_any or _written_indices():
+    if any(_written()):
         check(Program([]))
