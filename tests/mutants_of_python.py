@@ -276,13 +276,6 @@ MUTANTS = [
         "tests/test_hooks_of_weights.py",
     ),
     Mutant(
-        "retained: what is read once more is gone",
-        "python/koila/running/saved.py",
-        "_get = operator.itemgetter(0)",
-        "_get = list.pop",
-        WAITING,
-    ),
-    Mutant(
         "retained: copies of what is written are kept",
         "python/koila/running/saved.py",
         "len(others) == 1:  # a copy of its input",
