@@ -3,55 +3,35 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Iterator
 
 import torch
 
-from samples_kit import Sample, call, f, i
+from samples_kit import Sample, call, f
 
 
-def signals(n_dims: int) -> list[Sample]:
-    """Arguments of a transform of one dim, of two, or of as many as are given (0)."""
-    if n_dims == 1:
-        return [
-            call(f(4, 3, 5)),
-            call(f(4, 3, 5), 8, 1, "ortho"),
-            call(f(4, 5, 2), n=3, dim=1),
-            call(f(4, 3, 5).transpose(1, 2), norm="forward"),
-            call(f(4, 3), dim=0),
-            call(i(4, 3)),
-            call(f(4, 3, dtype=torch.float32)),
-        ]
+def signals() -> Iterator[tuple[torch.Tensor, tuple[int, ...], int]]:
+    """Yield real numbers, the dims to transform, and how the result is normalized."""
+    yield f(4, 3, 5), (2,), 0
+    yield f(4, 5, 3), (1,), 1
+    yield f(4, 3, 5).transpose(1, 2), (2,), 2
+    yield f(4, 3), (0,), 0
+    yield f(4, 3, dtype=torch.float32), (1,), 0
+    yield f(4, 3, 5), (1, 2), 0
+    yield f(4, 3, 5, 2), (2, 1), 1
+    yield f(4, 2, 3, 5).transpose(1, 2), (2, 3), 0
+
+
+def spectra(last: Callable[[int], int]) -> list[Sample]:
+    """Calls on complex numbers; `last` gives the last argument for the size of the last dim."""
     return [
-        call(f(4, 3, 5), dim=(-2, -1)),
-        call(f(4, 3, 5), (4, 7), (1, 2), "ortho"),
-        call(f(4, 3, 5, 2), dim=(2, 1)),
-        call(f(4, 2, 3, 5).transpose(1, 2), (2, 2), norm="forward"),
-        call(f(4, 3)) if n_dims == 0 else call(f(4, 3, 5)),
+        call(torch.complex(x, x.cos()), dims, norm, last(x.shape[dims[-1]]))
+        for x, dims, norm in signals()
     ]
 
 
-def spectra(n_dims: int) -> list[Sample]:
-    """Likewise, of real and of complex numbers."""
-    return [*signals(n_dims), *halves(n_dims)]
-
-
-def halves(n_dims: int) -> list[Sample]:
-    """Likewise, of complex numbers alone."""
-    made = []
-    for (x, *args), kwargs in signals(n_dims):
-        if x.is_floating_point():
-            made.append(Sample((torch.complex(x, x.cos()), *args), kwargs))
-    return made
-
-
-TRANSFORMS = {
-    f"fft_{name}{ending}": functools.partial(make, n_dims)
-    for ending, n_dims in (("", 1), ("2", 2), ("n", 0))
-    for make, names in (
-        (signals, ("rfft",)),
-        (spectra, ("fft", "irfft")),
-        (halves, ("ifft",)),
-    )
-    for name in names
+TRANSFORMS: dict[str, Callable[[], list[Sample]]] = {
+    "_fft_c2c": lambda: [*spectra(lambda n: True), *spectra(lambda n: False)],
+    "_fft_c2r": lambda: [*spectra(lambda n: 2 * n - 2), *spectra(lambda n: 2 * n - 1)],
+    "_fft_r2c": lambda: [call(*one, is_half) for one in signals() for is_half in (True, False)],
 }

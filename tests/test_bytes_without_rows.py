@@ -25,7 +25,6 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "scatter_reduce prod": lambda h: _reduced(h, "prod"),
     "renorm": lambda h: h.renorm(2, 0, 1.0),
     "quantile": lambda h: h.quantile(0.3, dim=1),
-    "hfft": lambda h: torch.fft.hfft(h).square(),
 }
 
 

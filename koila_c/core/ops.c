@@ -77,7 +77,6 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8, W4 = 16 };
 #define shape_conv_transpose(n_) shape_conv, .n_spatial = n_, .is_transposed = true
 #define shape_cumulate(outs_) shape_cumulate, .n_outs = outs_
 #define shape_cross shape_cross, .pair_dim = -1
-#define shape_fft(n_) shape_fft, .n_spatial = n_
 #define shape_feature_dropout shape_dropout, .is_feature = true
 #define shape_like(option_) shape_like, .first_option = option_
 #define shape_loss_cosine shape_loss_vectors, .n_vectors = 2, .plain = W2
@@ -93,11 +92,8 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8, W4 = 16 };
 #define shape_packed_rnn(gates_) shape_rnn, .n_gates = gates_, .is_packed = true
 #define shape_pair(dim_) shape_pair, .pair_dim = dim_
 #define shape_product(equation_) shape_product, .equation = equation_
-#define shape_ifft(n_) shape_ifft, .n_spatial = n_
-#define shape_irfft(n_) shape_irfft, .n_spatial = n_
 #define shape_reshape shape_view, .can_copy = true
 #define shape_reshape_as shape_view_as, .can_copy = true
-#define shape_rfft(n_) shape_rfft, .n_spatial = n_
 #define shape_rnn(gates_) shape_rnn, .n_gates = gates_
 #define shape_rnn_cell(gates_) shape_rnn_cell, .n_gates = gates_
 #define shape_sort(outs_) shape_sort, .n_outs = outs_

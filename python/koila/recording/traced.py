@@ -23,9 +23,12 @@ from koila.staged.cache import remember
 #: products. ATen reshapes tensors of one dim at most: so the calls do not depend on strides, which
 #: may not be known.
 NAMES = frozenset(
-    """atleast_1d atleast_2d atleast_3d broadcast_to column_stack diff dsplit dstack einsum fliplr
-    flipud hsplit hstack linalg_norm margin_ranking_loss row_stack tensor_split vsplit
-    vstack""".split()
+    """atleast_1d atleast_2d atleast_3d broadcast_to column_stack cross cumulative_trapezoid diff
+    dsplit dstack einsum fft_fft fft_fft2 fft_fftn fft_fftshift fft_ifft fft_ifft2 fft_ifftn
+    fft_ifftshift fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn fliplr flipud
+    float_power hsplit hstack inner isclose isreal linalg_matrix_norm linalg_matrix_power
+    linalg_multi_dot linalg_norm linalg_vander linalg_vecdot margin_ranking_loss row_stack
+    special_ndtr tensor_split tensordot trapezoid trapz vsplit vstack""".split()
 )
 
 
@@ -53,15 +56,21 @@ _C: Any = torch._C
 _OWNERS: tuple[Any, ...] = torch, torch.Tensor, _C._linalg
 
 
-def _sliced(x: Tensor, dim: int = 0, *bounds: int | None) -> Tensor:
+def _sliced(
+    x: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Tensor:
     """Record `aten::slice`, which Python has no function for, as an index."""
-    return x[(slice(None),) * (dim % x.dim()) + (slice(*bounds),)]
+    return x[(slice(None),) * (dim % x.dim()) + (slice(start, end, step),)]
+
+
+#: The functions of torch for operators of ATen that have other names there.
+_OTHER_NAMES: dict[str, Func] = {"slice": _sliced, "_to_copy": Tensor.to}
 
 
 def _function_of(name: str) -> Func:
     """Return the function of torch for an operator of ATen that has a row."""
-    if name == "slice":
-        return _sliced
+    if name in _OTHER_NAMES:
+        return _OTHER_NAMES[name]
     if name not in table.ROWS:
         raise NotImplementedError(name)
     found: Func = next(getattr(owner, name) for owner in _OWNERS if hasattr(owner, name))

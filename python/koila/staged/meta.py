@@ -28,7 +28,7 @@ _DTYPES = frozenset(
 
 #: Functions whose meta kernels report other strides than real ones, also for row-major inputs.
 LAID_OUT_OTHERWISE = frozenset(
-    "fft_hfft2 fft_hfftn linalg_eig linalg_svd nonzero_static svd".split()
+    "fft_hfft2 fft_hfftn fft_rfft2 fft_rfftn linalg_eig linalg_svd nonzero_static svd".split()
 )
 
 _cache: dict[Any, _Answer | None] = {}
