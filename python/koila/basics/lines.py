@@ -56,8 +56,9 @@ def _is_inside(path: str) -> bool:
 
 @functools.lru_cache(2**12)
 def _is_of_script(path: str) -> bool:
-    """Tell whether a file of the user's is not a library's, nor Python's own runner of modules."""
-    return _INSTALLED.match(path) is None and path != "<frozen runpy>"
+    """Tell whether a file is the user's and not a library's, nor Python's own runner of modules."""
+    is_installed = _INSTALLED.match(path) is not None or path == "<frozen runpy>"
+    return not _is_inside(path) and not is_installed
 
 
 def user_frames() -> Iterator[FrameType]:
@@ -71,7 +72,10 @@ def user_frames() -> Iterator[FrameType]:
 
 def user_frame() -> FrameType | None:
     """Return the innermost frame that belongs neither to koila nor to torch."""
-    return next(user_frames(), None)
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and _is_inside(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame
 
 
 def _line_of(frame: FrameType | None) -> str:
@@ -88,8 +92,16 @@ def user_line() -> str:
 def script_line() -> str:
     """As `user_line`, but not of an installed library, such as a framework that calls backward(),
     if a script calls that."""
-    of_script = (one for one in user_frames() if _is_of_script(one.f_code.co_filename))
-    return _line_of(next(of_script, user_frame()))
+    frame: FrameType | None = sys._getframe(1)
+    innermost: FrameType | None = None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if _is_of_script(path):
+            return _line_of(frame)
+        if innermost is None and not _is_inside(path):
+            innermost = frame
+        frame = frame.f_back
+    return _line_of(innermost)
 
 
 def is_of_koila() -> bool:

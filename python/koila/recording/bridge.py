@@ -17,10 +17,10 @@ forward once more than it would have without the cut.
 from __future__ import annotations
 
 import functools
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -41,23 +41,14 @@ from koila.staged import aliases, hooks
 from koila.staged.facts import Info, is_data
 from koila.staged.program import Program
 
-
-class _State(threading.local):
-    """By id of an optimizer whose step runs on this thread: what to call after the step."""
-
-    def __init__(self) -> None:
-        self.after_step: dict[int, Callable[[], None]] = {}
-
-
+#: By an optimizer whose step is running: what to call after the step.
+_after_step: WeakKeyDictionary[torch.optim.Optimizer, Callable[[], None]] = WeakKeyDictionary()
 #: Buffers that a part reads are copied when it is cut off, since plain torch may write them unseen:
 #: if they have at most `_SMALL` bytes, or 1 / `_SHARE` of the bytes that are handed out.
 _SMALL, _SHARE = 2**18, 8
 #: If the pending calls make at least these bytes, and their graph would keep no more than a part
 #: reads, they run on the whole batch, and the program is not cut.
 _WORTH = 2**18
-
-
-_state = _State()
 
 
 def check_run(is_drawing: bool) -> None:
@@ -125,39 +116,36 @@ def before_plain_write(func: Func, tensor: torch.Tensor) -> Callable[[], None] |
     return kept_casts.after_write(tensor, after) if tensor.requires_grad else after
 
 
+@in_turn
 def before_step(optimizer: torch.optim.Optimizer) -> None:
     """Run pending calls before an optimizer writes parameters. If a backward that is still to come
     has to read these as they were, the program is cut before the step, and its part keeps copies.
     Call `after_step` after the step."""
-    _state.after_step.pop(id(optimizer), None)  # of a step that raised
-    after = _before_step(optimizer)
-    if after is not None:
-        _state.after_step[id(optimizer)] = after
-
-
-def after_step(optimizer: torch.optim.Optimizer) -> None:
-    """Keep the copies of the parameters that an optimizer has written in its step."""
-    after = _state.after_step.pop(id(optimizer), None)
-    if after is not None:
-        after()
-
-
-@in_turn
-def _before_step(optimizer: torch.optim.Optimizer) -> Callable[[], None] | None:
-    """Do the work of `before_step`. Return what to call after the step, or None."""
+    _after_step.pop(optimizer, None)  # of a step that raised
     func, what = type(optimizer).step, "an optimizer's step"
+    after: Callable[[], None] | None
     if _core.is_busy():  # in a hook of the user's: nothing can run or be cut
         before = [(one, aliases.version_of(one)) for one in optimizers.written_by(optimizer)]
         for one, _ in before:
             visible.watch(one)
-        return functools.partial(_note_unseen, before)
-    given = parts.read_later(optimizers.written_by(optimizer))
-    if not any(map(_core.leaves_of, given)):
-        flush.flush(what)
-    elif not _make_way(func, what) and not planner.is_whole():
-        for one in given:
-            parts.watch_here(one)  # a later backward of these calls would read what is written now
-    return parts.keep_copies(func, given) if given else None
+        after = functools.partial(_note_unseen, before)
+    else:
+        given = parts.read_later(optimizers.written_by(optimizer))
+        if not any(map(_core.leaves_of, given)):
+            flush.flush(what)
+        elif not _make_way(func, what) and not planner.is_whole():
+            for one in given:
+                parts.watch_here(one)  # a later backward of these calls would read what is written
+        after = parts.keep_copies(func, given) if given else None
+    if after is not None:
+        _after_step[optimizer] = after
+
+
+def after_step(optimizer: torch.optim.Optimizer) -> None:
+    """Keep the copies of the parameters that an optimizer has written in its step."""
+    after = _after_step.pop(optimizer, None)
+    if after is not None:
+        after()
 
 
 def _note_unseen(before: list[tuple[torch.Tensor, int | None]]) -> None:

@@ -78,6 +78,12 @@ class Cut:
         result while the tape is used: the lazies may die at any time, and the tape with them."""
         return tuple(root.lazy for root in self.alive())
 
+    def on_tape(self, func: Callable[..., Any], *args: Any) -> Any:
+        """Call a function with the part's tape as that of this thread; return None if there is no
+        root `waiting`."""
+        roots = self.waiting
+        return _core.held(roots[0], func, args, {}) if roots else None
+
     @property
     def waiting(self) -> tuple[Any, ...]:
         """As `roots`; none if the part ran `whole`: autograd has saved what its graph reads, and
@@ -94,7 +100,6 @@ class Cut:
         `n_bytes` together.
         """
         copies: dict[int, Copy] = {}
-        roots = self.waiting
 
         def copy() -> None:
             leaves = {leaf: Info.of(leaf).real for one in tensors for leaf in _core.leaves_of(one)}
@@ -103,8 +108,7 @@ class Cut:
                 for leaf, real in reals.items():
                     copies[leaf] = Copy(real, real._version, real.detach().clone())
 
-        if roots:
-            _core.held(roots[0], copy, (), {})
+        self.on_tape(copy)
         return copies
 
     def take_again(self, leaves: list[int], is_same: bool) -> None:
@@ -118,9 +122,7 @@ class Cut:
                 aliases.lose(leaves)
             self.memory = None
 
-        roots = self.waiting
-        if roots:
-            _core.held(roots[0], take, (), {})
+        self.on_tape(take)
 
     def keep_what_it_reads(self, copies: dict[int, Copy]) -> None:
         """After the call, replace the leaves that it wrote by their copies."""

@@ -60,11 +60,8 @@ class SecondRun:
         roots = {root.value: root for root in cut.alive()} if cut is not None else {}
         if cut is None or not roots.keys() >= self.n_readers.keys():
             raise freed_graphs.used_up()
-        numbers: dict[int, torch.Tensor] | None = None
-        lazies = cut.waiting
-        if lazies:
-            unwanted = [root.lazy for value, root in roots.items() if value not in self.n_readers]
-            numbers = _core.held(lazies[0], self._numbers, (cut, roots, tuple(unwanted)), {})
+        unwanted = [root.lazy for value, root in roots.items() if value not in self.n_readers]
+        numbers = cut.on_tape(self._numbers, cut, roots, tuple(unwanted))
         if numbers is None:  # it runs whole, and its backward too
             for root in roots.values():
                 _core.describe(root.lazy)  # raises if what it was computed from was written

@@ -59,8 +59,7 @@ def _memories() -> list[tuple[Cut, frozenset[StorageWeakRef | None]]]:
     for cut in list(_state.cuts):
         memory = cut.memory
         if memory is None:
-            roots, alive = cut.waiting, cut.alive()
-            read = _core.held(roots[0], _memory_of_leaves, (), {}) if roots else ()
+            alive, read = cut.alive(), cut.on_tape(_memory_of_leaves) or ()
             handed = [one.memory for one in (*alive, *cut.others)] if alive else ()
             memory = cut.memory = frozenset((*read, *handed))
         if memory:
@@ -149,8 +148,7 @@ def that_read(tensor: torch.Tensor) -> dict[Cut, list[int]]:
     """Return the parts that have yet to run backward and read this memory, with leaves in it."""
     found: dict[Cut, list[int]] = {}
     for cut in that_depend_on((tensor,)):
-        roots = cut.waiting
-        leaves = _core.held(roots[0], _core.leaves_of, (tensor,), {}) if roots else ()
+        leaves = cut.on_tape(_core.leaves_of, tensor)
         if leaves:
             found[cut] = leaves
     return found
@@ -163,9 +161,7 @@ def watch(tensor: torch.Tensor) -> None:
     visible.watch(tensor)
     _watch_roots(tensor)
     for cut in that_depend_on((tensor,)):
-        roots = cut.waiting
-        if roots:
-            _core.held(roots[0], watch_here, (tensor,), {})
+        cut.on_tape(watch_here, tensor)
 
 
 def watch_here(tensor: torch.Tensor) -> None:

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import array
-import contextlib
 import copy
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -222,13 +220,9 @@ class Program:
     @functools.cached_property
     def uncounted(self) -> frozenset[int]:
         """The storages on the tape whose .data was taken: torch does not count writes to them."""
-        found = set()
-        with contextlib.suppress(IndexError):  # after the last call
-            for i in itertools.count():
-                func, *_, reads, _ = _core.node(i)
-                if is_data(func):
-                    found.add(self.info(reads[0]).storage)
-        return frozenset(found)
+        recorded = map(_core.node, range(self.n_recorded))
+        read = (reads[0] for func, *_, reads, _ in recorded if is_data(func))
+        return frozenset(self.info(value).storage for value in read)
 
     @functools.cached_property
     def read_until(self) -> dict[int, int]:
