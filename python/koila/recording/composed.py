@@ -87,7 +87,7 @@ def to_cuda(x: Tensor, device: Any = None, non_blocking: bool = False, **words: 
     device = torch.device("cuda" if device is None else device)
     if device.type != "cuda":
         return NotImplemented  # torch raises its own error
-    return x.to(device, non_blocking, **words)
+    return x.to(device, non_blocking=non_blocking, **words)
 
 
 # Writes -------------------------------------------------------------------------------------------
