@@ -560,6 +560,9 @@ def test_an_error_of_torch_hides_koilas_frames(read: str) -> None:
         lambda x: x.view(5, -1, 4),
         lambda x: torch.cat([x, x[:, :2]]),
         lambda x: F.linear(x, torch.ones(2, 3)),
+        lambda x: torch.hstack([x, x[:1]]),
+        lambda x: torch.dsplit(x, 3),
+        lambda x: torch.hsplit(x, 4),
     ],
 )
 def test_an_illegal_call_shows_the_frames_of_eager(
