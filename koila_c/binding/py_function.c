@@ -51,8 +51,9 @@ find_accessor(PyObject *func)
     return (Function *)found;
 }
 
-bool
-kl_function_is_in_place(const Function *function)
+/* Whether a call writes its first argument, by its row or by its name. */
+static bool
+is_in_place(const Function *function)
 {
     Py_ssize_t n = 0;
     const char *name = PyUnicode_AsUTF8AndSize(function->name, &n);
@@ -77,7 +78,7 @@ PyObject *
 kl_function_written(const KlPyCall *call)
 {
     bool is_first = call->out == NULL && PyTuple_GET_SIZE(call->args) > 0 &&
-                    call->function != NULL && kl_function_is_in_place(call->function);
+                    call->function != NULL && is_in_place(call->function);
     return is_first ? PyTuple_GET_ITEM(call->args, 0) : call->out;
 }
 

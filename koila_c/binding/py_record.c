@@ -523,6 +523,10 @@ record_on(Tape *tape, const KlPyCall *call, PyObject **results)
                                            : record_by_meta(tape, call, results);
     tape->is_running = false;
     kl_lock_give(&tape->lock);
+    if (recorded > 0 && tape->leaf_bytes >= tape->next_look && kl_tape_make_room(tape) < 0) {
+        Py_CLEAR(*results);
+        return -1;
+    }
     return recorded;
 }
 

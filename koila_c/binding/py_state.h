@@ -126,6 +126,8 @@ struct Tape {
     bool is_cut_off;     /* the bridge cut it off: no more calls, statistics already written */
     bool is_aside;       /* a run abandoned its calls, and the thread has left it */
     KlNodeId raised;     /* the call at which the last run in chunks raised, or KL_ID_NONE */
+    int64_t leaf_bytes;  /* of the leaves that need no gradient */
+    int64_t next_look;   /* leaf_bytes at which kl_tape_make_room() is called */
     PyObject *notes;     /* the dict that _core.notes() returns; NULL until Python asks for it */
 };
 
@@ -385,7 +387,5 @@ Function *kl_function_find(PyObject *func);
 /* kwargs: a dict; NULL or None: there are none. */
 KlPyCall kl_function_call(const Function *function, PyObject *func, PyObject *args,
                           PyObject *kwargs);
-/* Whether a call writes its first argument, by its row or by its name. */
-bool kl_function_is_in_place(const Function *function);
 /* Borrowed: the tensor, or tensors, that a call writes: `out=`, or its first argument; or NULL. */
 PyObject *kl_function_written(const KlPyCall *call);

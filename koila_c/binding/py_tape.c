@@ -9,6 +9,8 @@
 
 #include "alloc.h"
 
+#define LOOK_BYTES (1 << 20) /* leaves that take less are not worth a look */
+
 /* -- leaves, found by the identity of their tensor ---------------------------------------------------- */
 
 static KlExternal *
@@ -46,8 +48,9 @@ rebuild_externals(Tape *tape, size_t n_max, size_t n_values)
     return 0;
 }
 
-int
-kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values)
+/* Make room for the binding's data of nodes and values that the core will append. The entries are zero. */
+static int
+reserve(Tape *tape, size_t n_nodes, size_t n_values)
 {
     bool is_done = KL_RESERVE(tape, nodes, tape->core.n_nodes + n_nodes) == KL_OK &&
                    KL_RESERVE(tape, values, tape->core.n_values + n_values) == KL_OK;
@@ -69,7 +72,7 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
 {
     KlMeta meta;
     int result = kl_meta_read(tensor, &meta);
-    if (result < 0 || kl_tape_reserve(tape, 0, 1) < 0) {
+    if (result < 0 || reserve(tape, 0, 1) < 0) {
         return -1;
     }
     if (result > 0) {
@@ -86,6 +89,7 @@ new_leaf(Tape *tape, PyObject *tensor, const KlPlace *place, KlValueId *value)
     entry->pointer = kl_stale_pointer(tensor);
     entry->version = kl_stale_version(tensor);
     entry->looked_at = kl_py.n_looks;
+    tape->leaf_bytes += meta.requires_grad ? 0 : kl_meta_n_bytes(&meta);
     bool is_alone = !kl_storage_may_be_shared(tensor);
     return is_alone ? 0 : kl_py_done(PyObject_CallFunction(kl_py.note_leaf, "IO", *value, tensor));
 }
@@ -296,6 +300,8 @@ clear_tape(Tape *tape)
     kl_py.n_aside -= tape->is_aside ? 1 : 0;
     tape->is_aside = false;
     tape->n_externals = 0;
+    tape->leaf_bytes = 0;
+    tape->next_look = LOOK_BYTES;
     if (tape->externals != NULL) {
         memset(tape->externals, 0, tape->n_externals_max * sizeof(*tape->externals));
     }
@@ -351,6 +357,23 @@ KL_DEFINE_ON(trim, tape, ignored)
     tape->raised = KL_ID_NONE;
     tape->is_running = false;
     return Py_BuildValue("nn", (Py_ssize_t)part.n_nodes, (Py_ssize_t)part.n_values);
+}
+
+/* Leaves that only the tape holds are those that eager would have freed. */
+int
+kl_tape_make_room(Tape *tape)
+{
+    int64_t held = 0, wanted = 0;
+    tape->next_look = tape->leaf_bytes + tape->leaf_bytes / 8 + LOOK_BYTES;
+    for (size_t i = 0; i < tape->core.n_values; i++) {
+        const KlPyValue *value = &tape->values[i];
+        bool is_dead = value->handle == NULL && value->real != NULL && Py_REFCNT(value->real) == 1;
+        bool is_pending = value->handle != NULL && value->real == NULL && value->result == NULL;
+        int64_t bytes = is_dead || is_pending ? kl_meta_n_bytes(&tape->core.values[i].meta) : 0;
+        *(is_dead ? &held : &wanted) += bytes;
+    }
+    return held < wanted ? 0
+                         : kl_py_done(PyObject_CallFunction(kl_py.make_room, "L", (long long)held));
 }
 
 int
@@ -552,7 +575,7 @@ fill(Tape *tape, PyObject *arrays)
         core->nodes[i].is_abandoned = true; /* it never runs or draws */
         core->has_regions |= core->nodes[i].region != 0;
     }
-    return kl_tape_reserve(tape, 0, 0);
+    return reserve(tape, 0, 0);
 }
 
 KL_DEFINE(new_tape, args)
@@ -672,7 +695,7 @@ kl_tape_append_call(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode
         kl_py_done(PyObject_CallNoArgs(kl_py.note_draw)) < 0) {
         return -1;
     }
-    if (kl_tape_reserve(tape, 1, record->inferred->n_outs + 1) < 0 ||
+    if (reserve(tape, 1, record->inferred->n_outs + 1) < 0 ||
         (record->node.leaf_writes != 0 && note_write(tape, record) < 0)) {
         return -1;
     }

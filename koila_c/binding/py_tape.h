@@ -43,8 +43,6 @@ KlValueId kl_tape_find(const Tape *tape, PyObject *tensor);
 int kl_tape_new_axis(Tape *tape, int64_t rows, KlAxisId *axis);
 /* Find the value of a Value on `tape`; attach it as a leaf if it is detached. */
 int kl_tape_attach(Tape *tape, Value *lazy, KlValueId *value);
-/* Make room for the binding's data of nodes and values that the core will append. The entries are zero. */
-int kl_tape_reserve(Tape *tape, size_t n_nodes, size_t n_values);
 /* Append one node for `call`, and note the user's line. -1 on failure. */
 int kl_tape_append_call(Tape *tape, const KlRecord *record, PyObject *func, KlPyNode *call,
                         KlNodeId *id);
@@ -62,6 +60,8 @@ bool kl_tape_end(Tape *tape, bool is_abandoned_only);
  * is cleared at its end. */
 void kl_tape_let_go(Tape *tape);
 
+/* Run the pending calls that need no graph if that frees as much memory as it takes. 0 or -1. */
+int kl_tape_make_room(Tape *tape);
 /* Whether node `id` already drew, or wrote its statistics, in chunks: a live run must not do so again. -1 on failure. */
 int kl_tape_is_committed(const Tape *tape, KlNodeId id);
 /* Whether a pending call has statistics to write, even if nobody can reach its results. */

@@ -114,8 +114,6 @@ bool kl_rules_view_strides(const KlMeta *meta, KlMeta *out);
 
 KlDtype kl_rules_promote(KlDtype left, KlDtype right);
 bool kl_rules_is_integral(KlDtype dtype); /* bool counts */
-/* Return torch.result_type of the first n arguments: tensors, 0-dim tensors and numbers. */
-KlDtype kl_rules_result_type(const KlCall *call, uint32_t n);
 bool kl_rules_can_cast(KlDtype from, KlDtype to);
 /* Set the dtype of every output. Return KL_OK. */
 KlStatus kl_rules_set_dtypes(KlInferred *result, KlDtype dtype);

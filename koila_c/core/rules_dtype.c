@@ -62,8 +62,9 @@ combine(KlDtype strong, KlDtype weak)
                                                                   : strong;
 }
 
-KlDtype
-kl_rules_result_type(const KlCall *call, uint32_t n)
+/* Return torch.result_type of the first n arguments: tensors, 0-dim tensors and numbers. */
+static KlDtype
+result_type(const KlCall *call, uint32_t n)
 {
     KlDtype by_rank[3] = {KL_DTYPE_OTHER, KL_DTYPE_OTHER,
                           KL_DTYPE_OTHER}; /* tensors, 0-dim, numbers */
@@ -162,7 +163,7 @@ KL_DTYPE(to_float)
 static KlStatus
 promote_among(const KlCall *call, KlInferred *result, KlKinds kinds)
 {
-    KlDtype dtype = kl_rules_result_type(call, 2);
+    KlDtype dtype = result_type(call, 2);
     kl_rules_require(call, is_among(dtype, kinds));
     return kl_rules_set_dtypes(result, dtype);
 }
@@ -187,7 +188,7 @@ KL_DTYPE(promote_sub)
 /* Likewise, and ints become the default dtype. */
 KL_DTYPE(promote_float)
 {
-    return set_float(call, result, kl_rules_result_type(call, 2));
+    return set_float(call, result, result_type(call, 2));
 }
 
 KL_DTYPE(div)
@@ -226,7 +227,7 @@ promote_beside(const KlCall *call, KlInferred *result, uint32_t input)
     kl_rules_require(call, condition->dtype == KL_DTYPE_BOOL);
     pair.args = args;
     pair.n_args = 2;
-    return kl_rules_set_dtypes(result, kl_rules_result_type(&pair, 2));
+    return kl_rules_set_dtypes(result, result_type(&pair, 2));
 }
 
 KL_DTYPE(where)
@@ -243,7 +244,7 @@ KL_DTYPE(where_method)
 /* clamp(x, min, max): the bounds take part in promotion */
 KL_DTYPE(clamp)
 {
-    KlDtype dtype = kl_rules_result_type(call, 3);
+    KlDtype dtype = result_type(call, 3);
     kl_rules_require(call, (kl_rules_is_given(call, 1) || kl_rules_is_given(call, 2)) &&
                                !kl_meta_dtype_is_complex(dtype));
     return kl_rules_set_dtypes(result, dtype);

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import torch
+
 from koila import _core
+from koila.basics import config
 from koila.basics.threads import in_turn
+from koila.memory import budget
 from koila.random import generators
 from koila.reporting import reports
 from koila.running import replay
@@ -33,6 +37,15 @@ def flush_no_grad(why: str) -> None:
         flush(why)
     if _core.has_no_grad() or _core.has_draw(False):
         _flush_no_grad(why)
+
+
+def make_room(n_bytes: int) -> None:
+    """Run those values if pending calls alone hold `n_bytes`, a large part of the memory, such as
+    the noise of a sampler's earlier steps."""
+    limit = config.get("memory_limit")
+    is_small = budget.is_ample(4 * n_bytes) if limit is None else 16 * n_bytes <= limit
+    if not is_small and not torch.is_grad_enabled():
+        flush_no_grad("a loop without gradients")
 
 
 @in_turn

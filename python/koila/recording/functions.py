@@ -32,6 +32,7 @@ from koila.random import draws, generators, plain
 from koila.recording import (
     backwards,
     bridge,
+    flush,
     handlers,
     inplace_views,
     masks,
@@ -308,6 +309,7 @@ def register_all() -> None:
             "autograd_key": int(surroundings.AUTOGRAD),
             "note_left": left_plain.note_left,
             "is_in_hook": engine.is_in_hook,
+            "make_room": flush.make_room,
             "name_of_file": lines.name_of_file,
         },
     )
