@@ -372,8 +372,9 @@ kl_tape_make_room(Tape *tape)
         int64_t bytes = is_dead || is_pending ? kl_meta_n_bytes(&tape->core.values[i].meta) : 0;
         *(is_dead ? &held : &wanted) += bytes;
     }
-    return held < wanted ? 0
-                         : kl_py_done(PyObject_CallFunction(kl_py.make_room, "L", (long long)held));
+    return 2 * held < wanted
+               ? 0
+               : kl_py_done(PyObject_CallFunction(kl_py.make_room, "L", (long long)held));
 }
 
 int

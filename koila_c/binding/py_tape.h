@@ -60,7 +60,7 @@ bool kl_tape_end(Tape *tape, bool is_abandoned_only);
  * is cleared at its end. */
 void kl_tape_let_go(Tape *tape);
 
-/* Run the pending calls that need no graph if that frees as much memory as it takes. 0 or -1. */
+/* Run the pending calls that need no graph if that frees half as much memory as it takes, or more. 0 or -1. */
 int kl_tape_make_room(Tape *tape);
 /* Whether node `id` already drew, or wrote its statistics, in chunks: a live run must not do so again. -1 on failure. */
 int kl_tape_is_committed(const Tape *tape, KlNodeId id);
