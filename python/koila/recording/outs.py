@@ -47,8 +47,8 @@ def _is_apart(func: Any, targets: list[torch.Tensor], given: list[torch.Tensor])
 def record(func: Func, args: Args, kwargs: Words) -> Any:
     """Record a call with `out=`; NotImplemented where it has to run live."""
     rest = {name: value for name, value in kwargs.items() if name != "out"}
-    targets = list(meta.tensors(kwargs["out"]))
-    given = list(meta.tensors((*args, *rest.values())))
+    targets = meta.tensors(kwargs["out"])
+    given = meta.tensors((*args, *rest.values()))
     shapes = [_shape(target) if type(target) is LazyTensor else None for target in targets]
     if None in shapes or not _is_apart(func, targets, given):
         return NotImplemented
@@ -56,7 +56,7 @@ def record(func: Func, args: Args, kwargs: Words) -> Any:
         return NotImplemented  # torch raises its own error
     with torch.set_grad_enabled(False):
         result = func(*args, **rest)
-        found = list(meta.tensors(result))
+        found = meta.tensors(result)
         if [_shape(tensor) for tensor in found] != shapes:
             return NotImplemented
         for target, tensor in zip(targets, found, strict=True):

@@ -124,6 +124,14 @@ def _trace(func: Func, args: Args, kwargs: Words) -> _Found | None:
     return trace.calls, meta.map_nested(made, Tensor, trace.refer)
 
 
+def _filled(value: Any, env: dict[int, Tensor]) -> Any:
+    """Return an argument or a result with the tensors that it refers to."""
+    kind = type(value)
+    if kind is _Ref:
+        return env[value.number]
+    return kind([_filled(one, env) for one in value]) if kind in (list, tuple) else value
+
+
 def record(func: Func, args: Args, kwargs: Words) -> Any:
     """Record the calls that ATen composes a call of; NotImplemented if these are not known."""
     key = meta.key_of(func, args, kwargs)
@@ -136,11 +144,9 @@ def record(func: Func, args: Args, kwargs: Words) -> Any:
         return NotImplemented
     calls, result = found
     env = dict(enumerate(meta.tensors((args, kwargs))))
-
-    def tensor_of(ref: _Ref) -> Tensor:
-        return env[ref.number]
-
     for call in calls:
-        given, words = meta.map_nested((call.args, call.kwargs), _Ref, tensor_of)
-        env.update(zip(call.made, meta.tensors(call.func(*given, **words)), strict=True))
-    return meta.map_nested(result, _Ref, tensor_of)
+        words = {name: _filled(one, env) for name, one in call.kwargs.items()}
+        made = call.func(*[_filled(one, env) for one in call.args], **words)
+        results = [made] if isinstance(made, Tensor) else meta.tensors(made)
+        env.update(zip(call.made, results, strict=True))
+    return _filled(result, env)

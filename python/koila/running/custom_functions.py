@@ -87,7 +87,7 @@ def _in_body(apply: Callable[..., Any]) -> Callable[..., Any]:
         return apply
 
     def run(_: Any, *args: Any, **kwargs: Any) -> Any:
-        if next(meta.tensors((args, kwargs)), None) is None:
+        if not meta.tensors((args, kwargs)):
             return apply(*args, **kwargs)
         return _run(recomputed.body_of(region), apply, args, kwargs)
 
@@ -98,7 +98,7 @@ def _run(body: Body, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a custom function. Backward calls it again for what it has saved, unless it writes its
     inputs or returns their memory."""
     tree, refs, handles = body.tree, list[Ref](), list[Handle]()
-    tensors = list(meta.tensors((args, kwargs)))
+    tensors = meta.tensors((args, kwargs))
     if any(one.untyped_storage()._cdata in tree.watched for one in tensors):
         return func(*args, **kwargs)
     name = f"{func.__self__.__name__}.apply"  # type: ignore[attr-defined]

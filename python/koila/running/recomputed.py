@@ -419,7 +419,7 @@ class _Live(NamedTuple):
 
     def written(self) -> list[Tensor]:
         """Return the tensors that it writes; all its tensors if it is not known which."""
-        tensors = list(meta.tensors((self.args, self.kwargs)))
+        tensors = meta.tensors((self.args, self.kwargs))
         if len(tensors) != len(_core.node(self.node)[5]):
             return tensors if self.writes else []
         return [one for k, one in enumerate(tensors) if self.writes >> k & 1]

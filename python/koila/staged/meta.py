@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def key_of(func: Func, args: Args, kwargs: Words) -> Any:
 
 
 def _key(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
+    if type(argument) in _PLAIN_TENSORS:
         return _describe(argument)
     if isinstance(argument, tuple | list):
         return (type(argument), tuple(_key(item) for item in argument))
@@ -105,24 +105,30 @@ def map_nested(obj: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     return obj
 
 
-def leaves(argument: Any) -> Iterator[Any]:
-    """Yield the items of an argument that are not tuples, lists or dicts.
+def leaves(argument: Any) -> list[Any]:
+    """Return the items of an argument that are not tuples, lists or dicts.
 
     `_pytree` is not used: its nested recursive functions are reference cycles, which keep the
     tensors that they visited alive until the garbage collector runs.
     """
+    found: list[Any] = []
+    _add_leaves(argument, found)
+    return found
+
+
+def _add_leaves(argument: Any, found: list[Any]) -> None:
     if isinstance(argument, dict):
         argument = list(argument.values())
     if isinstance(argument, tuple | list):
         for item in argument:
-            yield from leaves(item)
+            _add_leaves(item, found)
     else:
-        yield argument
+        found.append(argument)
 
 
-def tensors(argument: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors among the leaves of an argument."""
-    return (leaf for leaf in leaves(argument) if isinstance(leaf, torch.Tensor))
+def tensors(argument: Any) -> list[torch.Tensor]:
+    """Return the tensors among the leaves of an argument."""
+    return [leaf for leaf in leaves(argument) if isinstance(leaf, torch.Tensor)]
 
 
 def _device_of(args: Any) -> int | None:
