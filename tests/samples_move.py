@@ -474,10 +474,4 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         ],
     ),
     **each("index_fill index_fill_", index_fills),
-    "take_along_dim": lambda: [
-        call(f(4, 5), i(4, 3), 1),
-        call(f(4, 5), i(1, 3), 1),
-        call(f(1, 5), i(4, 3), dim=1),
-        call(f(5, 3), i(4, 1), 0),
-    ],
 }

@@ -72,7 +72,6 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     ],
     "nansum": reductions,
     "mean": lambda: [*reductions(), call(i(4, 3), 1, dtype=torch.float64)],
-    "nanmean": reductions,
     "amax": lambda: [*reductions(), call(i(4, 3), 1)],
     "amin": reductions,
     "prod": lambda: [*one_dim(), call(i(4, 3) + 1)],

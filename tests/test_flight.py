@@ -69,7 +69,6 @@ MORE = {
     "prod": (0.5, "all of it, where an entry is zero"),
     "rms_norm": (3.1, "what was kept of the first of its calls, which goes meanwhile"),
     "scaled_dot_product_attention": (4.5, "composed of other calls"),
-    "take_along_dim": (2.0, "an operand that is broadcast to more than the result"),
     "triplet_margin_loss": (1.5, "composed of other calls"),
 }
 #: The same while they run, in a program without a graph.
@@ -82,11 +81,10 @@ MORE_FORWARD = {
     **dict.fromkeys("Tensor_where avg_pool2d cdist einsum".split(), 1.5),
     **dict.fromkeys("feature_alpha_dropout group_norm".split(), 1.5),
     **dict.fromkeys("log_sigmoid max_pool2d max_pool2d_with_indices".split(), 1.5),
-    **dict.fromkeys("mean normal rms_norm where".split(), 1.5),
+    **dict.fromkeys("normal rms_norm where".split(), 1.5),
     **dict.fromkeys("instance_norm multinomial".split(), 2.0),
     "gradient_of": 3.0,
     **dict.fromkeys("alpha_dropout cat".split(), 2.5),
-    "sum": 3.5,
     "cross_entropy_loss": 3.5,
     "poisson_nll_loss": 6.5,
     "cosine_similarity": 6.5,

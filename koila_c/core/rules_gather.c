@@ -258,27 +258,3 @@ KL_SAVES(scatter_reduce)
     saves->bytes_workspace = n == 2 ? n_out + n_src + kl_meta_n_elements(&result->outs[0]) : 0;
     saves->bytes_backward = n_of_result * n_out + n * n_src;
 }
-
-/* take_along_dim(x, indices, dim): as gather, with the other dims broadcast */
-KL_SHAPE(take_along_dim)
-{
-    KlMeta value = *call->inputs[0];
-    const KlMeta *index = kl_rules_tensor(call, 1, 1, KL_DIMS_MAX);
-    kl_rules_require(call, index->dtype == KL_DTYPE_INT64 && kl_rules_is_given(call, 2) &&
-                               index->n_dims == value.n_dims);
-    int32_t dim = kl_rules_dim(call, 2, 0, value.n_dims);
-    value.shape[dim] = index->shape[dim];
-    result->dim_map[dim] = -1;
-    kl_rules_broadcast(call, &value, index);
-    return kl_rules_out_contiguous(result, &value);
-}
-
-KL_PLACE(take_along_dim)
-{
-    int32_t dim = kl_rules_dim(call, 2, 0, call->inputs[0]->n_dims);
-    if (is_read_whole(call, dim)) {
-        return kl_rules_at(result, call->inputs[1]->place);
-    }
-    bool is_coupled = call->inputs[kl_rules_first_rows(call)]->place.dim == dim;
-    return is_coupled ? kl_rules_once(result, index_couples) : place_rowwise(call, result);
-}

@@ -64,6 +64,14 @@ KL_SAVES(pow)
     }
 }
 
+/* Nothing; numbers of another dtype than the sum's are cast first. */
+KL_SAVES(sum)
+{
+    KlMeta cast = *call->inputs[0];
+    cast.dtype = result->outs[0].dtype;
+    saves->bytes_workspace = cast.dtype != call->inputs[0]->dtype ? kl_meta_n_bytes(&cast) : 0;
+}
+
 /* x[...]: the index tensors, including those made from lists */
 KL_SAVES(index)
 {
@@ -77,15 +85,6 @@ KL_SAVES(index)
             saves->bytes_extra += item->stop * (int64_t)kl_meta_dtype_bytes(KL_DTYPE_INT64);
         }
     }
-}
-
-/* the input, and an index or a number of terms for each result */
-KL_SAVES(input_indices)
-{
-    keep(call, 0, saves);
-    saves->bytes_extra =
-        kl_meta_n_elements(&result->outs[0]) * (int64_t)kl_meta_dtype_bytes(KL_DTYPE_INT64);
-    saves->is_extra_rows = kl_place_is_rows(&result->outs[0].place);
 }
 
 /* its input, and on the CPU a buffer as large */

@@ -27,8 +27,9 @@ NAMES = frozenset(
     dsplit dstack einsum fft_fft fft_fft2 fft_fftn fft_fftshift fft_ifft fft_ifft2 fft_ifftn
     fft_ifftshift fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn fliplr flipud
     float_power hsplit hstack inner isclose isreal linalg_matrix_norm linalg_matrix_power
-    linalg_multi_dot linalg_norm linalg_vander linalg_vecdot margin_ranking_loss row_stack
-    special_ndtr tensor_split tensordot trapezoid trapz vsplit vstack""".split()
+    linalg_multi_dot linalg_norm linalg_vander linalg_vecdot margin_ranking_loss nanmean
+    row_stack special_ndtr take_along_dim tensor_split tensordot trapezoid trapz vsplit
+    vstack""".split()
 )
 
 

@@ -12,13 +12,12 @@ from koila.reductions import batch_softmax, norms, scans
 from koila.reductions.extremes import Extreme, LogSumExp, Norm, Prod, Shares, Starts
 from koila.reductions.losses import Again, Classes, CrossEntropy, Loss, RowLoss
 from koila.reductions.reduction import Reduction
-from koila.reductions.sums import Mean, Moments, NanMean, Sum, Var
+from koila.reductions.sums import Mean, Moments, Sum, Var
 
 REDUCTIONS: dict[str, Reduction] = {
     "SUM": Sum(),
     "COUNT": Sum(),
     "MEAN": Mean(),
-    "NANMEAN": NanMean(),
     "VAR": Var(),
     "AMAX": Extreme(),
     "LOGSUMEXP": LogSumExp(),

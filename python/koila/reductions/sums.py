@@ -45,20 +45,6 @@ class Mean(Reduction):
         return ratio(parts, call.dtype)
 
 
-class NanMean(Mean):
-    """nanmean: the parts are the sum of the elements that are not nan, and their number."""
-
-    counts = frozenset()  # their number is not known from sizes
-
-    def partial(self, part: int, call: Call) -> torch.Tensor:
-        x, keepdim = call.word("input"), call.word("keepdim", False)
-        over = dims(x, call.word("dim"))
-        if part == 1:
-            counted: torch.Tensor = x.isnan().logical_not().sum(over, keepdim)
-            return counted
-        return torch.nansum(x, over, keepdim, dtype=call.wide)
-
-
 class Var(Reduction):
     """var, std and var_mean: the parts are the number of terms, the mean, and the sum of squared
     deviations from it; they are combined by Chan's formula."""
