@@ -286,11 +286,6 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         call(f(3, 4).t()),
         call(f()),
     ],
-    "movedim": lambda: [
-        call(f(4, 3, 2), 0, -1),
-        call(f(4, 3, 2), (0, 2), (1, 0)),
-        call(f(4, 3, 2), [], []),
-    ],
     "narrow": lambda: [
         call(f(4, 6), 1, 2, 3),
         call(f(4, 6), 0, 1, 2),
@@ -417,7 +412,6 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         call(f(4, 3), (3, 1, 2)),
         call(f(4), 2),
     ],
-    "tile": lambda: [call(f(4, 3), (2,)), call(f(4, 3), (2, 1)), call(f(4, 3), dims=(2, 1, 1))],
     "repeat_interleave": lambda: [
         call(f(4, 3), 2, 0),
         call(f(4, 3), 2, dim=1),

@@ -442,7 +442,6 @@ PRODUCTS: dict[str, Make] = {
     "mv": varied(lambda: [call(f(4, 3), f(3)), call(f(3, 4).t(), f(3)), call(f(3, 6), f(6))]),
     "dot": varied(lambda: [call(f(4), f(4)), call(f(6), f(6))]),
     "vdot": varied(lambda: [call(f(4), f(4)), call(f(6), f(6))]),
-    "outer": varied(lambda: [call(f(4), f(3)), call(f(6)[::2], f(4)), call(f(1), f(4))]),
     **each(
         "addmm",
         lambda: [

@@ -63,7 +63,6 @@ MORE = {
     "instance_norm": (1.5, "a weight that is repeated for each row"),
     "kl_div": (2.5, "composed of other calls"),
     "linalg_vector_norm": (3.0, "norms other than the second"),
-    "outer": (1.5, "a vector of one number"),
     "pad": (2.5, "modes other than constant"),
     "pairwise_distance": (1.5, "norms other than the second"),
     "prod": (0.5, "all of it, where an entry is zero"),
@@ -97,7 +96,7 @@ BY_CPU = re.compile("conv|gru|lstm|rnn|scaled_dot|addmm|matmul|bilinear|einsum|g
 NO_BACKWARD = frozenset(
     """all any argmax argmin argsort bitwise_and bitwise_left_shift bitwise_not bitwise_or
     bitwise_right_shift bitwise_xor bool byte char count_nonzero detach empty_like eq floor_divide
-    full_like ge gt int isfinite isinf isnan isneginf isposinf le logical_and logical_not logical_or
+    full_like ge gt int isinf isnan isneginf isposinf le logical_and logical_not logical_or
     logical_xor long lt max_pool1d multinomial ne new_empty new_full new_ones new_zeros one_hot
     ones_like rand_like randint_like randn_like searchsorted short signbit zeros_like""".split()
 )

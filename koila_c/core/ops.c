@@ -98,7 +98,6 @@ enum { W0 = 1, W1 = 2, W2 = 4, W3 = 8, W4 = 16 };
 #define shape_rnn_cell(gates_) shape_rnn_cell, .n_gates = gates_
 #define shape_sort(outs_) shape_sort, .n_outs = outs_
 #define shape_std(outs_) shape_std, .n_outs = outs_
-#define shape_tile shape_repeat, .adds_dims = true
 #define shape_unsafe_chunk shape_chunk, .is_untracked = true
 #define shape_unsafe_split shape_split, .is_untracked = true
 #define shape_upsample(n_) shape_upsample, .n_spatial = n_

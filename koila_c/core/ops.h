@@ -327,7 +327,6 @@ struct KlRow {
     uint8_t n_vectors;       /* inputs of a loss that are vectors; others have an entry for each */
     uint8_t n_least, n_most; /* dims of the input of a loss */
     bool has_dilation;       /* windows of a pool */
-    bool adds_dims;          /* fewer repeats than dims are those of the last dims */
     int8_t pair_dim;         /* the dim along which two arguments are compared, or KL_PAIR_LAST */
     KlDtype dtype_to;
     KlKinds kinds; /* of dtypes that a dtype rule accepts */

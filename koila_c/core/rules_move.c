@@ -86,36 +86,6 @@ KL_SHAPE(t)
     return swap_dims(call, result, 0, n_dims == 2 ? 1 : 0);
 }
 
-KL_SHAPE(movedim)
-{
-    const int32_t n_dims = call->inputs[0]->n_dims;
-    int32_t order[KL_DIMS_MAX] = {-1, -1, -1, -1, -1, -1, -1, -1};
-    uint32_t n = 0, n_to = 0, used = 0;
-    const int64_t *from = kl_rules_ints(call, 1, &n), *to = kl_rules_ints(call, 2, &n_to);
-    if (n != n_to || n_dims == 0) {
-        return KL_DECLINED;
-    }
-    for (uint32_t i = 0; i < n; i++) {
-        int32_t source = kl_rules_wrap(call, from[i], n_dims);
-        int32_t target = kl_rules_wrap(call, to[i], n_dims);
-        if ((used >> source & 1) != 0 || order[target] >= 0) {
-            return KL_ILLEGAL;
-        }
-        order[target] = source;
-        used |= UINT32_C(1) << source;
-    }
-    int32_t next = 0;
-    for (int32_t i = 0; i < n_dims; i++) {
-        while ((used >> next & 1) != 0) {
-            next++;
-        }
-        if (order[i] < 0) {
-            order[i] = next++;
-        }
-    }
-    return view_in_order(call, result, order);
-}
-
 KL_SHAPE(unsqueeze)
 {
     const KlMeta *input = call->inputs[0];

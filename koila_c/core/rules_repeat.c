@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* rules_repeat.c - ops that copy entries to other indices of their dim: repeat, tile, repeat_interleave,
+/* rules_repeat.c - ops that copy entries to other indices of their dim: repeat, repeat_interleave,
  * roll, flip; and triangles. */
 #include "rules.h"
 
@@ -13,7 +13,7 @@ KL_SHAPE(repeat)
         return KL_DECLINED;
     }
     const int32_t n = (int32_t)n_given;
-    kl_rules_check(call, n >= input->n_dims || call->row->adds_dims);
+    kl_rules_check(call, n >= input->n_dims);
     KlMeta *out = kl_rules_outs(result, 1);
     int32_t n_dims = n > input->n_dims ? n : input->n_dims;
     out->n_dims = n_dims;

@@ -222,21 +222,6 @@ KL_SHAPE(preserve)
     return KL_OK;
 }
 
-/* isfinite multiplies two comparisons, so the rule for the layout is applied twice. Ints are always finite: they get
- * ones_like. */
-KL_SHAPE(isfinite)
-{
-    KlDtype dtype = call->inputs[0]->dtype;
-    if (!kl_meta_dtype_is_float(dtype) && !kl_meta_dtype_is_complex(dtype)) {
-        return shape_preserve(call, result);
-    }
-    (void)shape_same(call, result);
-    KlMeta between = result->outs[0];
-    const KlMeta *operands[2] = {&between, &between};
-    kl_rules_iterate(&result->outs[0], operands, 2, false);
-    return KL_OK;
-}
-
 /* isinf runs abs and a comparison with a number, so the rule for the layout is applied twice. */
 KL_SHAPE(isinf)
 {

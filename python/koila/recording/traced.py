@@ -23,13 +23,14 @@ from koila.staged.cache import remember
 #: products. ATen reshapes tensors of one dim at most: so the calls do not depend on strides, which
 #: may not be known.
 NAMES = frozenset(
-    """atleast_1d atleast_2d atleast_3d broadcast_to column_stack cross cumulative_trapezoid diff
-    dsplit dstack einsum fft_fft fft_fft2 fft_fftn fft_fftshift fft_ifft fft_ifft2 fft_ifftn
-    fft_ifftshift fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn fliplr flipud
-    float_power hsplit hstack inner isclose isreal linalg_matrix_norm linalg_matrix_power
-    linalg_multi_dot linalg_norm linalg_vander linalg_vecdot margin_ranking_loss nanmean
-    row_stack special_ndtr take_along_dim tensor_split tensordot trapezoid trapz vsplit
-    vstack""".split()
+    """atleast_1d atleast_2d atleast_3d broadcast_to column_stack cross
+    cumulative_trapezoid diff dsplit dstack einsum fft_fft fft_fft2 fft_fftn
+    fft_fftshift fft_ifft fft_ifft2 fft_ifftn fft_ifftshift fft_irfft fft_irfft2
+    fft_irfftn fft_rfft fft_rfft2 fft_rfftn fliplr flipud float_power ger hsplit hstack
+    inner isclose isfinite isreal linalg_matrix_norm linalg_matrix_power
+    linalg_multi_dot linalg_norm linalg_vander linalg_vecdot margin_ranking_loss
+    moveaxis movedim nanmean outer row_stack special_ndtr take_along_dim tensor_split
+    tensordot tile trapezoid trapz vsplit vstack""".split()
 )
 
 
