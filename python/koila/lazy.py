@@ -234,23 +234,20 @@ def _advice_on_dims(objs: Any) -> str:
     return f"if the batch has {n} samples, write batch={chosen}"
 
 
-def _plain_rows(objs: tuple[Any, ...], batch: Any) -> list[tuple[int, int]] | None:
-    """Return the dim and the number of the rows of each object, if all are plain tensors with one
-    number of rows. Return None if the objects have to be searched for tensors, or are not valid."""
-    found: list[tuple[int, int]] = []
-    dims: set[int] = set()
+def _plain_rows(objs: tuple[Any, ...], batch: Any) -> tuple[list[int], int] | None:
+    """Return the dim of the rows of each object, and their number, if that is the same in all, and
+    all are plain tensors with dims; None: they have to be looked through, or are not valid."""
+    dims: list[int] = []
+    n_rows = -1
     for obj in objs if type(batch) in (int, _Default) else ():
         if type(obj) is not torch.Tensor:
             return None
         n_dims = obj.dim()
-        if -n_dims <= batch < n_dims:
-            found.append((batch % n_dims, obj.size(batch)))
-            dims.add(found[-1][1])
-        elif n_dims > 0:
+        if not -n_dims <= batch < n_dims or n_rows not in (-1, n_here := obj.size(batch)):
             return None
-        else:
-            found.append((_WHOLE, 0))
-    return found if len(dims) <= 1 else None
+        n_rows = n_here
+        dims.append(batch % n_dims)
+    return (dims, n_rows) if dims else None
 
 
 def _as_asked(lazy_tensor: Any, batch: Any, dim: int, path: str) -> torch.Tensor:
@@ -341,9 +338,10 @@ def lazy(*objs: Any, batch: Any = DIM_0) -> Any:
     plain = _plain_rows(objs, batch)
     if plain:
         _warn_in_worker()
-        axis = _begin(max(plain)[1])
+        dims, n_rows = plain
+        axis = _begin(n_rows)
         found: dict[int, torch.Tensor] = {}  # a tensor that is passed twice becomes one lazy
-        for obj, (dim, n_rows) in zip(objs, plain, strict=True):
+        for obj, dim in zip(objs, dims, strict=True):
             if id(obj) not in found:
                 aliases.note_others(obj)
                 found[id(obj)] = _core.input(obj, dim, axis, n_rows)

@@ -292,13 +292,6 @@ _QUICK_SECONDS = 0.5
 _quick: tuple[float, float, tuple[float, ...]] = (0.0, -1.0, ())
 
 
-def _bounds() -> tuple[float, ...]:
-    """Return the limits of this process and its memory fractions of the GPUs, as they are now."""
-    if not torch.cuda.is_initialized():
-        return _limits()
-    return *_limits(), *map(_fraction, range(torch.cuda.device_count()))
-
-
 def _free_anywhere() -> float:
     """Return the least bytes free on the CPU and any GPU that holds tensors."""
     free = float(free_on_cpu())
@@ -315,7 +308,10 @@ def _is_plenty(n_bytes: float) -> bool:
     program is larger than that, reading again takes little of its time.
     """
     global _quick
-    now, bounds = time.monotonic(), _bounds()
+    now = time.monotonic()
+    bounds: tuple[float, ...] = _limits()
+    if torch.cuda.is_initialized():
+        bounds += tuple(map(_fraction, range(torch.cuda.device_count())))
     is_recent = _quick[1] >= 0 and now - _quick[1] <= _QUICK_SECONDS and bounds == _quick[2]
     if not is_recent or 64 * n_bytes > _quick[0]:
         _quick = (_free_anywhere(), now, bounds)

@@ -102,8 +102,8 @@ class _State(threading.local):
         self.peak: resident.Peak | None = None  # measures the process while that call runs
         self.decision: Decision | None = None
         self.reason = ""
-        self.training: Report | None = None  # the last step with a backward
-        self.evaluation: Report | None = None  # the last step without a backward
+        self.training: list[ProgramReport] = []  # of the last step with a backward
+        self.evaluation: list[ProgramReport] = []  # of the last step without a backward
 
 
 _state = _State()
@@ -144,16 +144,15 @@ def observed_by(observer: Observer) -> Iterator[None]:
 
 def _begin(n_kept: int) -> None:
     """Begin a step; the last `n_kept` programs belong to it."""
-    programs = _state.programs
-    over = Report(tuple(programs)[: max(0, len(programs) - n_kept)])
-    if over.is_training:
-        _state.training = over
-    elif over.programs:
-        _state.evaluation = over
+    programs, over = _state.programs, []
     while len(programs) > n_kept:
-        ran = programs.popleft()
+        over.append(programs.popleft())
         for observer in _observers:
-            observer.note_program(ran)
+            observer.note_program(over[-1])
+    if any([ran.what in BACKWARDS for ran in over]):
+        _state.training = over
+    elif over:
+        _state.evaluation = over
     _state.is_over = False
     _state.n_at_backward = _state.n_at_step = -1
     _state.stepped.clear()
@@ -164,8 +163,11 @@ def _gradients() -> dict[int, list[Any]]:
     gradients."""
     found: dict[int, list[Any]] = {}
     for optimizer in _state.optimizers:
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"][:_N_WATCHED]]
-        found[id(optimizer)] = [g if g is None else (id(g), g._version) for g in grads]
+        found[id(optimizer)] = [
+            None if (grad := parameter.grad) is None else (id(grad), grad._version)
+            for group in optimizer.param_groups
+            for parameter in group["params"][:_N_WATCHED]
+        ]
     return found
 
 
@@ -173,10 +175,7 @@ def _is_gathering() -> bool:
     """Tell whether gradients of this step accumulate for an optimizer that has yet to step."""
     if _state.n_at_backward < 0 or _state.n_at_step >= 0:
         return False
-    before = _state.gradients
-    if not before:
-        return False
-    return any(key in before and now != before[key] for key, now in _gradients().items())
+    return any(now != _state.gradients.get(key, now) for key, now in _gradients().items())
 
 
 def begin_batch(n_rows: int) -> None:
@@ -184,7 +183,7 @@ def begin_batch(n_rows: int) -> None:
     _state.n_rows = n_rows
     _state.n_batches += 1
     if _state.programs and not _state.is_over:
-        _state.is_over = not _is_gathering()
+        _state.is_over = not (_state.gradients and _is_gathering())
 
 
 def n_batches() -> int:
@@ -460,4 +459,6 @@ def report() -> Report:
         (3, 3)
     """
     unused = _state.n_batches - _state.n_used
-    return Report(tuple(_state.programs), _state.training, _state.evaluation, unused)
+    before = (_state.training, _state.evaluation)
+    training, evaluation = (Report(tuple(ran)) if ran else None for ran in before)
+    return Report(tuple(_state.programs), training, evaluation, unused)

@@ -163,9 +163,8 @@ class Numbers:
         return any(map(self.program.needs_gradient, node.outs if node is not None else (value,)))
 
     def _number(self, value: int) -> torch.Tensor:
-        if leaves.is_begun(value):
-            return self._number_of(value).detach().requires_grad_()
-        return self._number_of(value)
+        number = self._number_of(value)
+        return number.detach().requires_grad_() if leaves.is_begun(value) else number
 
     def _number_of(self, value: int) -> torch.Tensor:
         if self.program.is_kept(value):

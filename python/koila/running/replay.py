@@ -273,6 +273,8 @@ def read(is_no_grad_only: bool = False, caller: Callable[..., Any] | None = None
 @surroundings.in_outside
 def read_all(is_no_grad_only: bool) -> bool:
     """As `read`, where the caller has noted for the report what asks."""
+    if _core.is_empty():  # as at most steps of optimizers
+        return True
     settle_outdated()
     if _is_whole():
         return False

@@ -65,7 +65,8 @@ class Stages(Store):
         if not self.is_forward and n_chunks > 1:
             for axis in _counted_at_once(self.program):
                 self.pieces[DATA, axis, 0] = [(0, self.program.axes[axis])]
-        self.find_grids()  # pieces have changed the bounds
+        if self.pieces:
+            self.find_grids()  # they have changed the bounds
         return schedule
 
     def _cut_in_pieces(self, head: Run) -> None:
