@@ -10,6 +10,7 @@ of torch's backwards (batch_norm's on the CPU) are wrong where gradient and inpu
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,9 @@ def add(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor |
     if left is None or right is None:
         return right if left is None else left
     return right + left if is_sparse(left) else left + right
+
+
+_TENSOR = operator.itemgetter(2)  # of what is read: (boundary value, key, tensor)
 
 
 class BoundaryValue:
@@ -212,7 +216,7 @@ class BoundaryValue:
             for chunk in sorted(self.parts):
                 if part in self.parts[chunk]:
                     read.append((self, ("part", chunk, part), self.parts[chunk][part]))
-        found: Iterable[torch.Tensor] = [tensor for *_, tensor in read]
+        found: Iterable[torch.Tensor] = map(_TENSOR, read)
         if is_graph and self.watch is not None:
             found = self._watch_all({key: one for _, key, one in read}, self.watch).values()
         elif is_graph:

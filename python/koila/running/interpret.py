@@ -8,6 +8,7 @@ freed: the schedule whose memory was measured is the schedule that runs.
 from __future__ import annotations
 
 import bisect
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _Later = Callable[[int], object]
 #: It does nothing there.
 IDLE: _Later = int
+_INDEX = operator.attrgetter("index")  # of a run
 
 
 class _Loop(NamedTuple):
@@ -237,7 +239,7 @@ class Interpreter:
                 stages.take_rows_of(run, chunk, self.pieces, still_read)
         for value in step.values:
             stages.boundary[value].seeds.pop(("chunk", chunk), None)
-        is_any = step.values or any(stages.taken[run.index] for run in step.runs)
+        is_any = step.values or any(map(stages.taken.__getitem__, map(_INDEX, step.runs)))
         return None if is_any else IDLE
 
     def _still_read(self) -> set[RowsRead]:

@@ -10,6 +10,7 @@ anything else than in eager is refused.
 from __future__ import annotations
 
 import contextlib
+import operator
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -69,6 +70,7 @@ def call_hooks(stages: Stages, value: int, gradient: torch.Tensor) -> torch.Tens
 
 #: A gradient with fewer bytes is not offloaded: it would save little memory.
 _FEW_BYTES = 2**16
+_ID = operator.attrgetter("id")  # of a node
 
 
 def _offloaded(gradient: torch.Tensor) -> torch.Tensor:
@@ -223,7 +225,8 @@ def write_statistics(stages: Stages) -> None:
     done: set[int] = _core.notes().setdefault("effects", set())
     fresh = [n for n in program.moving if n.id not in done]
     written = set[int]().union(*map(program.moved_by, fresh))
-    unwritten.note_written({n.id for n in fresh})
+    ids = set(map(_ID, fresh))
+    unwritten.note_written(ids)
     stages.tracked.write(done)
     with torch.set_grad_enabled(False):
         for value, (real, copy) in stages.scratch.items():
@@ -235,4 +238,4 @@ def write_statistics(stages: Stages) -> None:
         leaf = program.info(value).real
         watched[value] = None if leaf is None else meta.checksum(leaf)
     overwritten.note_moved(program, written)
-    done.update(n.id for n in fresh)
+    done.update(ids)
