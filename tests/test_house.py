@@ -91,8 +91,8 @@ PRIVATE_OF_PYTHON = {
 # The line that names the license is not counted: it is no code.
 N_LINES_OF_A_FILE = 1000
 N_LINES_OF_A_FUNCTION = 60
-N_LINES_OF_KOILA_C = 29_547
-N_LINES_OF_KOILA_PYTHON = 29_754
+N_LINES_OF_KOILA_C = 29_546
+N_LINES_OF_KOILA_PYTHON = 29_783
 # "file.c:function": "why it may be longer"
 LONG_FUNCTIONS: dict[str, str] = {}
 
