@@ -219,3 +219,34 @@ def test_runs_by_rows(name: str) -> None:
     report = koila.report()
     assert report is not None and report.n_chunks == 3
     assert [one for program in report.programs for one in program.whole] == []
+
+
+#: What autocast casts before ATen composes it: calls on values in bfloat16.
+CAST_FIRST: dict[str, Callable[[Tensor], Tensor]] = {
+    "linalg_vecdot": lambda h: torch.linalg.vecdot(h, h),
+    "margin_ranking_loss": lambda h: F.margin_ranking_loss(
+        h[:, 0], h[:, 1], SIGNS.long(), reduction="none"
+    ),
+    "rfft": lambda h: torch.fft.rfft(h).abs(),
+    "polar": lambda h: torch.polar(h.abs(), h).real,
+}
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", CAST_FIRST)
+def test_what_autocast_casts_before_it_is_composed(name: str, chunks: int) -> None:
+    def run(lazy: Any) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(0)
+        layer = torch.nn.Linear(4, 4)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            made = CAST_FIRST[name](layer(lazy(torch.randn(len(SIGNS), 4))))
+        made.pow(2).sum().backward()
+        assert layer.weight.grad is not None
+        return made.detach() * 1, layer.weight.grad
+
+    with koila.config(chunks=chunks):
+        made, gradient = run(koila.lazy)
+    wanted, wanted_gradient = run(lambda x: x)
+    assert made.dtype == wanted.dtype
+    torch.testing.assert_close(made, wanted)
+    torch.testing.assert_close(gradient, wanted_gradient, rtol=0.05, atol=0.05)

@@ -288,6 +288,12 @@ def free_bytes(
     return max(0, min(free, limit - taken(device, held)))
 
 
+def least_left() -> int:
+    """Return the least bytes left on the CPU and any GPU that holds tensors, under the limit."""
+    gpus = (torch.device("cuda", index) for index in _used_gpus())
+    return min(free_bytes(device, ()) for device in (torch.device("cpu"), *gpus))
+
+
 _QUICK_SECONDS = 0.5
 _quick: tuple[float, float, tuple[float, ...]] = (0.0, -1.0, ())
 

@@ -40,10 +40,12 @@ def flush_no_grad(why: str) -> None:
 
 
 def make_room(n_bytes: int) -> None:
-    """Run those values if pending calls alone hold `n_bytes`, a large part of the memory, such as
-    the noise of a sampler's earlier steps."""
-    limit = config.get("memory_limit")
-    is_small = budget.is_ample(4 * n_bytes) if limit is None else 16 * n_bytes <= limit
+    """Run those values if pending calls alone hold `n_bytes`, a large part of the memory that is
+    left, such as the noise of a sampler's earlier steps."""
+    if config.get("memory_limit") is None:
+        is_small = budget.is_ample(4 * n_bytes)
+    else:
+        is_small = 15 * n_bytes <= budget.least_left()
     if not is_small and not torch.is_grad_enabled():
         flush_no_grad("a loop without gradients")
 

@@ -8,6 +8,7 @@ in one chunk equals eager bit for bit.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -134,10 +135,19 @@ def _filled(value: Any, env: dict[int, Tensor]) -> Any:
     return kind([_filled(one, env) for one in value]) if kind in (list, tuple) else value
 
 
+@functools.cache
+def _is_cast(name: str) -> bool:
+    """Return whether autocast casts the arguments of an operator before ATen composes it."""
+    has_kernel = _C._dispatch_has_kernel_for_dispatch_key
+    overloads = _C._dispatch_get_all_op_names()
+    named = [full for full in overloads if full.partition(".")[0] == f"aten::{name}"]
+    return any(has_kernel(one, key) for one in named for key in ("AutocastCPU", "AutocastCUDA"))
+
+
 def record(func: Func, args: Args, kwargs: Words) -> Any:
     """Record the calls that ATen composes a call of; NotImplemented if these are not known."""
     key = meta.key_of(func, args, kwargs)
-    if key is None:
+    if key is None or (_C._is_any_autocast_enabled() and _is_cast(func.__name__)):
         return NotImplemented
     if key not in _cache:
         remember(_cache, key, _trace(func, args, kwargs), _N_CACHED)
