@@ -489,6 +489,7 @@ def test_caches_of_gpus_are_emptied(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -
 
 def told(monkeypatch: pytest.MonkeyPatch, stats: dict[int, dict[str, int]]) -> None:
     """Let GPUs say these numbers of themselves."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(budget, "_used_gpus", lambda: list(stats))
     monkeypatch.setattr(budget, "_stats", lambda index: dict(stats[index]))
 

@@ -167,7 +167,7 @@ class Meter:
     """Measures the peak bytes of tensors on GPUs since its creation, beyond those at that time."""
 
     def __init__(self) -> None:
-        self._before = {index: _stats(index) for index in _used_gpus()}
+        self._before = {i: _stats(i) for i in _used_gpus()} if torch.cuda.is_initialized() else {}
 
     def bytes(self) -> int | None:
         """Return the peak bytes; None: allocators keep no count, or an earlier peak was higher."""
@@ -300,10 +300,8 @@ _quick: tuple[float, float, tuple[float, ...]] = (0.0, -1.0, ())
 
 def _free_anywhere() -> float:
     """Return the least bytes free on the CPU and any GPU that holds tensors."""
-    free = float(free_on_cpu())
-    for index in _used_gpus():
-        free = min(free, float(free_on_cuda(torch.device("cuda", index))))
-    return free
+    gpus = (torch.device("cuda", index) for index in _used_gpus())
+    return float(min((free_on_cpu(), *map(free_on_cuda, gpus))))
 
 
 def _is_plenty(n_bytes: float) -> bool:

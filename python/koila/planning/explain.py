@@ -86,6 +86,8 @@ class Scheduled(NamedTuple):
     """How a program is about to run in stages."""
 
     stages: tuple[Stage, ...]
+    n_chunks: int  # the most of an axis
+    n_rows: int | None  # samples of the largest chunk; None: it runs whole
     strategy: str  # what saves memory beside chunks, in words
     named: list[tuple[Node, str]]  # the calls that the stages name, in words
 
@@ -101,14 +103,9 @@ def scheduled(
     of an axis are in `grids`, those of a run, or pieces of them, come from `grid_of`."""
     key = id(schedule), strategy, *grids, *map(tuple, grids.values())  # `cache` keeps the schedule
     found: Scheduled | None = program.cache.described.get(key)
-    if found is None or hooks.is_any() or any(call_in_words(n) != text for n, text in found.named):
-        found = program.cache.described[key] = _described(program, strategy, schedule, grid_of)
-    return found
-
-
-def _described(
-    program: Program, strategy: Strategy, schedule: Schedule, grid_of: Callable[[Run], list[Bounds]]
-) -> Scheduled:
+    is_named = found is not None and all(call_in_words(n) == text for n, text in found.named)
+    if found is not None and is_named and not hooks.is_any():
+        return found
     passes = schedule_words.passes_of(schedule)
     none = schedule_words.Passes()
     runs = schedule_words.runs_of(program)
@@ -124,38 +121,40 @@ def _described(
         n_chunks, n_rows = len(rows) or 1, max(rows, default=None)
         stages.append(Stage(position, n_calls, n_chunks, n_rows, str(of_run), why))
     in_words = schedule_words.strategy_in_words(program, strategy, schedule)
-    return Scheduled(tuple(stages), in_words, named)
+    used = list(map(grids.__getitem__, program.axes))
+    most = max(map(len, used), default=1)
+    is_cut = most > 1 or bool(in_words)
+    n_rows = max(stop - start for grid in used for start, stop in grid) if is_cut else None
+    program.cache.described[key] = found = Scheduled(tuple(stages), most, n_rows, in_words, named)
+    return found
 
 
 def report_of(
     program: Program,
     planned: plans.Plan,
-    grids: dict[int, list[Bounds]],
     n_tries: int,
     measured: int | None,
     scheduled: Scheduled,
 ) -> ProgramReport:
     """Return the report of a program that ran in stages, at the last of `n_tries`. `scheduled` was
     made before the run; `measured` are its peak bytes, if they were measured."""
-    used = list(map(grids.__getitem__, program.axes))
-    n_chunks = max(map(len, used), default=1)
-    is_whole = n_chunks == 1 and not scheduled.strategy
-    sizes_of = [stop - start for grid in used for start, stop in grid]
-    n_rows = None if is_whole else max(sizes_of)
     cause, asked = cause_of_whole(program), reports.asked()
-    fits = planned.why if planned.is_scheduled else "its numbers fit, without autograd's graph"
+    why = ""
+    if scheduled.n_rows is None:
+        fits = planned.why if planned.is_scheduled else "its numbers fit, without autograd's graph"
+        why = fits if program.axes else cause.why
     return ProgramReport(
         asked,
         reports.line_of(asked),
         program.n_nodes,
         program.amounts.made,
-        n_chunks,
-        n_rows,
+        scheduled.n_chunks,
+        scheduled.n_rows,
         n_tries,
         planned.predicted,
         planned.allowed,
         measured,
-        "" if n_chunks > 1 or scheduled.strategy else fits if used else cause.why,
+        why,
         stages=scheduled.stages,
         whole=cause.whole,
         strategy=scheduled.strategy,

@@ -53,8 +53,8 @@ def cutting() -> Iterator[None]:
 def note_end(n_bytes: float | None) -> None:
     """Note the end of a step: its backward. `n_bytes`: what its calls on this tape need whole;
     None: it runs whole in any case, so a graph kept at a read costs nothing."""
-    _, before = _cut_off()
     for n_calls, so_far in _core.notes().pop("read", {}).items():
+        _, before = _cut_off()
         _shares.pop(n_calls, None)
         whole = 0.0 if n_bytes is None else before + n_bytes
         remember(_shares, n_calls, max(1.0, whole / max(so_far, 1.0)), _N_SHARES)

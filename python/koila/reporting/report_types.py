@@ -219,7 +219,7 @@ class ProgramReport:
 
 #: The values of ProgramReport.what for a backward pass.
 BACKWARDS = frozenset(("backward()", "autograd.grad()"))
-_WHAT = operator.attrgetter("what")
+WHAT = operator.attrgetter("what")
 
 
 #: The text of a report if nothing lazy ran.
@@ -314,7 +314,7 @@ class Report:
     @property
     def is_training(self) -> bool:
         """Whether the step had a backward."""
-        return not BACKWARDS.isdisjoint(map(_WHAT, self.programs))
+        return not BACKWARDS.isdisjoint(map(WHAT, self.programs))
 
     @property
     def layers(self) -> tuple[Layer, ...]:

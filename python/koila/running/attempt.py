@@ -59,7 +59,7 @@ def attempt(
             grids, grid_of = replay.grids, replay.grid_of
             described = scheduled(program, planned.strategy, replay.schedule, grids, grid_of)
             result = run(replay)
-            reports.note(report_of(program, planned, grids, n_tries, meter.bytes(), described))
+            reports.note(report_of(program, planned, n_tries, meter.bytes(), described))
             return replay, result, planned
         except BaseException as error:
             replay.draws.roll_back()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 
@@ -38,10 +38,8 @@ from koila.running.numbers import Numbers, settle_outdated
 from koila.running.prepared import outside_inference
 from koila.running.stages import Stages
 from koila.staged import hooks, leaves, trim
-from koila.staged.facts import Info, name_of_call
+from koila.staged.facts import name_of_call
 from koila.staged.program import Program
-
-_T = TypeVar("_T")
 
 
 class Replay(Stages):
@@ -368,10 +366,10 @@ def differentiate(
             pending.append(root)
             others.append(gradient)
             continue
-        sent = _filled(real, gradient) if isinstance(real, torch.Tensor) else None
-        if sent is None or not real.requires_grad:
+        sent = _number_of(gradient)
+        if not (isinstance(real, torch.Tensor) and real.requires_grad and _is_fit(real, sent)):
             return NotImplemented  # the whole run raises torch's own error
-        beside.append((real, sent))
+        beside.append((real, _filled(real, sent)))
     if not pending:
         return NotImplemented
     gets = engine.getters(inputs) if inputs else None
@@ -379,17 +377,23 @@ def differentiate(
     return _held(pending[0], _differentiate, words, {})
 
 
-def _filled(root: torch.Tensor, gradient: Any) -> torch.Tensor | None:
-    """Return the gradient of a root, ones if none was given; None: torch refuses it."""
+def _number_of(gradient: Any) -> Any:
+    """Return the number of a gradient that is lazy; any other as it is."""
+    return _core.read(gradient) if type(gradient) is _core.LazyTensor else gradient
+
+
+def _is_fit(root: torch.Tensor, gradient: Any) -> bool:
+    """Return whether torch takes this gradient of a root; None stands for ones."""
     if gradient is None:
-        value = _core.id(root) if type(root) is _core.LazyTensor else None
-        of = Info.of(value) if value is not None else root
-        is_number = math.prod(of.shape) == 1 and not of.dtype.is_complex
-        return torch.ones(of.shape, dtype=of.dtype, device=of.device) if is_number else None
-    if type(gradient) is _core.LazyTensor:
-        gradient = _core.read(gradient)
-    is_fitting = isinstance(gradient, torch.Tensor) and gradient.shape == root.shape
-    return gradient if is_fitting else None
+        return math.prod(root.shape) == 1 and not root.dtype.is_complex
+    return isinstance(gradient, torch.Tensor) and gradient.shape == root.shape
+
+
+def _filled(root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradient of a root, ones if none was given."""
+    if gradient is not None:
+        return gradient
+    return torch.ones(root.shape, dtype=root.dtype, device=root.device)
 
 
 def gradients_of(
@@ -461,12 +465,9 @@ def _differentiate(
     if all(map(_core.is_pending_here, roots)) and _is_whole():
         _core.forget_left()
         return NotImplemented
-    filled = []
-    for root, gradient in zip(roots, gradients, strict=True):
-        sent = _filled(root, gradient)
-        if sent is None:
-            return NotImplemented  # the whole run raises torch's own error
-        filled.append(sent)
+    given = list(map(_number_of, gradients))
+    if not all(map(_is_fit, roots, given)):
+        return NotImplemented  # the whole run raises torch's own error
     if not all(map(_core.is_pending_here, roots)):
         return NotImplemented
     with torch._C.DisableTorchFunctionSubclass():
@@ -477,6 +478,8 @@ def _differentiate(
     staged = _stage(roots, False, gets, unwanted, [real for real, _ in beside])
     if staged is None or _has_leaves(staged[0]):
         return NotImplemented
+    filled = list(map(_filled, roots, given))  # only now: a whole run makes its own
+    given.clear()
 
     def run(replay: Replay) -> tuple[bool, Any]:
         found = [*replay.differentiate(filled), *beside]
