@@ -147,6 +147,22 @@ CASES: dict[str, Callable[[Tensor], Any]] = {
     "repeat_interleave of rows": lambda h: torch.repeat_interleave(
         h, 2, dim=0, output_size=2 * N_ROWS
     ),
+    "isfinite": lambda h: torch.isfinite(h / (h > -0.5)),
+    "movedim": lambda h: h.unflatten(1, (2, 3)).movedim((0, 2), (1, 0)),
+    "nanmean": lambda h: torch.where(h > 0.1, h, torch.nan).nanmean(0),
+    "outer": lambda h: torch.outer(h[:, 0], WEIGHT[:, 0]),
+    "rfft": lambda h: torch.fft.rfft(h, 8).abs(),
+    "rfft2, and back": lambda h: torch.fft.irfft2(torch.fft.rfft2(h.unflatten(1, (2, 3)))),
+    "tensordot": lambda h: torch.tensordot(h.unflatten(1, (2, 3)), WEIGHT[:3], 1),
+    "tensordot of values whose strides are not known": lambda h: torch.tensordot(
+        torch.fft.fft(h.unflatten(1, (2, 3)).mT, dim=1).real, WEIGHT[:2], 1
+    ),
+    "tensordot over two dims": lambda h: torch.tensordot(
+        h.unflatten(1, (2, 3)).mT, WEIGHT.view(3, 2, -1), 2
+    ),
+    "take_along_dim": lambda h: torch.take_along_dim(h, h.argsort(1)[:, :2], 1),
+    "tile": lambda h: h.tile(2),
+    "trapezoid": lambda h: torch.trapezoid(h.square(), h, dim=1),
     "tensor_split": lambda h: h.tensor_split(4, 1),
     "tensor_split at": lambda h: torch.tensor_split(h, (2, 3), dim=1),
     "to_dense": lambda h: h.to_dense(),

@@ -21,8 +21,7 @@ from koila.staged import meta
 from koila.staged.cache import remember
 
 #: Ops by name: those whose calls are recorded. Most have no row, and the row of einsum() is for
-#: products. ATen reshapes tensors of one dim at most: so the calls do not depend on strides, which
-#: may not be known.
+#: products.
 NAMES = frozenset(
     """atleast_1d atleast_2d atleast_3d broadcast_to column_stack cross
     cumulative_trapezoid diff dsplit dstack einsum fft_fft fft_fft2 fft_fftn
@@ -66,8 +65,14 @@ def _sliced(
     return x[(slice(None),) * (dim % x.dim()) + (slice(start, end, step),)]
 
 
-#: The functions of torch for operators of ATen that have other names there.
-_OTHER_NAMES: dict[str, Func] = {"slice": _sliced, "_to_copy": Tensor.to}
+#: The functions of torch for operators of ATen that have other names there. A reshape is a view or
+#: a copy by the strides, which may not be known where it is traced: so it is recorded as it is.
+_OTHER_NAMES: dict[str, Func] = {
+    "slice": _sliced,
+    "_to_copy": Tensor.to,
+    "view": Tensor.reshape,
+    "_unsafe_view": Tensor.reshape,
+}
 
 
 def _function_of(name: str) -> Func:
