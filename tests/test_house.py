@@ -92,7 +92,7 @@ PRIVATE_OF_PYTHON = {
 N_LINES_OF_A_FILE = 1000
 N_LINES_OF_A_FUNCTION = 60
 N_LINES_OF_KOILA_C = 29_546
-N_LINES_OF_KOILA_PYTHON = 29_801
+N_LINES_OF_KOILA_PYTHON = 29_810
 # "file.c:function": "why it may be longer"
 LONG_FUNCTIONS: dict[str, str] = {}
 

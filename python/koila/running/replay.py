@@ -7,7 +7,6 @@ aliases, running statistics are written on copies, and an exception restores the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -29,6 +28,7 @@ from koila.running import (
     kept_casts,
     overwritten,
     read_numbers,
+    sending,
     unwritten,
     visible,
 )
@@ -366,34 +366,17 @@ def differentiate(
             pending.append(root)
             others.append(gradient)
             continue
-        sent = _number_of(gradient)
-        if not (isinstance(real, torch.Tensor) and real.requires_grad and _is_fit(real, sent)):
+        sent = sending.number_of(gradient)
+        if not (
+            isinstance(real, torch.Tensor) and real.requires_grad and sending.is_fit(real, sent)
+        ):
             return NotImplemented  # the whole run raises torch's own error
-        beside.append((real, _filled(real, sent)))
+        beside.append((real, sending.filled(real, sent)))
     if not pending:
         return NotImplemented
     gets = engine.getters(inputs) if inputs else None
     words = pending, others, is_retained, gets, take, (), beside
     return _held(pending[0], _differentiate, words, {})
-
-
-def _number_of(gradient: Any) -> Any:
-    """Return the number of a gradient that is lazy; any other as it is."""
-    return _core.read(gradient) if type(gradient) is _core.LazyTensor else gradient
-
-
-def _is_fit(root: torch.Tensor, gradient: Any) -> bool:
-    """Return whether torch takes this gradient of a root; None stands for ones."""
-    if gradient is None:
-        return math.prod(root.shape) == 1 and not root.dtype.is_complex
-    return isinstance(gradient, torch.Tensor) and gradient.shape == root.shape
-
-
-def _filled(root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
-    """Return the gradient of a root, ones if none was given."""
-    if gradient is not None:
-        return gradient
-    return torch.ones(root.shape, dtype=root.dtype, device=root.device)
 
 
 def gradients_of(
@@ -465,8 +448,8 @@ def _differentiate(
     if all(map(_core.is_pending_here, roots)) and _is_whole():
         _core.forget_left()
         return NotImplemented
-    given = list(map(_number_of, gradients))
-    if not all(map(_is_fit, roots, given)):
+    given = list(map(sending.number_of, gradients))
+    if not all(map(sending.is_fit, roots, given)):
         return NotImplemented  # the whole run raises torch's own error
     if not all(map(_core.is_pending_here, roots)):
         return NotImplemented
@@ -478,7 +461,7 @@ def _differentiate(
     staged = _stage(roots, False, gets, unwanted, [real for real, _ in beside])
     if staged is None or _has_leaves(staged[0]):
         return NotImplemented
-    filled = list(map(_filled, roots, given))  # only now: a whole run makes its own
+    filled = list(map(sending.filled, roots, given))  # only now: a whole run makes its own
     given.clear()
 
     def run(replay: Replay) -> tuple[bool, Any]:

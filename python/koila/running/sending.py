@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from koila import _core
 from koila.basics import engine
 from koila.basics.holders import owned
 from koila.running import sparse_gradients
@@ -22,6 +24,25 @@ _edge: Callable[[tuple[Any, int]], GradientEdge] = functools.partial(tuple.__new
 #: Of an output, or of the partials of a reduction.
 Edges = GradientEdge | None | tuple[GradientEdge | None, ...]
 _NONE: Awaiting = {}
+
+
+def number_of(gradient: Any) -> Any:
+    """Return the number of a gradient that is lazy; any other as it is."""
+    return _core.read(gradient) if type(gradient) is _core.LazyTensor else gradient
+
+
+def is_fit(root: torch.Tensor, gradient: Any) -> bool:
+    """Return whether torch takes this gradient of a root; None stands for ones."""
+    if gradient is None:
+        return math.prod(root.shape) == 1 and not root.dtype.is_complex
+    return isinstance(gradient, torch.Tensor) and gradient.shape == root.shape
+
+
+def filled(root: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor:
+    """Return the gradient of a root, ones if none was given."""
+    if gradient is not None:
+        return gradient
+    return torch.ones(root.shape, dtype=root.dtype, device=root.device)
 
 
 def edges_of(env: Sequence[Any], values: Iterable[int]) -> dict[int, Edges]:
