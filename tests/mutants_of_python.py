@@ -334,8 +334,8 @@ MUTANTS = [
     Mutant(
         "boundary: a rematerialized storage gets no numbers",
         "python/koila/running/boundary.py",
-        "rows.set_memory(again, storage, 0, of.shape, of.stride()).copy_(tensor.detach())",
-        "rows.set_memory(again, storage, 0, of.shape, of.stride()).zero_()",
+        "rows.with_layout(again, rows.layout_of(of)).copy_(tensor.detach())",
+        "rows.with_layout(again, rows.layout_of(of)).zero_()",
         WAITING,
     ),
     Mutant(

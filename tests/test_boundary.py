@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 import koila
 from chunked import split
 from koila.basics import holders
+from koila.running.boundary import BoundaryValue
 from oracle import Lazy, assert_seen, eager
 
 N_ROWS = 6
@@ -172,3 +174,17 @@ def test_gradients_where_nobody_counts_who_holds_them(monkeypatch: pytest.Monkey
     for chunks in (2, 7):
         with split(chunks):
             assert_seen(story(koila.lazy), want, "copied", exact_bits=False)
+
+
+@pytest.mark.parametrize("view", [torch.conj, lambda z: z.conj().imag, lambda z: z])
+def test_a_view_that_conjugates_is_rematerialized_as_it_was(
+    view: Callable[[Tensor], Tensor],
+) -> None:
+    """Its memory holds the numbers before they are conjugated, or negated."""
+    numbers = torch.randn(4, 3, dtype=torch.complex128)
+    boundary = BoundaryValue(Mock(), True, {})
+    boundary.chunks[0] = kept = view(numbers.clone())
+    wanted = kept * 1
+    boundary.free_storage(0)
+    boundary.rematerialize(0, view(numbers.clone()))
+    assert torch.equal(kept * 1, wanted)

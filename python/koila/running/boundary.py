@@ -126,8 +126,8 @@ class BoundaryValue:
         storage = of.untyped_storage()
         storage.resize_(self.freed.pop(chunk))
         # Write through another tensor: a new version would make the graphs that saved it raise.
-        again = torch.empty(0, dtype=of.dtype, device=of.device)
-        rows.set_memory(again, storage, 0, of.shape, of.stride()).copy_(tensor.detach())
+        again = rows.set_memory(torch.empty(0, dtype=of.dtype, device=of.device), storage)
+        rows.with_layout(again, rows.layout_of(of)).copy_(tensor.detach())
 
     # -- inputs of the stages that read it --------------------------------------------------------
 
